@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from moe_conformance.judging.exchange.deliveries import judge_deliveries
 from moe_conformance.judging.exchange.outputs import judge_form, judge_outputs
+from moe_conformance.judging.groups.changed_settings import judge_changed_later
 from moe_conformance.judging.groups.config_rules import judge_packed
 from moe_conformance.judging.groups.resolved_settings import (
     judge_changes,
@@ -19,7 +20,7 @@ from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.corpus import config_rules
-from moe_conformance.workloads.corpus.config_rules_settings import CHANGING, SHOWN, UNKNOWN, workload_of
+from moe_conformance.workloads.corpus.config_rules_settings import CHANGING, LATER, SHOWN, UNKNOWN, workload_of
 from moe_conformance.workloads.records.runs import ON_CONFIG_RULES, ON_SESSION, ExchangeStep
 from moe_conformance.workloads.records.workload import Workload
 
@@ -33,7 +34,7 @@ def _named(name: str) -> Callable[[Workload], bool]:
 
 
 def _of_rules(workload: Workload) -> bool:
-    return workload.name not in (SHOWN, UNKNOWN)
+    return workload.name not in (SHOWN, UNKNOWN, LATER)
 
 
 def _may_change(workload: Workload) -> bool:
@@ -74,6 +75,11 @@ class TestWhatIsTold:
     def test_unknown_options_and_values_are_refused(self, outcome: Outcome, tally: Tally) -> None:
         """Misspelt and empty names are never taken for the default."""
         judge_unknown(outcome, tally)
+
+    @requirement("RULE-05", run=ON_CONFIG_RULES, when=_named(LATER))
+    def test_a_change_reaches_every_layer_or_none(self, outcome: Outcome, tally: Tally) -> None:
+        """After a change every layer has the settings of one that is built with them, or the change raises."""
+        judge_changed_later(outcome, tally)
 
 
 class TestOverlap:

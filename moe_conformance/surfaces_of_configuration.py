@@ -74,3 +74,15 @@ class ConfigRules(Protocol):
 
         An option that runs with another value than asked is warned of, in each call, by `warnings` or `logging`.
         """
+
+    def build(self, asked: Settings, layers: int) -> Any:
+        """Build that many MoE layers, and return what `change` and `shown` need."""
+
+    def change(self, built: Any, to: Settings) -> None:
+        """Change the configuration of all layers as the library lets its users or itself do it after building.
+
+        An exception leaves all layers as they were; `Unsupported` where there is no such way.
+        """
+
+    def shown(self, built: Any) -> Sequence[Settings]:
+        """Return the settings of every layer, read from what it will run."""

@@ -45,6 +45,18 @@ class RecordedRules:
             raise Malformed(f"resolve returned {type(settings).__name__}; expected Settings")
         return Resolution(settings, tuple(warned))
 
+    def build(self, asked: Settings, layers: int) -> Any:
+        """Build layers."""
+        return self.rules.build(asked, layers)
+
+    def change(self, built: Any, to: Settings) -> None:
+        """Change them."""
+        self.rules.change(built, to)
+
+    def shown(self, built: Any) -> tuple[Settings, ...]:
+        """Return the settings of every layer."""
+        return tuple(self.rules.shown(built))
+
 
 class _Heard(logging.Handler):
     """Keeps the messages of warnings and worse."""

@@ -131,7 +131,9 @@ def lawful_refusal(errors_by_rank: Sequence[tuple[str, str] | None]) -> bool:
 
 
 def lawful_change(old: object, new: object, seen_by_layer: Sequence[object], raised: bool) -> bool:
-    """Return whether a change after building reached every layer of every rank, or none and raised (RULE-05).
+    """Return whether a change after building reached every layer of every rank, or none and raised.
+
+    Decides: RULE-05. Source: arithmetic: layers that hold copies of a configuration do not see its change.
 
     >>> lawful_change(1, 2, [2, 2], False), lawful_change(1, 2, [2, 1], False), lawful_change(1, 2, [2, 2], True)
     (True, False, False)

@@ -138,6 +138,19 @@ class ConfigRules:
             packed=built.variable_seq_lengths,
         )
 
+    def build(self, asked: Settings, layers: int) -> Any:
+        """Refuse: there is no change to build for."""
+        del asked, layers
+        raise Unsupported("Megatron-Core has no way to change the configuration of layers that are built")
+
+    def change(self, built: Any, to: Settings) -> None:
+        """Never called."""
+
+    def shown(self, built: Any) -> Sequence[Settings]:
+        """Never called."""
+        del built
+        return ()
+
 
 def _kernel(asked: Settings) -> dict[str, str]:
     """Return the field of the kernel: the default is DeepEP's, and the other HybridEP's."""

@@ -191,12 +191,14 @@ class ConfigRules:
 
         Implements: RULE-26, RULE-27.
         """
-        if s.experts is None:
-            return s
+        return s if s.experts is None else _of(s, self.router_of(s))
+
+    def router_of(self, s: Settings) -> Any:
+        """Build the router."""
         groups = self.groups(s)
         if s.top_k < 1:
             _refuse(s, "top_k", "experts")
-        router = self.router(
+        return self.router(
             self.config.changed(
                 {
                     "experts": s.experts,
@@ -207,9 +209,26 @@ class ConfigRules:
                 }
             )
         )
-        number, chosen = router.config.routing.groups or (None, None)
-        E, K = len(router.router_ED), router.config.top_k
-        return replace(s, experts=E, top_k=K, groups=number, groups_chosen=chosen)
+
+    def build(self, asked: Settings, layers: int) -> list[Any]:
+        """Build the routers of that many layers."""
+        return [self.router_of(self.resolve(asked)) for _ in range(layers)]
+
+    def change(self, built: list[Any], to: Settings) -> None:
+        """Build a router for every layer, with the parameters of the one that it replaces, and only then put them in.
+
+        Implements: RULE-05.
+        """
+        routers = [self.router_of(self.resolve(to)) for _ in built]
+        for old, new in zip(built, routers, strict=True):
+            if len(old.router_ED) != len(new.router_ED):
+                raise CannotBuild(f"experts = {to.experts} cannot be changed after building")
+            new.load_state_dict(old.state_dict())
+        built[:] = routers
+
+    def shown(self, built: list[Any]) -> Sequence[Settings]:
+        """Return the settings of every layer, the router's from the router."""
+        return [_of(Settings(), router) for router in built]
 
     def groups(self, s: Settings) -> tuple[int, int] | None:
         """Return the groups of a router; refuse one size without the other."""
@@ -218,6 +237,13 @@ class ConfigRules:
         if s.groups is None or s.groups_chosen is None:
             raise CannotBuild(f"groups = {s.groups} and groups_chosen = {s.groups_chosen}: both are needed")
         return s.groups, s.groups_chosen
+
+
+def _of(s: Settings, router: Any) -> Settings:
+    """Return settings with what a router has."""
+    number, chosen = router.config.routing.groups or (None, None)
+    E, K = len(router.router_ED), router.config.top_k
+    return replace(s, experts=E, top_k=K, groups=number, groups_chosen=chosen)
 
 
 def _captures(s: Settings, *scopes: str) -> bool:

@@ -54,9 +54,7 @@ class _Example:
     @property
     def words(self) -> str:
         """The settings, as far as they differ from the defaults."""
-        changed = (f for f in fields(self.asked) if getattr(self.asked, f.name) != f.default)
-        said = [f"{field.name}={getattr(self.asked, field.name)!r}" for field in changed]
-        return f"Settings({', '.join(said)})"
+        return words_of(self.asked)
 
     def ran(self, rank: int) -> Settings:
         """Return what was built on a rank."""
@@ -66,6 +64,13 @@ class _Example:
         """Name the options that run with another value than was asked for."""
         ran = self.ran(rank)
         return tuple(name for name in _DEFAULTS if name not in _ASSUMED and getattr(ran, name) != _of(self.asked, name))
+
+
+def words_of(settings: Settings) -> str:
+    """Return settings in words, as far as they differ from the defaults."""
+    changed = (f for f in fields(settings) if getattr(settings, f.name) != f.default)
+    said = [f"{field.name}={getattr(settings, field.name)!r}" for field in changed]
+    return f"Settings({', '.join(said)})"
 
 
 def _of(settings: Settings, name: str) -> Any:

@@ -16,7 +16,7 @@ from moe_conformance.surfaces import Settings
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, SINGLE, Chapter
 from moe_conformance.workloads.records.runs import ON_CONFIG_RULES
-from moe_conformance.workloads.records.workload import Call, Workload
+from moe_conformance.workloads.records.workload import Call, Ref, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
 _LAYOUTS = (SINGLE, EP2)
@@ -26,7 +26,7 @@ _KERNELS = "RULE-24"
 # Of RULE-25 exchanges are built, which says more.
 RULES = tuple(f"RULE-{number:02}" for number in range(6, 28) if number != 25)
 CHANGING = ("RULE-06", "RULE-07", "RULE-15", "RULE-23", "RULE-24")  # a backend may change what breaks them, openly
-SHOWN, UNKNOWN = "options-shown", "options-unknown"
+SHOWN, UNKNOWN, LATER = "options-shown", "options-unknown", "options-changed"
 
 _ON = Settings(overlap=True, ep=2)
 _CAPTURED = replace(_ON, defer_weight_gradients=True, capture=("router",))
@@ -116,9 +116,38 @@ _UNKNOWN = (
 )
 
 
+# From what to what layers that are built are changed; the last two do not fit them, or anything.
+_CHANGES = (
+    (Settings(), Settings(top_k=3)),
+    (Settings(groups=4, groups_chosen=2), Settings(groups=2, groups_chosen=1)),
+    (Settings(groups=4, groups_chosen=2), Settings()),
+    (Settings(), Settings(experts=4)),
+    (Settings(), Settings(top_k=9)),
+)
+_LAYERS = 3
+
+
+def _changes(ranks: int) -> tuple[Call, ...]:
+    """Build layers, show, change and show them again; then build and show others as they are to be."""
+    calls: list[Call] = []
+    for before, to in _CHANGES:
+        first = Ref(len(calls))
+        then = Ref(len(calls) + 4)
+        for method, given in (
+            ("build", {"asked": before, "layers": _LAYERS}),
+            ("shown", {"built": first}),
+            ("change", {"built": first, "to": to}),
+            ("shown", {"built": first}),
+            ("build", {"asked": to, "layers": 1}),
+            ("shown", {"built": then}),
+        ):
+            calls.append(Call(method, (given,) * ranks, may_raise=True))
+    return tuple(calls)
+
+
 def names() -> tuple[str, ...]:
     """Return the names of the workloads."""
-    return (*map(workload_of, RULES), SHOWN, UNKNOWN)
+    return (*map(workload_of, RULES), SHOWN, UNKNOWN, LATER)
 
 
 def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
@@ -134,6 +163,7 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
         yield _workload(workload_of(rule), alike, variant, layout)
     for name, options in ((SHOWN, _OPTIONS), (UNKNOWN, _UNKNOWN)):
         yield _workload(name, [(each,) * layout.world for each in options], variant, layout)
+    yield Workload(LATER, ON_CONFIG_RULES, Config(variant=variant), layout, (), calls=_changes(layout.world))
 
 
 def _workload(name: str, by_rank: Sequence[tuple[Settings, ...]], variant: str, layout: Layout) -> Workload:

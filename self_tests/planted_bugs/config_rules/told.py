@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -101,3 +102,41 @@ class OptionsThatAreNotLookedAt(ConfigRules):
 
     def known(self, asked: Settings) -> None:
         super().known(replace(asked, extra=()))
+
+
+@planted(
+    Expectation("RULE-05", "options-changed", "run", "layer 1 on rank 0 has top_k = 2 instead of 3"),
+    real="NVIDIA/Megatron-LM PR #6419",
+    layout=SINGLE,
+)
+class FirstLayerAlone(ConfigRules):
+    """A change is made in one configuration, of which the other layers hold copies."""
+
+    def change(self, built: list[Any], to: Settings) -> None:
+        first = built[:1]
+        super().change(first, to)
+        built[:1] = first
+
+
+@planted(
+    Expectation("RULE-05", "options-changed", "run", "has experts = 4 instead of 8", "since the change raised"),
+    layout=SINGLE,
+)
+class HalfAChange(ConfigRules):
+    """Layers are changed one by one, and the second refuses what the first has accepted."""
+
+    def change(self, built: list[Any], to: Settings) -> None:
+        built[0] = self.router_of(self.resolve(to))
+        super().change(built, to)
+
+
+@planted(
+    Expectation("RULE-05", "options-changed", "run", "layer 0 on rank 1 has top_k = 2 instead of 3"),
+    layout=EP2,
+)
+class FirstRankChanges(ConfigRules):
+    """The change is made where the command is read, on the first rank."""
+
+    def change(self, built: list[Any], to: Settings) -> None:
+        if self.topology.rank == 0:
+            super().change(built, to)
