@@ -70,7 +70,7 @@ class ConfigRules(Protocol):
         """Return the limits on versions that the library documents for the options that are on."""
 
     def resolve(self, asked: Settings) -> Settings:
-        """Return the settings as they will run, read from what was built.
+        """Return the settings as they will run, read from what was built, in the form in which they were asked for.
 
         An option that runs with another value than asked is warned of, in each call, by `warnings` or `logging`.
         """

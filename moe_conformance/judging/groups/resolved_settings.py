@@ -85,7 +85,7 @@ def judge_rule(outcome: Outcome, rule: str, tally: Tally) -> None:
     alone. Valid ones may be refused by a limit that the adapter knows as documented.
 
     Raises:
-        NotOffered: no settings that break the rule could be asked for.
+        NotOffered: no settings that break the rule could be asked for, or no valid ones beside them were accepted.
         Unrefused: they were built on some ranks as if nothing were wrong.
         WrongForm: they were built with a change that the rule does not allow, or without a warning.
         Refused: valid settings were refused, or built otherwise than asked.
@@ -93,7 +93,7 @@ def judge_rule(outcome: Outcome, rule: str, tally: Tally) -> None:
     examples, reasons = _examples(outcome)
     usual = _usual_warnings(examples)
     findings: list[Finding] = []
-    judged = 0
+    judged = accepted = 0
     for example in examples:
         rules = broken(example.neutral)
         if _VERSIONS in rules and rule != _VERSIONS:
@@ -102,6 +102,7 @@ def judge_rule(outcome: Outcome, rule: str, tally: Tally) -> None:
         if rules and rule not in rules:
             continue
         judged += rule in rules
+        accepted += not rules and not example.refusing
         findings += _wrong_outcomes(example, rule, usual) if rules else _wrong_builds(example)
         for rank in range(len(example.answers)):
             tally.add(pairs=1, rank=rank)
@@ -110,6 +111,8 @@ def judge_rule(outcome: Outcome, rule: str, tally: Tally) -> None:
         fail(next((error for kind, error in _ERRORS.items() if kind in kinds), WrongForm), "run", findings)
     if not judged:
         raise NotOffered(reasons[0] if reasons else f"nothing that breaks {rule} could be asked for")
+    if not accepted:
+        raise NotOffered(f"nothing is accepted beside what breaks {rule}, so that a refusal proves nothing")
 
 
 def judge_refusals(outcome: Outcome, tally: Tally) -> None:

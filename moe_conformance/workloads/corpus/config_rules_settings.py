@@ -102,7 +102,6 @@ _OPTIONS: tuple[Settings, ...] = (
 # Each has one value that nobody knows, or an option.
 _UNKNOWN = (
     Settings(dispatcher="alltoal"),
-    Settings(dispatcher="AllToAll"),
     Settings(dispatcher=""),
     Settings(recompute="selectiv"),
     Settings(recompute=""),
