@@ -52,7 +52,7 @@ class SwitchForANumber(ConfigRules):
     Expectation(
         "RULE-02", "options-shown", "run", "Settings(dtype=torch.float32) is resolved", "dtype = torch.bfloat16"
     ),
-    real="pytorch/torchtitan PR #3199",
+    real="pytorch/torchtitan commit d3c96e806 (#3199)",
     layout=SINGLE,
 )
 class ConverterOfNothing(ConfigRules):
@@ -106,7 +106,7 @@ class OptionsThatAreNotLookedAt(ConfigRules):
 
 @planted(
     Expectation("RULE-05", "options-changed", "run", "layer 1 on rank 0 has top_k = 2 instead of 3"),
-    real="NVIDIA/Megatron-LM PR #6419",
+    real="NVIDIA/Megatron-LM commit 301e0d658f (#6419)",
     layout=SINGLE,
 )
 class FirstLayerAlone(ConfigRules):
