@@ -14,12 +14,16 @@ from moe_conformance.surfaces import Settings
 from self_tests.planted_bugs.plant import EP2, SINGLE, Expectation, planted
 
 
-@planted(Expectation("RULE-01", "rule-09", "run", "is built on rank 1 and refused on rank 0", "float32"), layout=EP2)
+@planted(
+    Expectation("RULE-01", "rule-11", "run", "is built on rank 1 and refused on rank 0", "recompute = 'full'"),
+    layout=EP2,
+)
 class FirstRankAloneRefuses(ConfigRules):
-    """The dtype is tested where the configuration is printed, on the first rank; the others wait in a collective."""
+    """Recomputation is tested where the configuration is printed, on the first rank; the others wait for it."""
 
-    def overlap_exchange(self, s: Settings) -> None:
-        super().overlap_exchange(s if self.topology.rank == 0 else replace(s, dtype=torch.bfloat16))
+    def overlap_recomputation(self, s: Settings) -> None:
+        if self.topology.rank == 0:
+            super().overlap_recomputation(s)
 
 
 @planted(
