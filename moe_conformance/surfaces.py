@@ -13,6 +13,9 @@ from torch import Tensor
 
 from moe_conformance import contract
 from moe_conformance.contract import Config, Parametrised, Placed, Resolved, Routed, Routing, Unsupported
+from moe_conformance.surfaces_of_configuration import ConfigRules as ConfigRules
+from moe_conformance.surfaces_of_configuration import Settings as Settings
+from moe_conformance.surfaces_of_configuration import VersionLimit as VersionLimit
 from moe_conformance.surfaces_of_training import BalancingRouters as BalancingRouters
 from moe_conformance.surfaces_of_training import LoadMeter as LoadMeter
 from moe_conformance.surfaces_of_training import Metered as Metered
@@ -401,3 +404,7 @@ class Session(contract.Session):
     def places_exchange(self, config: Config) -> PlacesExchange:
         """Build a low-latency token exchange, without experts; collective."""
         raise Unsupported("this backend offers no exchange with fixed places")
+
+    def config_rules(self, config: Config) -> ConfigRules:
+        """Build what resolves settings; nothing of `config` but its variant matters."""
+        raise Unsupported("this backend does not tell how it resolves settings")

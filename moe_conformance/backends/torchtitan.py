@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from moe_conformance.backends.torchtitan_balance import BalancingRouters, require_balanced
+from moe_conformance.backends.torchtitan_config_rules import ConfigRules
 from moe_conformance.backends.torchtitan_layer import ROUND_ROBIN, Layer, expert_windows, require_placed
 from moe_conformance.backends.torchtitan_router import Router
 from moe_conformance.backends.torchtitan_rows import CombineAdd, Permutation, Reordering, ScatterAdd
@@ -128,6 +129,12 @@ class _Session(Session):
         require_balanced(config, self._topology)
         routers = [Router(config, self._device) for _ in range(config.balance.layers)]
         return BalancingRouters(routers, [each.layer for each in routers], self._topology, self._device)
+
+    def config_rules(self, config: Config) -> ConfigRules:
+        """Resolve settings on one rank."""
+        if self._topology.sizes["world"] > 1:
+            raise Unsupported("the adapter resolves settings on one rank")
+        return ConfigRules(config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype"))
 
     def layer(self, config: Config) -> Layer:
         """Build an MoE module with a dispatcher on this rank's ep group; FSDP2 shards it where it is replicated."""

@@ -18,6 +18,7 @@ from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.balancing import BalancedRouters
 from moe_conformance.scenarios.calling import call_through, deterministic_setting, form_of, memory_of, under
 from moe_conformance.scenarios.changing_experts import ChangingExperts, require_sorted_rows
+from moe_conformance.scenarios.config_rules import RecordedRules
 from moe_conformance.scenarios.counted_experts import CountedExperts
 from moe_conformance.scenarios.exchange_with_probe import exchange_with_probe
 from moe_conformance.scenarios.initial import InitialRouter
@@ -113,6 +114,8 @@ class Script:
             surface = ReplayedRouters(surface)
         if run == runs.ON_BALANCING_ROUTERS:
             surface = BalancedRouters(surface, session, [call.given[self.context.rank] for call in self.workload.calls])
+        if run == runs.ON_CONFIG_RULES:
+            surface = RecordedRules(surface)
         if self.workload.parameters:
             parameters.write(surface, self.workload.parameters)
         without_noise(surface)

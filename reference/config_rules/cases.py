@@ -1,8 +1,8 @@
 """Examples of configurations: for every rule one that breaks it, and the nearest that breaks none.
 
-A backend must refuse the one, or do what `config_outcomes.outcomes` allows, and accept the other (RULE-01).
+A backend must refuse the one, or do what `outcomes.outcomes` allows, and accept the other (RULE-01).
 
-Source: `config_rules.RULES`; each example is the smallest that breaks its rule alone.
+Source: `rules.RULES`; each example is the smallest that breaks its rule alone.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def cases() -> tuple[Case, ...]:
     >>> sorted({case.rule for case in cases()}) == [f"RULE-{n:02d}" for n in range(6, 28)]
     True
     """
-    plain = Settings()
+    plain = Settings(ep=1)
     on = Settings(overlap=True)
     deferred = Settings(overlap=True, defer_weight_gradients=True)
-    grouped = Settings(groups=4, groups_chosen=2)
-    kernel = Settings(dispatcher="fused", kernel="some_kernel")
+    grouped = Settings(ep=1, groups=4, groups_chosen=2)
+    kernel = Settings(ep=1, dispatcher="fused", kernel="some_kernel")
     return (
         _case("RULE-06", on, "ep", 1),
         Case("RULE-07", "experts", replace(on, experts=1, top_k=1, ep=1), replace(on, experts=2, top_k=1, ep=2)),
@@ -67,13 +67,13 @@ def cases() -> tuple[Case, ...]:
         _case("RULE-15", replace(on, shared_experts=1), "overlap_shared", True),
         _case("RULE-15", plain, "overlap_shared", True),
         _case("RULE-16", on, "prediction_layers", 2),
-        _case("RULE-16", replace(on, prediction_layers=1), "prediction_layers", 2),
+        _case("RULE-16", replace(on, pp=2, virtual_stages=2, prediction_layers=1), "prediction_layers", 2),
         _case("RULE-17", replace(on, capture=frozenset({"attention"})), "capture", frozenset({"attention", "moe"})),
         _case("RULE-17", replace(on, capture=frozenset({"router"})), "capture", frozenset({"mlp"})),
         _case("RULE-17", on, "capture", frozenset()),
         _case(
             "RULE-18",
-            replace(kernel, overlap=True, kernel_frees_input=True),
+            replace(kernel, ep=2, overlap=True, kernel_frees_input=True),
             "offload_first_product",
             True,
         ),
@@ -98,6 +98,28 @@ def cases() -> tuple[Case, ...]:
         _case("RULE-27", replace(grouped, top_k=4), "top_k", 5),
         _case("RULE-27", grouped, "groups_chosen", None),
         _case("RULE-27", grouped, "groups", None),
+    )
+
+
+def fits() -> tuple[tuple[str, Settings], ...]:
+    """List configurations at the limits of a rule that must be accepted, beside the mended ones of `cases`.
+
+    >>> from moe_conformance.reference.config_rules.rules import broken
+    >>> {broken(settings) for _, settings in fits()}
+    {()}
+    """
+    plain, on = Settings(ep=1), Settings(overlap=True)
+    return (
+        ("RULE-06", replace(on, experts=2)),
+        ("RULE-08", replace(on, dispatcher="fused")),
+        ("RULE-09", replace(on, dtype="float16")),
+        ("RULE-10", replace(on, pp=4, virtual_stages=3)),
+        ("RULE-15", replace(plain, shared_experts=1, overlap_shared=True)),
+        ("RULE-26", replace(plain, experts=1, top_k=1)),
+        ("RULE-26", replace(plain, experts=None)),
+        ("RULE-27", replace(plain, groups=1, groups_chosen=1)),
+        ("RULE-27", replace(plain, groups=8, groups_chosen=2)),
+        ("RULE-27", replace(plain, groups=2, groups_chosen=2, top_k=8)),
     )
 
 

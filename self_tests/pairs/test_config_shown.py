@@ -21,7 +21,7 @@ versions = st.builds(
 )
 VALUES: list[Any] = [None, "", "a2a", "ag", 1, 2]
 options = st.dictionaries(st.sampled_from(["ep", "etp", "mode"]), st.sampled_from(VALUES))
-warnings = st.lists(st.sampled_from(["ep is off", "step 3", "mode: ag", "etp, ep"]), max_size=1)
+warnings = st.booleans()
 
 
 class TestPair:
@@ -54,11 +54,11 @@ class TestPair:
     @settings(pairs_agree, max_examples=300)
     @given(options, options, st.lists(st.tuples(options, warnings), min_size=1, max_size=2), st.booleans())
     def test_hidden_options_agree(
-        self, asked: dict[str, Any], defaults: dict[str, Any], ranks: list[tuple[dict[str, Any], list[str]]], kept: bool
+        self, asked: dict[str, Any], defaults: dict[str, Any], ranks: list[tuple[dict[str, Any], bool]], kept: bool
     ) -> None:
         """Both find the same options lost, changed in silence, or shown unlike on two ranks."""
         resolved = [{**(asked if kept else {}), **ran} for ran, _ in ranks]
-        warned = [lines for _, lines in ranks]
+        warned = [told for _, told in ranks]
         expected = second.hidden(asked, defaults, resolved, warned)
         assert expected == list(first.hidden(asked, defaults, resolved, warned))
 
@@ -75,7 +75,7 @@ class TestPair:
                             "rank 10: ep 1 is too small",
                             "step 1",
                             "ep must be 2.",
-                            "rank 1: ep",
+                            "",
                         ]
                     ),
                 ),
@@ -88,14 +88,8 @@ class TestPair:
     def test_refusals_agree(self, errors: list[tuple[str, str] | None], alike: bool) -> None:
         """Both call the same refusals lawful."""
         errors = [errors[0]] * 2 if alike else errors
-        expected = second.lawful_refusal(errors, ["ep"], ["1", "2"])
-        assert expected == first.lawful_refusal(errors, ["ep"], ["1", "2"])
-
-    def test_one_name_of_an_option_is_enough(self) -> None:
-        """An option may have several names, and an error says one of them."""
-        errors: list[tuple[str, str] | None] = [("ValueError", "ep must not be 2")]
-        for oracle in (first, second):
-            assert oracle.lawful_refusal(errors, ["ep", "expert_parallel"], ["2", "3"])
+        expected = second.lawful_refusal(errors)
+        assert expected == first.lawful_refusal(errors)
 
     @pairs_agree
     @given(
@@ -111,7 +105,7 @@ class TestPair:
             for call in (
                 lambda o=oracle: o.hidden({}, {}, [], []),
                 lambda o=oracle: o.hidden({}, {}, [{}], []),
-                lambda o=oracle: o.lawful_refusal([], ["ep"], ["1"]),
+                lambda o=oracle: o.lawful_refusal([]),
             ):
                 with pytest.raises(ValueError, match=r"\w"):
                     call()
@@ -155,10 +149,9 @@ class TestByHand:
             assert list(expected) == second.unknown(asked, known, rivals, usual)
 
     def test_options_that_were_lost(self) -> None:
-        """Missing on one rank; changed without its name in a warning; changed alike with one; unlike on two ranks."""
+        """Missing on one rank; changed without a warning; changed alike with one; unlike on two ranks."""
         usual = {"ep": 1, "drop": False}
-        quiet: list[list[str]] = [[], ["step and keep"]]
-        told: list[list[str]] = [[], ["ep was reduced"]]
+        quiet, told = [False, False], [False, True]
         for asked, resolved, lines, expected in [
             ({"ep": 4}, [{"ep": 4}, {"ep": 4}], quiet, ()),
             ({"ep": 4}, [{"ep": 4}, {}], told, ("ep",)),
@@ -166,7 +159,7 @@ class TestByHand:
             ({"ep": 4}, [{"ep": 2}, {"ep": 2}], quiet, ("ep",)),
             ({"ep": 4}, [{"ep": 2}, {"ep": 2}], told, ()),
             ({"ep": 4}, [{"ep": 2}, {"ep": 4}], told, ("ep",)),
-            ({"drop": False, "ep": 1}, [{"drop": True}, {"drop": True}], told, ("drop",)),
+            ({"drop": False, "ep": 1}, [{"drop": True}, {"drop": True}], quiet, ("drop",)),
         ]:
             assert expected == first.hidden(asked, usual, resolved, lines)
             assert list(expected) == second.hidden(asked, usual, resolved, lines)
@@ -181,18 +174,15 @@ class TestByHand:
             ([("ValueError", "ep must divide 8, not 3"), None], False),
             ([("ValueError", "ep is 3"), ("TypeError", "ep is 3")], False),
             ([("ValueError", "ep is 3"), ("ValueError", "ep is 4")], False),
-            ([("ValueError", "a bad step of 3")], False),
-            ([("ValueError", "ep does not fit")], False),
-            ([("ValueError", "3 does not fit")], False),
-            ([("ValueError", "ep is 35")], False),
-            ([("ValueError", "num_ep is 3")], False),
-            ([("ValueError", "rank 3: ep does not fit")], False),
+            ([("ValueError", "3 does not fit")], True),
+            ([("AssertionError", "")], False),
+            ([("AssertionError", "  "), ("AssertionError", "  ")], False),
         ],
     )
     def test_refusals(self, errors: list[tuple[str, str] | None], expected: bool) -> None:
-        """All ranks, one type, one message but for the ranks' numbers; option and value as words of their own."""
-        assert expected == first.lawful_refusal(errors, ["ep"], ["3", "4"])
-        assert expected == second.lawful_refusal(errors, ["ep"], ["3", "4"])
+        """All ranks, one type, one message but for the ranks' numbers, and one with words."""
+        assert expected == first.lawful_refusal(errors)
+        assert expected == second.lawful_refusal(errors)
 
     def test_changes(self) -> None:
         """All new; one left behind; refused with all as before; refused half-way; no layer to reach."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_conformance.backends.megatron_core import library
 from moe_conformance.backends.megatron_core.balancing import BalancingRouters, with_balance
+from moe_conformance.backends.megatron_core.config_rules import ConfigRules
 from moe_conformance.backends.megatron_core.configuration import (
     CAPACITY,
     FUNCTION,
@@ -109,6 +110,12 @@ class MegatronSession(Session):
         config.only(*LAYER, *ROUTER)
         self._seed()
         return Router(self._layer(replace(config, extra=(*config.extra, ("perform_initialization", True)))))
+
+    def config_rules(self, config: Config) -> ConfigRules:
+        """Resolve settings on one rank, where a layer can be built whatever they say of ranks."""
+        if self._topology.sizes["world"] > 1:
+            raise Unsupported("the adapter resolves settings on one rank")
+        return ConfigRules(config.only(*FUNCTION), self._device)
 
     def training_routers(self, config: Config) -> TrainingRouters:
         """Build the layers of a model and return their routers."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 import torch
 from torch import Tensor
 
+from moe_conformance.backends.native.config_rules import ConfigRules
 from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange, LocalExchange
 from moe_conformance.backends.native.exchange.equal_splits import EqualSplits, EqualSplitsExchange
 from moe_conformance.backends.native.exchange.round_robin import RoundRobinExchange
@@ -214,6 +215,10 @@ class NativeSession(Session):
         with refusals(CannotBuild, match="."):
             routers = [self.router(replace(config, replay=Config.replay)) for _ in config.replay.layers]
             return self.use(ReplayRouters)(config, routers)
+
+    def config_rules(self, config: Config) -> ConfigRules:
+        """Build what resolves settings."""
+        return self.use(ConfigRules)(config.only(*_MAPPED), self.topology, self.device, self.router)
 
     def token_exchange(self, config: Config) -> ReusableExchange:
         """Build the token exchange that the managers work over."""

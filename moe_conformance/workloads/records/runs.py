@@ -130,6 +130,7 @@ ON_EXCHANGE, ON_SESSION = Script("exchange"), Script("session")
 ON_TRAINING_ROUTERS, ON_CHANGING_EXPERTS = Script("training_routers"), Script("changing_experts")
 ON_REPLAY_ROUTERS, ON_COUNTED_EXPERTS = Script("replay_routers"), Script("counted_experts")
 ON_BALANCING_ROUTERS, ON_INITIAL_ROUTER = Script("balancing_routers"), Script("initial_router")
+ON_CONFIG_RULES = Script("config_rules")
 
 
 @dataclass(frozen=True)

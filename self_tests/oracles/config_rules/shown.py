@@ -67,20 +67,19 @@ def hidden(
     asked: Mapping[str, object],
     defaults: Mapping[str, object],
     resolved: Sequence[Mapping[str, object]],
-    warnings: Sequence[Sequence[str]],
+    warned: Sequence[bool],
 ) -> list[str]:
     """Options lost on the way: not shown though asked for, shown unlike between ranks, or changed in silence."""
-    if not resolved or len(resolved) != len(warnings):
+    if not resolved or len(resolved) != len(warned):
         raise ValueError("what resolved and what warned are not of the same ranks, or of none")
     lost = []
     for option, value in asked.items():
         shown = [ran[option] for ran in resolved if option in ran]
         usual = option in defaults and defaults[option] == value
-        warned = any(names(line, option) for lines in warnings for line in lines)
         missing = len(shown) < len(resolved) and not usual
         unlike = any(one != other for one in shown for other in shown)
         changed = any(one != value for one in shown)
-        if missing or unlike or (changed and not warned):
+        if missing or unlike or (changed and True not in warned):
             lost.append(option)
     return lost
 
@@ -95,28 +94,19 @@ def without_ranks(message: str) -> str:
     return "".join(kept)
 
 
-def names(message: str, text: str) -> bool:
-    """Does the text stand in the message as a word of its own, and not as part of a longer one?"""
-    for start in range(len(message) - len(text) + 1):
-        if message[start : start + len(text)] == text:
-            around = message[start - 1 : start] + message[start + len(text) : start + len(text) + 1]
-            if not any(character.isalnum() or character == "_" for character in around):
-                return True
-    return False
-
-
-def lawful_refusal(errors: Sequence[tuple[str, str] | None], options: Collection[str], values: Collection[str]) -> bool:
-    """Did all ranks raise the same, and does it name the option and its value or limit?"""
+def lawful_refusal(errors: Sequence[tuple[str, str] | None]) -> bool:
+    """Did all ranks raise the same, with something to read in it?"""
     if not errors:
         raise ValueError("no rank")
     first = errors[0]
-    if first is None:
+    if first is None or not first[1] or first[1].isspace():
         return False
     said = without_ranks(first[1])
+    same = True
     for error in errors:
         if error is None or error[0] != first[0] or without_ranks(error[1]) != said:
-            return False
-    return any(names(said, option) for option in options) and any(names(said, value) for value in values)
+            same = False
+    return same
 
 
 def lawful_change(old: object, new: object, seen: Sequence[object], raised: bool) -> bool:

@@ -1,0 +1,49 @@
+"""Correct backends that resolve settings in other ways pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from moe_conformance.judging.verdict import NotOffered
+from moe_conformance.workloads.corpus.config_rules_settings import LATER, RULES, SHOWN, UNKNOWN, workload_of
+from self_tests.checked_runs import CheckedRuns, opened
+from self_tests.planted_bugs.plant import EP2, SINGLE
+
+
+@pytest.fixture(scope="module")
+def checked(request: pytest.FixtureRequest) -> Iterator[CheckedRuns]:
+    """The ranks for all tests of this module."""
+    yield from opened(request)
+
+
+def path_of(backend: str) -> str:
+    """Return the dotted path of a backend."""
+    return f"self_tests.correct_backends.unusual_configuration:{backend}"
+
+
+class TestWaysToResolve:
+    @pytest.mark.parametrize("backend", ["Honouring", "Replacing", "Refusing"])
+    def test_every_rule_leaves_a_choice(self, checked: CheckedRuns, backend: str) -> None:
+        """What may be honoured may be refused, and what may be changed too, one way or another."""
+        for rule in RULES:
+            checked.check_passes(path_of(backend), rule, "alltoall", SINGLE, workload_of(rule))
+        for requirement, workload in (("RULE-02", SHOWN), ("RULE-04", UNKNOWN), ("RULE-05", LATER)):
+            checked.check_passes(path_of(backend), requirement, "alltoall", SINGLE, workload)
+
+    @pytest.mark.parametrize("rule", ["RULE-06", "RULE-07", "RULE-15", "RULE-23"])
+    def test_changes_may_be_logged(self, checked: CheckedRuns, rule: str) -> None:
+        """A warning need not be one of the module `warnings`, and others may be given with it."""
+        checked.check_passes(path_of("Replacing"), "RULE-03", "alltoall", EP2, workload_of(rule))
+
+    def test_nothing_need_be_changed(self, checked: CheckedRuns) -> None:
+        """A backend that refuses everything instead has no changes to judge."""
+        with pytest.raises(NotOffered, match="no option runs with another value"):
+            checked.verdicts(path_of("Refusing"), "RULE-03", "alltoall", SINGLE, workload_of("RULE-15"))
+
+    def test_layers_may_be_fixed(self, checked: CheckedRuns) -> None:
+        """A backend that refuses every change passes; and versions need not be assumed to be others."""
+        checked.check_passes(path_of("Fixed"), "RULE-05", "alltoall", SINGLE, LATER)
+        with pytest.raises(NotOffered, match="the versions that are installed count"):
+            checked.verdicts(path_of("Fixed"), "RULE-19", "alltoall", SINGLE, workload_of("RULE-19"))

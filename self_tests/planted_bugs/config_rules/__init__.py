@@ -1,0 +1,1 @@
+"""RULE: planted bugs of configurations."""
