@@ -1,4 +1,4 @@
-"""MC-70: with ep = etp = 1 experts with biases raise: the output bias is added in place to a view of an own function.
+"""MC-70: with ep = etp = 1, experts with biases raise: the output bias is added in place to a view of a function.
 
 Four tokens and two experts on one rank. Exits 1 while the finding is there.
 """

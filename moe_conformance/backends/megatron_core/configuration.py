@@ -17,7 +17,7 @@ FUNCTION = ("variant", "experts", "top_k", "hidden", "ffn", "dtype", "padding.pa
 LAYER = (*FUNCTION, "extra")
 ROUTER = ("routing", "router_dtype", "jitter")  # of a router; forced: on random logits
 SHARED = ("shared",)  # of a whole layer
-OF_EXPERTS = ("activation",)  # of experts, and of what is built for the same config
+OF_EXPERTS = ("activation", "expert_biases")  # of experts, and of what is built for the same config
 CAPACITY = (
     "capacity.factor",
     "capacity.drop_policy",
@@ -85,8 +85,10 @@ def transformer_config(config: Config, sizes: Mapping[str, int]) -> Any:
 
 
 def _of_experts(config: Config) -> dict[str, Any]:
-    """Return the fields of the experts' function."""
+    """Return the fields of the experts' function and biases."""
     asked = config.activation
+    if config.expert_biases == "output":
+        raise Unsupported("Megatron-Core has biases of all projections or of none, not expert_biases='output'")
     if asked.slope not in (1.0, 1.702):
         raise Unsupported(
             f"Megatron-Core has silu and quick_gelu, of slope 1.702, and not activation.slope={asked.slope}"
@@ -103,7 +105,7 @@ def _of_experts(config: Config) -> dict[str, Any]:
         "activation_func": functions[asked.function],
         "activation_func_clamp_value": asked.limit,
         "glu_linear_offset": asked.offset,
-        "add_bias_linear": False,
+        "add_bias_linear": config.expert_biases == "all",
     }
 
 

@@ -97,13 +97,17 @@ class Experts:
         return out_RD
 
     def named(self, read: Read) -> Iterator[Named]:
-        """Yield up and down of every expert, and gate if there is one; etp splits F."""
+        """Yield up and down of every expert, gate and biases if there are any; etp splits F."""
         columns, rows = (None, None) if self._etp[1] == 1 else ((0, *self._etp), (1, *self._etp))
         names = ("gate", "up") if self._module.config.gated_linear_unit else ("up",)
         for expert, mlp in zip(self._ids, self._module.local_experts, strict=True):
             for name, matrix_FD in zip(names, read(mlp.linear_fc1.weight).chunk(len(names)), strict=True):
                 yield Named(name, expert, matrix_FD, columns)
             yield Named("down", expert, read(mlp.linear_fc2.weight), rows)
+            if self._module.config.add_bias_linear:  # which the library refuses where etp splits anything
+                for name, bias_F in zip(names, read(mlp.linear_fc1.bias).chunk(len(names)), strict=True):
+                    yield Named(f"bias_{name}", expert, bias_F)
+                yield Named("bias", expert, read(mlp.linear_fc2.bias))
 
 
 class Router:
