@@ -11,7 +11,7 @@ from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.corpus import determinism
 from moe_conformance.workloads.records.features import likened, likened_once
-from moe_conformance.workloads.records.runs import ExpertsStep, RouterStep
+from moe_conformance.workloads.records.runs import ExpertsStep, LayerStep, RouterStep
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -49,6 +49,11 @@ class TestRecomputation:
     def test_recomputation_gives_the_same_bits(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """A step whose forward runs again in the backward gives the outputs and gradients of one without."""
         judge_recomputed_steps(reading, twins(determinism.recomputed(reading.outcome.workload)), tally)
+
+    @requirement("DET-04", run=LayerStep(), when=lambda workload: workload.name == "layer-in-flight-uneven")
+    def test_layers_recomputed_give_the_same_bits(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
+        """A step of whole layers that run again in the backward gives the outputs and gradients of one without."""
+        judge_alike(reading, twins(determinism.recomputed_layers(reading.outcome.workload)), tally)
 
 
 class TestSurroundings:

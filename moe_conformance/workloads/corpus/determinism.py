@@ -73,6 +73,11 @@ def recomputed(workload: Workload) -> list[Twin]:
     return made
 
 
+def recomputed_layers(workload: Workload) -> list[Twin]:
+    """Recompute the whole layer."""
+    return [twin(workload, "with activation recomputation", bits=True, twist=Twist(recomputed="all"))]
+
+
 def recomputed_noise(workload: Workload) -> list[Twin]:
     """Run it without recomputation and with it, from the same state of all random generators.
 
