@@ -102,6 +102,6 @@ def recomputed_layers(variant: str, layout: Layout, profile: Profile) -> Iterato
 CHAPTERS = (
     Chapter((Script("router"),), ("jitter",), scripts, quick=(SINGLE, EP2)),
     Chapter((LayerStep(noise=True),), (JITTERED.name,), layers, quick=(EP2,)),
-    Chapter((RouterStep(noise=True),), tuple(_NOISY), recomputed, quick=(EP2,)),
+    Chapter((RouterStep(noise=True),), tuple(_NOISY), recomputed, quick=(SINGLE, EP2)),
     Chapter((LayerStep(noise=True),), (JITTERED_TOO.name,), recomputed_layers, quick=(EP2,)),
 )
