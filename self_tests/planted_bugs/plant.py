@@ -22,7 +22,7 @@ from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchan
 from moe_conformance.backends.native.fused.low_latency import LowLatencyExchange
 from moe_conformance.backends.native.fused.managers import DeepEPManager, HybridEPManager, NCCLEPManager
 from moe_conformance.backends.native.fused.token_exchange import TokenExchange
-from moe_conformance.backends.native.layer.activated_experts import ActivatedExperts, ExpertBiases
+from moe_conformance.backends.native.layer.activated_experts import ActivatedExperts
 from moe_conformance.backends.native.session import native_class
 from moe_conformance.topology import Layout
 
@@ -41,7 +41,6 @@ _VARIANTS: Mapping[type, str] = {  # in which what is built in place of these sh
     NCCLEPManager: "ncclep",
     TokenExchange: "deepep",
     ActivatedExperts: "deepep",  # where the experts apply the weights
-    ExpertBiases: "deepep",
 }
 
 
