@@ -18,6 +18,7 @@ from moe_conformance.judging.router.balancing_state import (
     judge_selection,
     judge_untrained,
 )
+from moe_conformance.judging.router.quantile_balancing import judge_quantiles
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
@@ -64,6 +65,13 @@ class TestUpdates:
     def test_every_layer_by_its_own_loads(self, outcome: Outcome, tally: Tally) -> None:
         """Routers with different loads are updated each by its own."""
         judge_updates(outcome, tally)
+
+
+class TestQuantiles:
+    @requirement("BIAS-12", run=ON_BALANCING_ROUTERS, when=named("bias-quantile", "bias-quantile-padding"))
+    def test_every_expert_would_have_had_its_share(self, outcome: Outcome, tally: Tally) -> None:
+        """By the new bias every expert lies where the step's tokens would have selected it by its balanced share."""
+        judge_quantiles(outcome, tally)
 
 
 class TestLoads:

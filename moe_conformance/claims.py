@@ -86,6 +86,9 @@ class Claims:
     # With a capacity, the loads that move a balance bias (BIAS-05). selected: of all slots that a router selected;
     # kept: of those that were not dropped.
     balance_loads: Literal["selected", "kept"] = "selected"
+    # Of which tokens quantile balancing takes quantiles (BIAS-12). step: of all of the step; parts: of each microbatch
+    # and data parallel group, and their mean; estimated: by histogram, which is not judged.
+    balance_quantiles: Literal["step", "parts", "estimated"] = "step"
     # What the counters of loads hold between updates (BIAS-04, BIAS-05, BIAS-06). of_rank: the loads of this rank,
     # which the update sums over ranks; of_all: those of all ranks, summed in each forward.
     balance_counters: Literal["of_rank", "of_all"] = "of_rank"

@@ -222,7 +222,10 @@ class Losses:
 class Balance:
     """`Config.balance`: the training of the balance bias of routers (`Config.routing.balance_bias`)."""
 
-    rate: float = 0.001  # added to the bias of an expert below the mean load, subtracted above it
+    # sign: the rate is added to the bias of an expert below the mean load, and subtracted above it; quantile: the bias
+    # becomes that by which every expert would have been selected by its share of the step's tokens
+    rule: Literal["sign", "quantile"] = "sign"
+    rate: float = 0.001  # of "sign"
     recompute: bool = False  # activation recomputation of the router
     layers: int = 1  # routers of the model, one per MoE layer
     dense_layers: int = 0  # layers of the model without a router, before those with one

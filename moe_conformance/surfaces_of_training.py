@@ -114,7 +114,8 @@ class BalancingRouters(Parametrised, Resolved, Protocol):
 
     `named` yields "router" and "balance_bias" with the number of the layer, from 0, in place of an expert id; the
     windows stay valid. Microbatches are those of `TrainingRouters`, without losses, and one update ends a step of any
-    number of them. It claims `balance_loads`, `balance_counters` and `forced_loads`.
+    number of them. It claims `balance_loads`, `balance_counters`, `balance_quantiles` and
+    `forced_loads`.
     """
 
     takes_mask: bool  # else no token is padding

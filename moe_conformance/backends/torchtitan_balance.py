@@ -16,6 +16,8 @@ def require_balanced(config: Config, topology: Topology) -> None:
     """Refuse what the hook has no way to be asked for."""
     if not config.routing.balance_bias:
         raise Unsupported("routers without routing.balance_bias have none to update")
+    if config.balance.rule != "sign":
+        raise Unsupported("torchtitan moves its bias by the sign of the load alone")
     if config.balance.recompute:
         raise Unsupported("torchtitan recomputes whole blocks, not their routers")
     if topology.sizes["tp"] > 1:

@@ -63,6 +63,8 @@ def quantile_bounds(
     Degenerate: where d has no such place the bound is -inf or +inf: below all, or above all, is allowed. K = E
     has no cutoff and V = 0 no token: the bias does not move, and both bounds are it.
 
+    Decides: BIAS-12. Source: Kimi K3 technical report section 2.3.3.
+
     >>> parts = [torch.tensor([[0.5, 0.25, 0.0], [0.75, 0.5, 0.25]]), torch.tensor([[0.0, 0.25, 1.0]])]
     >>> [bound.tolist() for bound in quantile_bounds(parts, torch.zeros(3), top_k=1)]  # a = 1/4, 1/2, 1/4; q = 1
     [[0.25, 0.0, -0.25], [0.25, 0.0, 0.75]]
@@ -96,6 +98,8 @@ def outside(bias_E: Tensor, low_E: Tensor, high_E: Tensor) -> float:
     Rule (BIAS-12): the least max_e distance of b'_e + c from [low_e, high_e] over all c: half of what the largest
     low_e - b'_e exceeds the smallest high_e - b'_e by. 0 is allowed; an estimate by histogram may be off by one
     bin's width.
+
+    Decides: BIAS-12. Source: arithmetic.
 
     >>> low, high = torch.tensor([0.0, 0.0]), torch.tensor([1.0, 1.0])
     >>> [outside(torch.tensor([7.0, 7.0 + gap]), low, high) for gap in (0.0, 1.0, 3.0)]

@@ -173,6 +173,8 @@ class TestConventions:
             ("Frozen", "bias-microbatches", EP2, ("BIAS-01", "BIAS-03", "BIAS-08", "BIAS-10")),
             ("Frozen", "bias-bfloat16", SINGLE, ("BIAS-09",)),
             ("Frozen", "bias-layers", SINGLE, ("BIAS-11",)),
+            ("QuantilesOfParts", "bias-quantile", EP2, ("BIAS-12",)),
+            ("QuantilesOfParts", "bias-quantile", SINGLE, ("BIAS-12",)),
         ],
     )
     def test_conventions_of_balancing_may_be_claimed(

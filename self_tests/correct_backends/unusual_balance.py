@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.router.balancing import BalancingRouters
+from moe_conformance.backends.native.router.quantile_balancing import QuantileRouters
 from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Claims, Config, Routed
 
@@ -29,6 +30,31 @@ class Centred(Native):
     """Changes are shifted to a mean of zero, as in torchtitan, and counters cannot be read."""
 
     session_class = NativeSession.building(_Centred)
+
+
+class _QuantilesOfParts(QuantileRouters):
+    @property
+    def claims(self) -> Claims:
+        return Claims(balance_quantiles="parts")
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for number, parts in enumerate(self.scores):
+            bias_E = self.routers[number].balance_bias
+            assert isinstance(bias_E, Tensor)
+            found = [self.balanced(part_VE, bias_E) for part_VE in parts]
+            total_E, parts_of_all = torch.stack([torch.zeros_like(bias_E), *found]).sum(0), torch.tensor(len(found))
+            for summed in (total_E, parts_of_all):
+                dist.all_reduce(summed, group=self.topology.group("dp_cp"))
+            if parts_of_all:
+                bias_E.copy_(total_E / parts_of_all)
+        self.begin()
+
+
+class QuantilesOfParts(Native):
+    """The bias is the mean of the quantiles of microbatches and data parallel groups, as in Megatron-Core; tp = 1."""
+
+    session_class = NativeSession.building(_QuantilesOfParts)
 
 
 class _AfterDrops(BalancingRouters):

@@ -21,6 +21,8 @@ def with_balance(config: Config, pp: int) -> Config:
     """
     if not config.routing.balance_bias:
         raise Unsupported("routers without routing.balance_bias have none to update")
+    if config.balance.rule != "sign":
+        raise Unsupported("Megatron-Core 0.16 moves its bias by the sign of the load alone")
     if config.balance.recompute:
         raise Unsupported("Megatron-Core recomputes whole layers, not their routers")
     if pp > 1:

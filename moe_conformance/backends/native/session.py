@@ -39,6 +39,7 @@ from moe_conformance.backends.native.recomputation import Recomputation
 from moe_conformance.backends.native.router.balancing import BalancingRouters
 from moe_conformance.backends.native.router.forcing import ForcedRouter
 from moe_conformance.backends.native.router.losses import RouterLosses
+from moe_conformance.backends.native.router.quantile_balancing import QuantileRouters
 from moe_conformance.backends.native.router.replay import ReplayRouters
 from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.backends.native.router.training import TrainingRouters
@@ -205,7 +206,8 @@ class NativeSession(Session):
             raise Unsupported("routers without routing.balance_bias have none to update")
         with refusals(CannotBuild, match="."):
             routers = [self.router(replace(config, balance=Config.balance)) for _ in range(config.balance.layers)]
-            return self.use(BalancingRouters)(config, self.topology, routers)
+            kind = QuantileRouters if config.balance.rule == "quantile" else BalancingRouters
+            return self.use(kind)(config, self.topology, routers)
 
     def replay_routers(self, config: Config) -> ReplayRouters:
         """Build the routers of a model with router replay."""

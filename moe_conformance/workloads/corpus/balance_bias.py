@@ -24,6 +24,7 @@ from moe_conformance.workloads.selection.profiles import Profile
 
 _E, _D, _B, _POSITIONS = 8, 16, 2, 5  # positions of each rank: round robin over E experts leaves some over
 _BALANCE = Balance(rate=2.0**-5)
+_QUANTILE = Balance(rule="quantile")
 _PULL = 0.1  # of the router's row of the expert that tokens prefer
 TP2_CP2, PP2_EP2 = Layout(4, tp=2, cp=2), Layout(4, pp=2, ep=2)
 
@@ -89,6 +90,12 @@ _RECIPES = (
         (_Step(2), _Step(1, seed=1)),
         options={"capacity.factor": 0.75, "capacity.padded": True},
         where="one rank",
+    ),
+    _Recipe("bias-quantile", (_Step(2), _Step(3, seed=1), _Step(0), _Step(1, seed=2)), _QUANTILE, where="every layout"),
+    _Recipe(
+        "bias-quantile-padding",
+        (_Step(2, padding="ragged"), _Step(padding="all"), _Step(padding="one rank")),
+        _QUANTILE,
     ),
     _Recipe(
         "bias-bfloat16",
