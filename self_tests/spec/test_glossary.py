@@ -33,7 +33,7 @@ SOURCES = {
         "distributed/configuration_utils.py",
         *(
             f"models/{model}/configuration_{model}.py"
-            for model in ("deepseek_v2", "deepseek_v3", "deepseek_v4", "gpt_oss", "qwen2_moe", "qwen3_moe")
+            for model in ("deepseek_v2", "deepseek_v3", "deepseek_v4", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
         ),
     ),
     "deepspeed": ("moe/layer.py", "moe/sharded_moe.py", "module_inject/auto_ep_presets/base.py"),
