@@ -18,7 +18,7 @@ _TESTS = "test_"
 _OTHERS = frozenset(
     {
         # Bounds of errors: self_tests/judging/test_bounds.py and test_loss_bounds.py hold them.
-        "reference/rounding/errors.py", "reference/rounding/expert_magnitudes.py",
+        "reference/rounding/activations.py", "reference/rounding/errors.py", "reference/rounding/expert_magnitudes.py",
         "reference/rounding/loss_magnitudes.py", "reference/rounding/magnitudes.py",
         "reference/rounding/routing_magnitudes.py", "reference/rounding/whole_layer_magnitudes.py",
         # What asks both oracles of a pair: another question that still fits is no error. And what compares the answers.

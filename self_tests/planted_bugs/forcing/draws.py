@@ -280,18 +280,18 @@ class _FollowsItsSession(Router):
     session: _OptionOfTheSession
 
     def _select(self, scores_TE: Tensor) -> Tensor:
-        forced = self.session.forced
+        forced = self.session.forced_last
         return super()._select(scores_TE) if forced is None else forced._deal(len(scores_TE), scores_TE.device)
 
 
 class _OptionOfTheSession(NativeSession):
-    forced: ForcedRouter | None = None
+    forced_last: ForcedRouter | None = None
 
     def router(self, config: Config) -> Router:
         if config.routing.forced:
             built = super().router(config)
             assert isinstance(built, ForcedRouter)
-            self.forced = built
+            self.forced_last = built
             return built
         router = _FollowsItsSession(config, self.device)
         router.session = self
