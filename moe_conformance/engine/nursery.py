@@ -35,8 +35,9 @@ _ORPHANED = signal.SIGUSR2
 STACK_SIGNAL = signal.SIGUSR1  # makes a rank dump the stacks of its threads, even while it holds the GIL
 _PR_SET_PDEATHSIG = 1
 _OOM_SCORE = 800  # of 1000 at most, which the kernel adds to the thousandths of memory that a process uses
-# The first backward pass of a process imports it, and sympy with it: half a second on every rank, and on each new one.
-_PRELUDE = ("torch.fx.experimental.symbolic_shapes",)
+# The first backward pass of a process imports the first, and sympy with it; the first optimizer or checkpoint the
+# second: half a second and more than a second on every rank, and on each new one.
+_PRELUDE = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 
 
 @dataclass(frozen=True)

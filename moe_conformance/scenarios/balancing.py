@@ -120,18 +120,14 @@ class BalancedRouters:
         return self._biases()
 
     def optimise(self) -> Optimised:
-        """Make a step of SGD over all parameters, each of which has a gradient of ones.
-
-        Written out: the first torch.optim.Optimizer of a process imports torch._dynamo, a second on every rank.
-        """
+        """Make a step of an optimizer over all parameters, each of which has a gradient of ones."""
         before, routers = self._biases(), [each.clone() for each in self._read("router")]
         optimised = list(self.surface.parameters())
-        with torch.no_grad():
-            for parameter in optimised:
-                if parameter.requires_grad:
-                    parameter.grad = torch.ones_like(parameter)
-                if parameter.grad is not None:
-                    parameter -= _RATE * (parameter.grad + _RATE * parameter)
+        for parameter in optimised:
+            if parameter.requires_grad:
+                parameter.grad = torch.ones_like(parameter)
+        if optimised:
+            torch.optim.SGD(optimised, lr=_RATE, weight_decay=_RATE).step()
         pairs = zip(routers, self._read("router"), strict=True)
         return Optimised(before, self._biases(), sum(int((old != new).sum()) for old, new in pairs))
 

@@ -147,11 +147,11 @@ def _workload(recipe: ForcingRecipe, variant: str, layout: Layout) -> Workload:
     tensor = {rank: ranks[0] for ranks in layout.groups()["tp"] for rank in ranks}
     batches = tuple(
         tuple(
-            _batch(recipe, config, layout, 0 if recipe.again else m, tensor[rank] if recipe.copies else rank)
-            for rank in range(layout.world)
+            _batch(recipe, config, layout, m, tensor[rank] if recipe.copies else rank) for rank in range(layout.world)
         )
-        for m in range(microbatches)
+        for m in range(1 if recipe.again else microbatches)
     )
+    batches *= microbatches if recipe.again else 1
     parameters = _parameters(config, draw.generator(recipe.name, layout.name, "router"))
     largest = torch.finfo(config.dtype).max  # logits may overflow, the weights may not
     weights_ED = parameters["router", None].double() * recipe.scale

@@ -96,10 +96,10 @@ def twin(
 
 
 def twin_with(workload: Workload, how: str, **changed: Any) -> Twin:
-    """Make a twin with other fields of the configuration, in which other experts may be selected."""
-    made = twin(workload, how)
+    """Make a twin with other fields of the configuration, whose tokens are not held against the original's."""
     config = workload.config.changed(changed)
-    return replace(made, workload=replace(made.workload, config=config), anew=True)
+    other = replace(workload, name=f"{workload.name}, {how}", config=config, likened="")
+    return Twin(how, other, origin=(), numbers_E=torch.arange(config.experts))
 
 
 def rows_of(sources: Sequence[tuple[int, int, int]], workload: Workload) -> Rows:
