@@ -34,8 +34,9 @@ class Unsupported(Exception):
 
 
 @cache
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _fields(kind: type[Any]) -> list[tuple[str, Any, Callable[[object], bool]]]:
+    """Return every option of a class with its annotation and what tells whether a value is of it."""
+    return [(name, hint, _test_of(hint)) for name, hint in get_type_hints(kind).items()]
 
 
 def _fits(value: object, hint: Any) -> bool:
@@ -79,13 +80,15 @@ def _check(options: Any, section: str = "", **least: int) -> None:
     `section` begins the name of the option, as in "capacity.factor". What single values cannot show, such as more
     selected experts than there are, a backend refuses.
     """
-    for name, hint in _hints(type(options)).items():  # type: ignore[arg-type]  # it takes __hash__ of instances for it
+    for name, hint, fits in _fields(type(options)):  # type: ignore[arg-type]  # it takes __hash__ of instances for it
         value = getattr(options, name)
-        if not _fits(value, hint):
+        if not fits(value):
             raise ValueError(f"{section}{name} = {value!r}; allowed: {_allowed(hint)}")
+    for name, allowed in least.items():
+        value = getattr(options, name)
         numbers = value if isinstance(value, tuple) else () if value is None else (value,)
-        if name in least and any(number < least[name] for number in numbers):
-            raise ValueError(f"{section}{name} = {value!r}; allowed: {least[name]} or more")
+        if any(number < allowed for number in numbers):
+            raise ValueError(f"{section}{name} = {value!r}; allowed: {allowed} or more")
 
 
 # ---- sections ------------------------------------------------------------------------------------------------

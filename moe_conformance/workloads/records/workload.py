@@ -238,6 +238,9 @@ class Workload:
     def through(self, variant: str) -> Workload:
         """Return the same run through another variant of the backend: of what is drawn, nothing depends on it."""
 
+        if self.config.variant == variant:  # that it was drawn for
+            return self
+
         def named(config: Any) -> Any:
             return replace(config, variant=variant) if isinstance(config, Config) else config
 
