@@ -189,7 +189,7 @@ class TestCounters:
         """A counter has the routed pairs of every expert in training, without padding, each forward once."""
         around.judge_counters(outcome, tally)
 
-    @requirement("LOAD-30", run=_METER, when=named("load-recomputed"))
+    @requirement("LOAD-30", run=_METER, when=named("load-recomputed", "load-steps"))
     def test_the_trace_is_what_dispatch_received(self, outcome: Outcome, tally: Tally) -> None:
         """A trace has one record for every forward, of the experts that dispatch received."""
         around.judge_trace(outcome, tally)

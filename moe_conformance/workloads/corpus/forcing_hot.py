@@ -40,7 +40,7 @@ _RECIPES: Mapping[str, _Hot] = {
     "hot-node": _Hot("one_node", 2.0, top_k=3, per_rank=2),
     "hot-node-few-experts": _Hot("one_node", 2.0, top_k=3, per_rank=1),
     "hot-rank-alternating": _Hot("alternating", schedule=_IN_TURN),
-    "hot-rank-by-ratio": _Hot("ratio", 3.0, schedule=_TWICE),
+    "hot-rank-by-ratio": _Hot("ratio", 2.5, schedule=_TWICE),  # tokens differ in how many hot experts they have
     "hot-rank-by-ratio-of-one": _Hot("ratio", 1.0),
     "hot-rank-beyond-ratio": _Hot("ratio", 500.0, top_k=3, per_rank=3),  # more than a token's slots allow
     "hot-rank-drops": _Hot("worst_rank", top_k=3, capacity=1.0),

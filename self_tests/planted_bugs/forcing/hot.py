@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_conformance.backends.native.router import hot_routes
 from moe_conformance.backends.native.router.forcing import ForcedRouter
 from moe_conformance.contract import Config, Topology
 from moe_conformance.topology import Layout
@@ -83,7 +84,7 @@ class IdleForwardsDoNotCount(ForcedRouter):
         return ids_TK
 
 
-@planted(Expectation("FORCE-21", "hot-rank-by-ratio", "route", "one rank gets 3 times what each other rank gets"))
+@planted(Expectation("FORCE-21", "hot-rank-by-ratio", "route", "one rank gets 2.5 times what each other rank gets"))
 class RatioOnTop(ForcedRouter):
     """The hot rank gets so many times the load of another rank more than that rank, in place of so many times."""
 
@@ -91,6 +92,25 @@ class RatioOnTop(ForcedRouter):
         super().__init__(config, device, topology, number)
         if self.strategy == "ratio":
             self.parameter += 1
+
+
+@planted(
+    Expectation("FORCE-21", "hot-rank-by-ratio", "route", "one rank gets 2.5 times what each other rank gets"),
+    layout=EP4,
+)
+class OthersNotInTurn(ForcedRouter):
+    """The others are dealt by slot, hot slots included: of the other ranks some get more than others."""
+
+    def _heat(self, tokens: int, forward: int, device: torch.device) -> Tensor:
+        ids_TK = super()._heat(tokens, forward, device)
+        if self.strategy != "ratio":
+            return ids_TK
+        K, N = self.config.top_k, self.held
+        hot_TK = ids_TK < N
+        others = torch.tensor(hot_routes.rank_by_rank(range(N, self.config.experts), N), device=device)
+        rest_T = (~hot_TK).sum(1).cumsum(0) - (~hot_TK).sum(1)
+        place_TK = (rest_T[:, None] + torch.arange(K, device=device)) % len(others)
+        return torch.where(hot_TK, ids_TK, others[place_TK])
 
 
 @planted(Expectation("FORCE-17", "forced-by-two", "run", "a router forced by random (None) and round_robin (None)"))

@@ -220,3 +220,16 @@ class TraceOfFullBatchesOnly(Meter):
         if bool(forward.padding_T.any()):
             del self.trace[forward.layer, forward.microbatch]
         return entry
+
+
+@planted(
+    Expectation("LOAD-30", "load-steps", "run", "the router trace has a record of layer 0, microbatch 0, which did")
+)
+class TraceNeverForgotten(Meter):
+    """A report leaves the trace of its step, which is in the next one too."""
+
+    def report(self) -> dict[str, float]:
+        """Keep the trace."""
+        kept, values = self.trace, super().report()
+        self.trace = kept
+        return values

@@ -187,6 +187,17 @@ class AlwaysNormalised(Router):
         super().__init__(config.changed({"routing.normalise": True}), device)
 
 
+@planted(Expectation("ROUTE-05", "route-small-scores", "route", "weight"))
+class SumNoLessThanEpsilon(Router):
+    """The sum of the chosen scores, which may be smaller, is taken for 1e-9 at least, not only guarded against zero."""
+
+    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        if not self.config.routing.normalise:
+            return super()._weights(scores_TE, ids_TK)
+        weights_TK = scores_TE.gather(1, ids_TK)
+        return weights_TK / weights_TK.sum(1, keepdim=True).clamp_min(1e-9) * self.config.routing.scale
+
+
 @planted(Expectation("ROUTE-05", "route-sigmoid-normalised-scaled", "route", "divided by the sum over all experts"))
 class NormalisedOverAll(Router):
     """Scores are divided by their sum over all experts, not over the chosen."""

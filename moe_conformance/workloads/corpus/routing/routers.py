@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.routing import model_sizes
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.runs import RouterStep
-from moe_conformance.workloads.records.workload import Batch, Twist, Workload
+from moe_conformance.workloads.records.workload import Batch, Drawn, Twist, Workload
 from moe_conformance.workloads.selection.profiles import Profile, likened_layouts
 
 TOKENS = (18, 8, 26, 12, 22, 10, 14, 20)  # of rank r: the entry r modulo the length
@@ -32,6 +33,7 @@ class RouterRecipe:
     bias: float = -0.9  # around which balance biases lie
     twins: bool = False  # experts in pairs whose logits are closer than bfloat16 can tell
     tied: bool = False  # experts in pairs whose logits are the same
+    lowered: float = 0.0  # by which all logits are lower, so that scores of a sigmoid are as small as an epsilon
     near: bool = False  # biases of steps of 2^-13: at 0.9, less than those of bfloat16 and float16
     likened: bool = False  # runs that must route alike are held against it
     rehearsed: bool = False  # behind a step with other parameters
@@ -81,6 +83,7 @@ ROUTERS = (
     RouterRecipe(
         "route-groups-many-experts", {**_BIASED, **_NORMAL, "experts": 256, "top_k": 8, "routing.groups": (8, 4)}
     ),
+    RouterRecipe("route-small-scores", {**_SIGMOID, **_NORMAL}, lowered=25.0),  # of 1e-11, as is their sum
     RouterRecipe("route-near-ties", {"top_k": 3}, twins=True, likened=True),  # an odd K, which parts twins
     RouterRecipe("route-ties", {"top_k": 3}, tied=True, likened=True),
     RouterRecipe("route-large-logits", magnitude=64.0),
@@ -121,15 +124,18 @@ def routing_corpus(variant: str, layout: Layout, profile: Profile = "quick") -> 
             continue
         config = Config(variant=variant).changed(recipe.config)
         microbatches = len({item[1:] for item in recipe.schedule.split()})
-        batches = tuple(
-            tuple(_batch(recipe, config, layout, microbatch, rank) for rank in range(layout.world))
+        tokens = tuple(
+            tuple(recipe.tokens[(rank + microbatch) % len(recipe.tokens)] for rank in range(layout.world))
             for microbatch in range(microbatches)
         )
+        batches = Drawn(tokens, partial(_batch, recipe, config, layout))
         generator = draw.generator(recipe.name, layout.name, "router")
         parameters = draw.router_parameters(config, generator, bias=recipe.bias, twins=recipe.twins)
         if recipe.tied:
             weight_ED = parameters["router", None]
             weight_ED[1::2] = weight_ED[::2]
+        if recipe.lowered:
+            parameters["router", None][:, -1] = 1.0
         if recipe.near:
             steps_E = torch.randperm(config.experts, generator=generator)
             parameters["balance_bias", None] = recipe.bias + 2.0**-13 * steps_E.float()
@@ -142,4 +148,7 @@ def routing_corpus(variant: str, layout: Layout, profile: Profile = "quick") -> 
 def _batch(recipe: RouterRecipe, config: Config, layout: Layout, microbatch: int, rank: int) -> Batch:
     tokens = recipe.tokens[(rank + microbatch) % len(recipe.tokens)]
     generator = draw.generator(recipe.name, layout.name, microbatch, rank)
-    return draw.route_batch(tokens, config, generator, recipe.magnitude)
+    batch = draw.route_batch(tokens, config, generator, recipe.magnitude)
+    if recipe.lowered:
+        batch.x_TD[:, -1] = -recipe.lowered
+    return batch
