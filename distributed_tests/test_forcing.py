@@ -10,6 +10,7 @@ from moe_conformance.judging.equivalence.routes import (
     judge_same_choices,
 )
 from moe_conformance.judging.equivalence.runs import RunTwins
+from moe_conformance.judging.exchange.forced_routes import judge_reported_routes
 from moe_conformance.judging.observed.aliasing import judge_state
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.router.capacity import judge_fit
@@ -27,6 +28,11 @@ from moe_conformance.judging.router.forced_hot import (
     judge_hot_rank,
     judge_ratio,
     judge_strategies_refused,
+)
+from moe_conformance.judging.router.forced_report import (
+    judge_nothing_reported,
+    judge_reported,
+    judge_strategy_in_force,
 )
 from moe_conformance.judging.router.forced_routing import (
     judge_forced_groups,
@@ -53,7 +59,7 @@ from moe_conformance.workloads.corpus.forcing import (
     with_deviations,
 )
 from moe_conformance.workloads.corpus.forcing_hot import REFUSED
-from moe_conformance.workloads.records.runs import ON_SESSION, RouterStep
+from moe_conformance.workloads.records.runs import ON_SESSION, ExchangeStep, RouterStep
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -214,3 +220,42 @@ class TestWeights:
     def test_gradients_go_straight_through_forced_logits(self, reading: Reading, tally: Tally) -> None:
         """Tokens and parameters receive the gradient of forced logits, as for the router's own logits."""
         judge_straight_through(reading, tally)
+
+
+class TestDelivered:
+    @requirement("FORCE-20", run=ExchangeStep(routed="both forced"))
+    def test_what_a_forced_router_reports_is_delivered(self, reading: Reading, tally: Tally) -> None:
+        """Where router and exchange are forced, rows, outputs and gradients are those of the reported ids."""
+        judge_reported_routes(reading, tally)
+
+    @requirement("FORCE-20", run=ExchangeStep(routed="router forced"))
+    def test_an_exchange_need_not_know_that_ids_are_forced(self, reading: Reading, tally: Tally) -> None:
+        """So they are where forcing is asked of the router alone."""
+        judge_reported_routes(reading, tally)
+
+    @requirement("FORCE-20", run=ExchangeStep(routed="exchange forced"))
+    def test_an_exchange_does_not_assume_that_ids_are_forced(self, reading: Reading, tally: Tally) -> None:
+        """So they are where it is asked of the exchange alone, and the router selects by its scores."""
+        judge_reported_routes(reading, tally)
+
+
+class TestReport:
+    @requirement("FORCE-20", run=RouterStep(forced="routes"))
+    def test_the_reported_strategy_is_in_force(self, reading: Reading, tally: Tally) -> None:
+        """The strategy that a router reports is the one that was asked for, and its scores do not decide."""
+        judge_strategy_in_force(reading, tally)
+
+    @requirement("FORCE-23", run=RouterStep(forced="routes"))
+    def test_forcing_is_reported(self, reading: Reading, tally: Tally) -> None:
+        """A router reports its strategy and the deviation of its bias, resolved or in a warning."""
+        judge_reported(reading, tally)
+
+    @requirement("FORCE-23", run=RouterStep(forced="hot"))
+    def test_hot_ranks_are_reported(self, reading: Reading, tally: Tally) -> None:
+        """So it does with hot ranks, nodes and experts."""
+        judge_reported(reading, tally)
+
+    @requirement("FORCE-23", run=RouterStep(), when=lambda workload: workload.name == "route-groups-top2-softmax")
+    def test_where_nothing_is_forced_nothing_is_reported(self, reading: Reading, tally: Tally) -> None:
+        """A router without forced routing reports no strategy."""
+        judge_nothing_reported(reading, tally)

@@ -177,7 +177,11 @@ ExpertFn = Callable[[Delivery], Tensor]
 
 @runtime_checkable
 class Resolved(Protocol):
-    """What every built surface reports of itself, for display: no check reads it."""
+    """What every built surface reports of itself, for display.
+
+    Checks read one entry, since requirements are about it: "forced", the strategy of a router by its name in `Config`,
+    with the parameter if it has one ("biased by 0.5"); or no such entry. It says nothing of what ran.
+    """
 
     @property
     def resolved(self) -> Mapping[str, str]:

@@ -1,7 +1,8 @@
 """The spec as pages to read: `python -m tools.spec_pages docs/spec` writes one for each chapter.
 
 Beside them stands other_suites.toml, what ten other test suites check, with the requirements that cover it; its page
-says beside every behaviour which checks decide it today, and what the others wait for.
+says beside every behaviour which checks decide it today, and what the others wait for. claims.toml holds what public
+reviews claimed of a load meter and of forced routing, and its page says the same of each claim.
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ from moe_conformance import catalogue, spec
 from moe_conformance.spec import Requirement
 from moe_conformance.spec.places import checked
 
-OTHERS = "other_suites.toml"
+OTHERS, CLAIMS = "other_suites.toml", "claims.toml"
 
 
-def pages(others: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def pages(others: Sequence[Mapping[str, Any]], claims: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return every page by its file name.
 
     Args:
         others: The behaviours of other_suites.toml.
+        claims: The claims of claims.toml.
     """
     chapters: dict[str, list[Requirement]] = {}
     for each in spec.load().values():
         chapters.setdefault(each.chapter, []).append(each)
     found = {f"{chapter}.md": _chapter(chapter, listed) for chapter, listed in chapters.items()}
-    return {"README.md": _index(chapters), "other_suites.md": _others(others, _checks()), **found}
+    checks = _checks()
+    tables = {"other_suites.md": _others(others, checks), "claims.md": _claims(claims, checks)}
+    return {"README.md": _index(chapters), **tables, **found}
 
 
 def _checks() -> Mapping[str, Sequence[str]]:
@@ -45,6 +49,12 @@ def read_others(folder: Path) -> Sequence[Mapping[str, Any]]:
     """Return the behaviours that other suites check, from the folder of the pages."""
     behaviours: Sequence[Mapping[str, Any]] = tomllib.loads((folder / OTHERS).read_text(encoding="utf-8"))["behaviour"]
     return behaviours
+
+
+def read_claims(folder: Path) -> Sequence[Mapping[str, Any]]:
+    """Return the claims of public reviews, from the folder of the pages."""
+    claims: Sequence[Mapping[str, Any]] = tomllib.loads((folder / CLAIMS).read_text(encoding="utf-8"))["claim"]
+    return claims
 
 
 def _index(chapters: Mapping[str, Sequence[Requirement]]) -> str:
@@ -64,6 +74,7 @@ def _index(chapters: Mapping[str, Sequence[Requirement]]) -> str:
         "Every requirement has a permanent id. A requirement without a check states what the check waits for.",
         _table(("chapter", "ids", "requirements", "with a check"), [*rows, total]),
         "[What other test suites check](other_suites.md), and the requirements that cover it.",
+        "[What was claimed of load meters and forced routing](claims.md), and the requirements that hold it.",
     )
 
 
@@ -105,6 +116,16 @@ def _others(behaviours: Iterable[Mapping[str, Any]], checks: Mapping[str, Sequen
     )
 
 
+def _claims(claims: Iterable[Mapping[str, Any]], checks: Mapping[str, Sequence[str]]) -> str:
+    rows = [(each["name"], each["words"], each["verdict"], *_decided(each, checks)) for each in claims]
+    return _page(
+        "What was claimed of load meters and forced routing",
+        "Claims of two public pull requests to Megatron-LM and of their reviews, in the words of this project, and "
+        "what became of each; with the requirements that hold what is right of it, and the checks that decide them.",
+        _table(("name", "claim", "verdict", "decided by", "not decided"), rows),
+    )
+
+
 def _decided(behaviour: Mapping[str, Any], checks: Mapping[str, Sequence[str]]) -> tuple[str, str]:
     """Return the requirements that a check decides, each with its functions, and why what else there is is not."""
     if not behaviour["requirements"]:
@@ -134,7 +155,7 @@ def _page(title: str, *parts: str) -> str:
 
 def main(folder: Path) -> None:
     """Write the pages into a folder and remove those of removed chapters."""
-    wanted = pages(read_others(folder))
+    wanted = pages(read_others(folder), read_claims(folder))
     for path in folder.glob("*.md"):
         if path.name not in wanted:
             path.unlink()

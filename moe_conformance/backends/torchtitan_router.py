@@ -53,6 +53,7 @@ class Router:
             "router": type(router).__qualname__,
             "gate": str(router.gate.weight.dtype),
             "logits": str(None if self._logits is None else self._logits.dtype),
+            "forced": "round_robin" if router._debug_force_load_balance else "none",
         }
 
     def __call__(self, x: Tensor) -> Routed:

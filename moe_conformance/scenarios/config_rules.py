@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from moe_conformance.contract import Malformed
+from moe_conformance.scenarios.warned import recorded
 from moe_conformance.surfaces import ConfigRules, Settings, VersionLimit
 
 
@@ -39,7 +36,7 @@ class RecordedRules:
         Raises:
             Malformed: it returned something else than `Settings`.
         """
-        with _recorded() as warned:
+        with recorded() as warned:
             settings: Any = self.rules.resolve(asked)
         if not isinstance(settings, Settings):
             raise Malformed(f"resolve returned {type(settings).__name__}; expected Settings")
@@ -56,30 +53,3 @@ class RecordedRules:
     def shown(self, built: Any) -> tuple[Settings, ...]:
         """Return the settings of every layer."""
         return tuple(self.rules.shown(built))
-
-
-class _Heard(logging.Handler):
-    """Keeps the messages of warnings and worse."""
-
-    def __init__(self, into: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self.into = into
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.into.append(record.getMessage())
-
-
-@contextmanager
-def _recorded() -> Iterator[Sequence[str]]:
-    """Yield a list that has, in the end, what was warned of inside."""
-    said: list[str] = []
-    heard = _Heard(said)
-    root = logging.getLogger()
-    root.addHandler(heard)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield said
-        said += [str(each.message) for each in caught]
-    finally:
-        root.removeHandler(heard)

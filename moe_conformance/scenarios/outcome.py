@@ -137,6 +137,7 @@ class RankOutcome:
     settings_seen: int = 0
     uncovered: tuple[str, ...] = ()  # parameters or elements that no window of named() covers, and copies
     resolved: Mapping[str, str] = field(default_factory=dict)  # for display; with what is claimed
+    warned: tuple[str, ...] = ()  # what building routers warned of
     claims: Claims = field(default_factory=Claims)  # of all surfaces
     weights_at: str = "combine"
     partial: bool = False  # Session.expert_output_is_partial

@@ -75,25 +75,30 @@ class ProxyModel:
 
     def run(self, backend_name: str) -> RankOutcome:
         """Do it all and return what this rank saw: y on the last stage, the gradient of x on the first."""
-        kept = opened(self.context, backend_name, self.workload.layout)
-        session, self.topology = kept.session, kept.topology
-        self.reached = "build"
-        stages = self.topology.ranks("pp")
-        stage, each = stages.index(self.topology.rank), BLOCKS // len(stages)
-        self.blocks = [_Block(self, session, number) for number in range(stage * each, (stage + 1) * each)]
-        self.before = stages[stage - 1] if stage else None
-        self.after = stages[stage + 1] if stage + 1 < len(stages) else None
+        session = self.build(backend_name)
         microbatches = range(len(self.workload.batches))
         ends = {}
         for m in microbatches:
             self.reached = f"forward:{m}"
-            ends[m] = self._forward(m)
+            ends[m] = self.forward(m)
         for m in microbatches:
             self.reached = f"backward:{m}"
-            self._backward(m, *ends[m])
+            self.backward(m, *ends[m])
         return self._bring_back(session, ends)
 
-    def _forward(self, m: int) -> tuple[Tensor, Tensor]:
+    def build(self, backend_name: str) -> Session:
+        """Build the blocks of this rank's stage, and return the session that they are of."""
+        kept = opened(self.context, backend_name, self.workload.layout)
+        self.topology = kept.topology
+        self.reached = "build"
+        stages = self.topology.ranks("pp")
+        stage, each = stages.index(self.topology.rank), BLOCKS // len(stages)
+        self.blocks = [Block(self, kept.session, number) for number in range(stage * each, (stage + 1) * each)]
+        self.before = stages[stage - 1] if stage else None
+        self.after = stages[stage + 1] if stage + 1 < len(stages) else None
+        return kept.session
+
+    def forward(self, m: int) -> tuple[Tensor, Tensor]:
         """Return what goes into this stage and what comes out, and send that on."""
         batch = self.workload.batches[m][self.context.rank]
         h = batch.x_TD.to(self.context.device, copy=True)
@@ -106,8 +111,14 @@ class ProxyModel:
             dist.send(h.detach().contiguous(), dst=self.after, group=self.topology.group("pp"))
         return x, h
 
-    def _backward(self, m: int, x: Tensor, y: Tensor) -> None:
-        gradient = self.workload.batches[m][self.context.rank].upstream.to(self.context.device, copy=True)
+    def upstream(self, m: int, y: Tensor) -> Tensor:
+        """Return the gradient of the last stage's output, which belongs to the workload."""
+        del y
+        return self.workload.batches[m][self.context.rank].upstream.to(self.context.device, copy=True)
+
+    def backward(self, m: int, x: Tensor, y: Tensor) -> None:
+        """Send the gradient of what comes out of this stage backward, and that of what went in on."""
+        gradient = self.upstream(m, y)
         if self.after is not None:
             dist.recv(gradient, src=self.after, group=self.topology.group("pp"))
         torch.autograd.backward(y, gradient)
@@ -150,7 +161,7 @@ class ProxyModel:
         )
 
 
-class _Block:
+class Block:
     """One block: the suite's mixing part and the backend's MoE."""
 
     def __init__(self, model: ProxyModel, session: Session, number: int) -> None:

@@ -21,7 +21,7 @@ def claims_of(surface: object) -> Claims:
         claimed = getattr(claims, each.name)
         if each.name in shown and str(shown[each.name]) != str(claimed):
             said = f"{name}.resolved[{each.name!r}] is {shown[each.name]!r}, and {name} claims {claimed!r}"
-            raise Malformed(f"{said}: no check reads resolved; use claims = Claims({each.name}=...)")
+            raise Malformed(f"{said}: no check reads claims there; use claims = Claims({each.name}=...)")
     return claims
 
 

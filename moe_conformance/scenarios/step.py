@@ -39,9 +39,11 @@ from moe_conformance.scenarios.padding import PaddingGradients
 from moe_conformance.scenarios.probe import Probe, part_of
 from moe_conformance.scenarios.recomputing import exchange_again, experts_again, router_again
 from moe_conformance.scenarios.reported import claims_of, claims_of_all, shown_of, without_noise
+from moe_conformance.scenarios.routed_exchange import RoutedExchange, exchange_of
 from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.step_parts import go_back, weights_at, without_capacity
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
+from moe_conformance.scenarios.warned import recorded
 from moe_conformance.surfaces import Layer
 from moe_conformance.topology import Topology
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep, RouterStep
@@ -109,13 +111,16 @@ class TrainingStep:
         self.built: list[Parametrised] = []
         built = self.built
         self.routers: list[Router] = []  # of the same config, as in several layers
+        self.warned: tuple[str, ...] = ()  # of while they were built
         self.undropping: Router | None = None  # the same router without its capacity
         self.exchange: Exchange | SplitExchange | None = None
         self.experts: ExpertFn | None = None
         self.layer: Layer | None = None
         run = self.workload.run
         if isinstance(run, RouterStep):
-            self.routers = [session.router(self.config) for _ in range(self.workload.routers)]
+            with recorded() as warned:
+                self.routers = [session.router(self.config) for _ in range(self.workload.routers)]
+            self.warned = tuple(warned)
             built.append(self.routers[0])
             for other in self.routers[1:]:
                 parameters.write(other, self.workload.parameters)
@@ -126,7 +131,7 @@ class TrainingStep:
             self.layer = build(session, "layer", self.config)
             built.append(self.layer)
         else:
-            self.exchange = session.exchange(self.config)
+            self.exchange = exchange_of(session, self.workload)
             if "D" in self.workload.schedule and not isinstance(self.exchange, SplitExchange):
                 raise Unsupported("this exchange has no halves to interleave")
             self.experts = self._experts(session, kept.topology, built)
@@ -302,6 +307,8 @@ class TrainingStep:
 
     def _keep_output(self, m: int, output: Tensor) -> None:
         self.outputs[m], self.returned[m] = output, output.detach().clone()
+        if isinstance(self.exchange, RoutedExchange):
+            self.routed[m] = self.exchange.seen
         if self.exchange is not None and (place := claims_of(self.exchange).weights_at) is not None:
             self.weights_at[m] = place
 
@@ -392,6 +399,7 @@ class TrainingStep:
             state_changed=tuple(dict.fromkeys(self.state_changed)),
             uncovered=uncovered,
             resolved=shown_of(surfaces, claims),
+            warned=self.warned,
             claims=claims,
             weights_at=weights_at(session, claims, self.config.weights_applied),
             partial=session.expert_output_is_partial,

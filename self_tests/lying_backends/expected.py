@@ -41,7 +41,7 @@ LIARS = [
     (lying.SaysChoices, "DROP-09", EP2, "layer-dropped-position-even", "does not claim drop_order = 'choices'"),
     (lying.WireUnsaid, "COST-03", EP2, "top-1-even", "sends all tokens to all ranks by design claims wire = 'all'"),
     (lying.UnknownClaim, "EXCH-01", EP2, "even", "Malformed: Claims.wire is 'token'; allowed: 'pairs', 'tokens'"),
-    (lying.ClaimShown, "EXCH-01", EP2, "even", "no check reads resolved; use claims = Claims(wire=...)"),
+    (lying.ClaimShown, "EXCH-01", EP2, "even", "no check reads claims there; use claims = Claims(wire=...)"),
     (lying.ClaimsDisagree, "SHARE-01", EP2, "shared-even", "two surfaces claim wire = 'all' and 'tokens'"),
     (lying.HidesParts, "EXCH-05", EP2_ETP2, "even", "2.000 x the expected value"),
     (lying.ChangesInputs, "EXCH-08", EP2, "even", "changed its input x"),

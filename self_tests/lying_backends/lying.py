@@ -97,7 +97,7 @@ class _ClaimsInResolved(AllToAllExchange):
 
 
 class ClaimShown(Liar):
-    """Writes what it claims into `resolved`, where no check reads it."""
+    """Writes what it claims into `resolved`, where no check reads claims."""
 
     name = "lying-claim-shown"
     session_class = NativeSession.building(_ClaimsInResolved)

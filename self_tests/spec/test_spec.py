@@ -86,7 +86,16 @@ class TestPages:
     def test_they_are_those_of_the_law(self) -> None:
         """docs/spec holds what `python -m tools.spec_pages docs/spec` would write."""
         written = {path.name: path.read_text(encoding="utf-8") for path in PAGES.glob("*.md")}
-        assert spec_pages.pages(spec_pages.read_others(PAGES)) == written
+        assert spec_pages.pages(spec_pages.read_others(PAGES), spec_pages.read_claims(PAGES)) == written
+
+    def test_every_claim_is_held_or_has_a_reason(self) -> None:
+        """Claims have names of their own and a verdict; each has requirements of the spec, or a reason for none."""
+        rows = spec_pages.read_claims(PAGES)
+        assert len(rows) == len({row["name"] for row in rows})
+        verdicts = {row["verdict"].partition(":")[0].partition(",")[0] for row in rows}
+        assert {"definition", "right", "wrong", "in part"} == verdicts
+        assert [] == [row["name"] for row in rows if bool(row["requirements"]) == bool(row.get("reason"))]
+        assert set() == {each for row in rows for each in row["requirements"]} - set(spec.load())
 
     def test_every_behaviour_of_another_suite_is_covered_or_has_a_reason(self) -> None:
         """Rows count up without gaps; each names requirements of the spec, or says why there is none."""

@@ -136,6 +136,7 @@ class Router:
             "fused": str(router.config.moe_router_fusion),
             "gate": str(router.weight.dtype),
             "logits": str(None if self._logits is None else self._logits.dtype),
+            "forced": "random" if router.config.moe_router_force_load_balancing else "none",
         } | _SHIMS
 
     @property

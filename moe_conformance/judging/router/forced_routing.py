@@ -78,7 +78,7 @@ def judge_forced_groups(reading: Reading, tally: Tally) -> None:
 
 def _judge_limit(reading: Reading, tally: Tally) -> None:
     own, forced = expected_of(reading), forced_expected_of(reading)
-    _require_forced(own)
+    require_forced(own)
     config = own.workload.config
     assert config.routing.groups is not None  # asked only where there are groups
     groups, chosen = config.routing.groups
@@ -132,7 +132,7 @@ def _within_own_groups(own: RouterExpected, place: Place) -> bool:
     return bool(open_TE.gather(1, own.ids[place]).all())
 
 
-def _require_forced(own: RouterExpected) -> None:
+def require_forced(own: RouterExpected) -> None:
     """Fail where all tokens of a rank selected what they would have without a strategy."""
     config = own.workload.config
     findings = []

@@ -19,7 +19,8 @@ class ExchangeStep:
     The experts are the probe, or return the very tensor that they receive ("identity"); with "identity of parts" the
     parts of experts that are cut are all or nothing. All ranks of a tp group hold the same tokens where these are
     "duplicated". With `unasked` x or the weights ask for no gradient, as the workload's twist names them. An `option`
-    of the config is on trial, so that only the checks of that option read the run.
+    of the config is on trial, so that only the checks of that option read the run. Where the ids are `routed`, they are
+    those of the backend's router, and forced routing is asked of it, of the exchange, or of both.
     """
 
     scenario: ClassVar[Scenario] = "training step"
@@ -27,6 +28,7 @@ class ExchangeStep:
     tokens: Tokens = "distinct"
     unasked: bool = False
     option: Literal["", "capacity padding", "packing", "receive budget", "equal splits", "round robin", "any"] = ""
+    routed: Literal["", "both forced", "router forced", "exchange forced"] = ""
 
     def __str__(self) -> str:
         """For example `exchange with the probe, tokens not finite`."""
@@ -34,6 +36,7 @@ class ExchangeStep:
         words += [f"tokens {self.tokens}"] if self.tokens != "distinct" else []
         words += ["gradients unasked"] if self.unasked else []
         words += [f"option: {self.option}"] if self.option else []
+        words += [f"routed: {self.routed}"] if self.routed else []
         return ", ".join(words)
 
 

@@ -85,6 +85,7 @@ class ForcedIdsFiltered(ForcedRouter):
         "route",
         "forced routing round_robin was requested, accepted and ignored",
     ),
+    Expectation("FORCE-20", "forced-round-robin-groups", "route", "are routed by the router's own logits"),
 )
 class NothingForced(ForcedRouter):
     """The setting is taken, and the router goes on choosing by itself."""

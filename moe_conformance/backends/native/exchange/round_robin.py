@@ -2,7 +2,7 @@
 
 Where a rank has as many experts as a token has slots, and o is a multiple of their number N, every token goes to all
 experts of one rank: the rows for a rank are every ep-th token, N times over, and nothing has to be sorted or looked up.
-Of the ids the first is read, which is o.
+The ids are compared with those of the round robin that begins where they do, since a router may select others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,17 @@ class RoundRobinExchange(AllToAllExchange):
     def _holds(self, routing: Routing) -> bool:
         """Whether every token goes to all experts of one rank."""
         (T, K), N, ep = routing.ids_TK.shape, self.placement.held, self.topology.sizes["ep"]
-        return bool(T) and K == N and (ep == 1 or int(routing.ids_TK[0, 0]) % N == 0)
+        whole = bool(T) and K == N and (ep == 1 or int(routing.ids_TK[0, 0]) % N == 0)
+        return whole and self._dealt(routing)
+
+    def _dealt(self, routing: Routing) -> bool:
+        """Whether the ids are those of a round robin.
+
+        Implements: FORCE-20.
+        """
+        ids_P = routing.ids_TK.flatten()
+        steps_P = torch.arange(len(ids_P), device=ids_P.device)
+        return torch.equal(ids_P, (ids_P[0] + steps_P) % routing.experts)
 
     def _first(self, owner: int, start: int) -> int:
         """Return the first token of this rank that goes to a rank of ep."""

@@ -65,7 +65,10 @@ class ForcedRouter(Router):
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """What the router says of itself, and the strategy in force."""
+        """What the router says of itself, and the strategy in force.
+
+        Implements: FORCE-23.
+        """
         parameter = f" by {self.parameter:g}" if self.strategy in _WITH_PARAMETER else ""
         return {**super().resolved, "forced": f"{self.strategy}{parameter}"}
 
