@@ -116,7 +116,7 @@ class Gate:
 
 
 class ChoiceRouter:
-    """The TokenChoiceTopKRouter that AutoEP puts into the blocks of models."""
+    """The TokenChoiceTopKRouter that AutoEP puts into the blocks of models, in an engine where that takes the dtype."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         """Build it as AutoEP does of a model's config.
@@ -126,7 +126,7 @@ class ChoiceRouter:
         """
         routing = config.routing
         if config.router_dtype not in (None, config.dtype):
-            raise Unsupported(f"AutoEP's router computes logits in the dtype of its tokens, not in {config.router_dtype}")
+            raise Unsupported(f"AutoEP's router has logits of the dtype of its tokens, not of {config.router_dtype}")
         if routing.forced:
             raise Unsupported(f"no router of DeepSpeed forces routes: not {routing.forced}")
         if routing.score not in ("softmax", "sigmoid"):
@@ -138,7 +138,8 @@ class ChoiceRouter:
             config.hidden, config.experts, groups, chosen, config.top_k, routing.score, routing.normalise,
             routing.scale, config.gate_bias, routing.group_score,
         )  # fmt: skip
-        self._router: Any = router.to(device, config.dtype)
+        self.engine: Any = None
+        self.module, self._router = nn.ModuleList([router.to(device, config.dtype)]), router
         self._bias_E = torch.zeros(config.experts, device=device) if routing.balance_bias else None
         self._logits: Tensor | None = None
         router.gate.register_forward_hook(self._keep_logits)

@@ -21,6 +21,7 @@ from moe_conformance.surfaces import Session, TokenPadding
 
 _SHAPE = ("variant", "experts", "top_k", "hidden", "ffn", "dtype")
 _GATE = (*_SHAPE, "routing", "router_dtype", "jitter", "gate_bias")
+_REDUCED = (torch.float32, torch.bfloat16)
 _CAPACITY = ("capacity.factor", "capacity.minimum", "capacity.drop_policy")
 
 
@@ -60,7 +61,10 @@ class DeepSpeedSession(Session):
         except Unsupported:
             if config.capacity.factor is not None or config.jitter:
                 raise
-            return ChoiceRouter(config, self._device)
+            router = ChoiceRouter(config, self._device)
+            if config.dtype in _REDUCED:
+                router.engine = self._engine(router.module, config)
+            return router
         return self._gate(config, options)
 
     def masked_router(self, config: Config) -> Gate:
@@ -74,10 +78,14 @@ class DeepSpeedSession(Session):
 
     def _gates(self, config: Config, options: Mapping[str, Any], layers: int) -> nn.Module:
         """Build layers of which the gates alone train."""
-        model = nn.ModuleList(self._layer(config, **options) for _ in range(layers))
+        model = [self._layer(config, **options) for _ in range(layers)]
         for layer in model:
             layer.deepspeed_moe.experts.requires_grad_(False)
-        return model
+        return nn.ModuleList(model)
+
+    def initial_router(self, config: Config) -> Gate | ChoiceRouter:
+        """Build a gate in an engine, which hands the parameters of the first data parallel rank to all."""
+        return self.router(config)
 
     def layer(self, config: Config) -> Layer:
         """Build a whole layer."""
@@ -106,18 +114,24 @@ class DeepSpeedSession(Session):
             raise Unsupported(f"tp = {tp} without token_copies: the layer's tensor ranks hold the same tokens")
 
     def _layer(self, config: Config, **gate: Any) -> Any:
+        tp = self._topology.sizes["tp"]
+        if tp > 1 and config.capacity.factor is not None:
+            raise Unsupported(f"tp = {tp} with a capacity, which is that of all tensor ranks' tokens, and may raise")
         return build(config, self._placement, Expert(config), **gate)
 
     def _engine(self, model: nn.Module, config: Config) -> Any:
-        if config.dtype not in (torch.float32, torch.bfloat16):
+        if config.dtype not in _REDUCED:
             raise Unsupported(f"the engine reduces gradients of float32 and bfloat16 on CPUs, not of {config.dtype}")
         return engine_of(model, config, self._device, self._placement.unit)
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Have the engine of every surface reduce over the ranks that hold the same parameters."""
         for surface in built:
-            if not isinstance(surface, Experts | Gate | Layer):
-                raise Unsupported(f"the reduction of {type(surface).__name__}'s gradients is not adapted")
+            assert isinstance(surface, Experts | Gate | ChoiceRouter | Layer)  # there are no others with parameters
+            if isinstance(surface, Gate | ChoiceRouter) and self._topology.sizes["tp"] > 1:
+                raise Unsupported("the engine sums no gradients over tensor ranks: they route the same tokens")
+            if surface.engine is None:
+                raise Unsupported("the engine reduces gradients of float32 and bfloat16 on CPUs, not of other types")
             surface.engine.allreduce_gradients()
 
     def close(self) -> None:

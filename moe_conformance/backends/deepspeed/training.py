@@ -34,7 +34,7 @@ def coefficient_of(config: Config, cp: int) -> float:
         raise Unsupported("DeepSpeed divides no gradients by tokens, and recomputes whole layers, not their gates")
     if cp > 1:
         raise Unsupported(f"cp = {cp}: DeepSpeed's MoE layer knows of no ranks with other positions of its sequences")
-    return sum(getattr(losses, name) for name in asked)
+    return float(sum(getattr(losses, name) for name in asked))
 
 
 class TrainingRouters:

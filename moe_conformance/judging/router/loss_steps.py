@@ -107,8 +107,8 @@ def _steps(outcome: Outcome) -> list[Step]:
     found = []
     for call in range(len(outcome.workload.calls)):
         forwards, finals, reports = (values(outcome, call, name) for name in ("forwards", "final", "report"))
-        told = tuple(report or {} for report in reports)
-        found.append(Step(outcome.workload, call, forwards, finals, told, tells=any(each is not None for each in reports)))
+        told, tells = tuple(report or {} for report in reports), any(report is not None for report in reports)
+        found.append(Step(outcome.workload, call, forwards, finals, told, tells))
     return found
 
 
