@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from moe_conformance.judging.router.loss_traces import judge_evaluation, judge_finite, judge_weights_kept
-from moe_conformance.judging.router.losses import judge_gradients, judge_values
+from moe_conformance.judging.router.losses import judge_gradients, judge_values, require_reports, require_values
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
@@ -127,6 +127,7 @@ class TestValues:
     @requirement("LOSS-01", run=ON_TRAINING_ROUTERS, when=alone("auxiliary", "first_choice"))
     def test_auxiliary_loss(self, outcome: Outcome, tally: Tally) -> None:
         """It is the coefficient times E times the sum over experts of fraction and mean score."""
+        require_values(outcome)
         judge_values(outcome, tally)
 
     @requirement("LOSS-02", run=ON_TRAINING_ROUTERS, when=other_scores)
@@ -138,16 +139,19 @@ class TestValues:
     @requirement("LOSS-03", run=ON_TRAINING_ROUTERS, when=other_slots)
     def test_slots(self, outcome: Outcome, tally: Tally) -> None:
         """Its slots are the best of its own scores, whatever bias and drops do."""
+        require_values(outcome)
         judge_values(outcome, tally)
 
     @requirement("LOSS-05", run=ON_TRAINING_ROUTERS, when=alone("sequence"))
     def test_sequence_loss(self, outcome: Outcome, tally: Tally) -> None:
         """It is the mean over sequences of the auxiliary loss of each."""
+        require_values(outcome)
         judge_values(outcome, tally)
 
     @requirement("LOSS-07", run=ON_TRAINING_ROUTERS, when=alone("global_batch"))
     def test_global_loss(self, outcome: Outcome, tally: Tally) -> None:
         """Its fractions are of all data parallel ranks and of the microbatches so far."""
+        require_values(outcome)
         judge_values(outcome, tally)
 
     @requirement("LOSS-09", run=ON_TRAINING_ROUTERS, when=alone("z"))
@@ -165,11 +169,13 @@ class TestValues:
     @requirement("LOSS-19", run=ON_TRAINING_ROUTERS, when=lambda workload: layered(workload) or attached(workload))
     def test_reports(self, outcome: Outcome, tally: Tally) -> None:
         """A report is the mean over microbatches, groups and layers with a router since the last one."""
+        require_reports(outcome)
         judge_values(outcome, tally)
 
     @requirement("LOSS-20", run=ON_TRAINING_ROUTERS, when=narrow)
     def test_precision(self, outcome: Outcome, tally: Tally) -> None:
         """Logits of half precision have losses of float32."""
+        require_values(outcome)
         judge_values(outcome, tally)
 
     @requirement("LOSS-20", run=ON_TRAINING_ROUTERS, when=extreme)

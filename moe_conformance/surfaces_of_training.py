@@ -102,10 +102,11 @@ class TrainingRouters(Parametrised, Resolved, Protocol):
         gradients are divided, summed over dp and cp, if `Config.losses.per_token`.
         """
 
-    def report(self) -> Mapping[str, Tensor]:
+    def report(self) -> Mapping[str, Tensor] | None:
         """Return the loss, (), of the microbatches since the last report, by option of `Config.losses`; collective.
 
-        The mean over microbatches, data parallel groups and layers with a router, the same on all ranks.
+        The mean over microbatches, data parallel groups and layers with a router, the same on all ranks. None where the
+        backend returns its losses and reports none: then the returned ones are judged alone.
         """
 
 

@@ -39,7 +39,7 @@ class StepSeen:
 
     forwards: tuple[Forward, ...]
     final: Layers  # (E, D) in the order of layers; None where nothing trained
-    report: Mapping[str, Tensor]
+    report: Mapping[str, Tensor] | None  # None: this backend reports nothing
 
 
 class TrainedRouters:
@@ -84,10 +84,11 @@ class TrainedRouters:
                 backward(batch, returned, factor)
         if trained:
             self.surface.finish(tokens)
+        report = self.surface.report()
         return StepSeen(
             tuple(_seen(*each) for each in made),
             self._final() if trained else (),
-            {name: value.detach().clone() for name, value in self.surface.report().items()},
+            None if report is None else {name: value.detach().clone() for name, value in report.items()},
         )
 
     def _forward(self, batch: RouterBatch, x: tuple[Tensor, ...]) -> Trained:

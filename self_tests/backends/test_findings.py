@@ -59,6 +59,7 @@ class Library:
 
 
 LIBRARIES = (
+    Library("deepspeed", "DS", "deepspeed", ("deepspeed", "deepspeed.moe.layer")),
     Library(
         "megatron-core",
         "MC",

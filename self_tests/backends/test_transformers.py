@@ -13,9 +13,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from moe_conformance.backends.shared_batch import SharedBatch
 from moe_conformance.backends.transformers import Transformers
 from moe_conformance.backends.transformers.router import model_of
-from moe_conformance.backends.transformers.shared_batch import SharedBatch
 from moe_conformance.contract import Config, Delivery, Unsupported
 from moe_conformance.engine import Engine, Job, RankContext
 from moe_conformance.scenarios.moe_step import moe_step

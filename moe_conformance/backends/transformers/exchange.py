@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from moe_conformance.backends.shared_batch import SharedBatch
 from moe_conformance.backends.transformers.placement import Placement
-from moe_conformance.backends.transformers.shared_batch import SharedBatch
 from moe_conformance.contract import Claims, Delivery, ExpertFn, Routing, Unrouted, refusals
 
 

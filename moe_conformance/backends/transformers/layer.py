@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_conformance.backends.fsdp_windows import require_one_bias, require_parts, shared_windows, whole_window
+from moe_conformance.backends.shared_batch import SharedBatch
 from moe_conformance.backends.transformers.experts import expert_windows
 from moe_conformance.backends.transformers.model import model_with, plan_of, reduction_of, shard
 from moe_conformance.backends.transformers.placement import Placement
 from moe_conformance.backends.transformers.router import WEIGHTS, model_config, model_of
-from moe_conformance.backends.transformers.shared_batch import SharedBatch
 from moe_conformance.backends.weights_seen import WeightsSeen
 from moe_conformance.contract import Claims, Config, Named, Read, Unsupported, refusals
 

@@ -29,7 +29,8 @@ class Step:
     call: int
     forwards: tuple[tuple[Any, ...], ...]  # by rank
     finals: tuple[tuple[Tensor | None, ...], ...]
-    reports: tuple[dict[str, Tensor], ...]
+    reports: tuple[dict[str, Tensor], ...]  # empty where nothing is reported
+    tells: bool = True  # whether the backend reports losses at all
 
     @property
     def name(self) -> str:
@@ -106,7 +107,8 @@ def _steps(outcome: Outcome) -> list[Step]:
     found = []
     for call in range(len(outcome.workload.calls)):
         forwards, finals, reports = (values(outcome, call, name) for name in ("forwards", "final", "report"))
-        found.append(Step(outcome.workload, call, forwards, finals, reports))
+        told, tells = tuple(report or {} for report in reports), any(report is not None for report in reports)
+        found.append(Step(outcome.workload, call, forwards, finals, told, tells))
     return found
 
 

@@ -16,6 +16,7 @@ from moe_conformance.judging.router.loss_rules import CALLED, Part, Parts, Rule,
 from moe_conformance.judging.router.loss_steps import Step, legal, mistakes, steps_of
 from moe_conformance.judging.verdict import (
     AbsentGradient,
+    NotOffered,
     Tally,
     WrongGradient,
     WrongLoss,
@@ -25,8 +26,21 @@ from moe_conformance.reference.losses.scaling import router_gradients
 from moe_conformance.scenarios.outcome import Outcome
 
 
+def require_reports(outcome: Outcome) -> None:
+    """Raise `NotOffered` of a backend that returns its losses, and reports none."""
+    if not any(step.tells for step in steps_of(outcome)):
+        raise NotOffered("the backend returns its losses, and reports none")
+
+
+def require_values(outcome: Outcome) -> None:
+    """Raise `NotOffered` where nothing is reported, and ranks share the microbatches of which losses are returned."""
+    steps = steps_of(outcome)
+    if not any(step.tells for step in steps) and len(steps[0].groups()[0]) > 1:
+        raise NotOffered("the backend reports no losses, and what ranks return of a microbatch that they share is free")
+
+
 def judge_values(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every loss of every step is reported as what it is, and on every rank.
+    """Decide whether every loss of every step is reported, or returned, as what it is, and on every rank.
 
     Raises:
         WrongLoss: another value, or none.
@@ -50,6 +64,8 @@ def _values(outcome: Outcome) -> tuple[list[Finding], Tally]:
         for name in next(iter(made.values()))[0].names:
             targets = [_reported(outcome, made[rule], name) for rule in rules]
             for rank, report in enumerate(step.reports):
+                if not step.tells:
+                    continue
                 if name not in report:
                     said = f"rank {rank} reports no {CALLED[name].removeprefix('the ')} after {step.name}"
                     findings.append(Finding("absent", said, (rank,)))

@@ -70,7 +70,9 @@ _RECIPES = (
     _Recipe("losses-auxiliary", Losses(auxiliary=0.5), _DIVIDED),
     _Recipe("losses-sequence", Losses(sequence=0.5), _DIVIDED),
     _Recipe("losses-global", Losses(global_batch=0.5), (*_DIVIDED, _Step(2, scale=0.5))),
-    _Recipe("losses-first-choice", Losses(first_choice=0.5), _PLAIN),
+    _Recipe("losses-first-choice", Losses(first_choice=0.5), _PLAIN, {"routing.normalise": True}),  # as GShard's gate
+    _Recipe("losses-top-1", Losses(auxiliary=0.5), _PLAIN, {"top_k": 1}),
+    _Recipe("losses-top-3-normalised", Losses(auxiliary=0.5), _PLAIN, {"top_k": 3, "routing.normalise": True}),
     _Recipe("losses-z", Losses(z=0.25), _PLAIN),
     _Recipe(
         "losses-attached",

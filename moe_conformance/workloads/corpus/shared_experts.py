@@ -79,6 +79,7 @@ _LAYERS = (
     LayerRecipe("layer-six-in-flight-even", {**_SCALED, "top_k": 3}, schedule=SIX_IN_FLIGHT),
     LayerRecipe("layer-two-alive-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", interleaved=True),
     LayerRecipe("layer-top-1-uneven", {"top_k": 1}, tokens=UNEVEN),
+    LayerRecipe("layer-top-1-rank-without-tokens", {"top_k": 1}, tokens=ONE_WITHOUT),
     LayerRecipe("layer-top-3-normalised-uneven-float16", {**_NORMAL, **_FLOAT16, "top_k": 3}, tokens=UNEVEN),
     LayerRecipe("layer-top-5-softmax-topk-uneven", {**_DOZEN, **_CHOSEN, "top_k": 5}, tokens=UNEVEN),
     LayerRecipe("layer-top-6-sqrtsoftplus-uneven", {**_DOZEN, **_ROOT, "top_k": 6}, tokens=UNEVEN),

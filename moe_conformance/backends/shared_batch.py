@@ -1,7 +1,7 @@
-"""One batch for all tensor ranks, as the library needs it, out of the tokens of every rank, as the suite has them.
+"""One batch for all tensor ranks, as a library may need it, out of the tokens of every rank, as the suite has them.
 
 The two steps are before and after a layer that needs whole activations, where these are split over tensor ranks: a
-gather, whose gradient is the rank's own part (the library gives the whole gradient to every rank), and its opposite.
+gather, whose gradient is the rank's own part (such a library gives the whole gradient to every rank), and its opposite.
 The batch begins with the tokens of the second rank: where all have as many, no rank computes its own.
 """
 

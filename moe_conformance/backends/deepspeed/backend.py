@@ -1,0 +1,45 @@
+"""What the suite loads: the backend's name, variants and limits. Importing it does not import DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import ClassVar
+
+import torch
+
+from moe_conformance.contract import Limit, Session, Topology, Unsupported
+
+_INSTALL = "pip install --no-deps deepspeed, and einops hjson msgpack ninja psutil py-cpuinfo pydantic tqdm"
+_TRUST = "nothing is checked: what one rank raises leaves the others waiting, and other sizes abort the process"
+
+
+class DeepSpeed:
+    """The published deepspeed; on CPU ranks over gloo or on GPUs."""
+
+    name: ClassVar[str] = "deepspeed"
+    variants: ClassVar[tuple[str, ...]] = ("moe",)
+    process_per_rank: ClassVar[bool] = True  # deepspeed.utils.groups
+    preload: ClassVar[tuple[str, ...]] = ("moe_conformance.backends.deepspeed.library",)
+    environment: ClassVar[Mapping[str, str]] = {
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the preload asks for a GPU, and must not start CUDA before the fork
+    }
+
+    def versions(self) -> Mapping[str, str]:
+        """Versions of DeepSpeed and of torch."""
+        if find_spec("deepspeed") is None:
+            raise Unsupported(f"deepspeed is not installed: {_INSTALL}")
+        return {package: version(package) for package in ("deepspeed", "torch")}
+
+    def limits(self, variant: str) -> Sequence[Limit]:
+        """Nothing checks input."""
+        del variant
+        return (Limit("wrong_use", (False,), _TRUST, proof="undefined"),)
+
+    def open(self, topology: Topology, device: torch.device) -> Session:
+        """Import the library if the ranks did not preload it, and open a session."""
+        self.versions()
+        from moe_conformance.backends.deepspeed.session import DeepSpeedSession
+
+        return DeepSpeedSession(topology, device)

@@ -1,0 +1,55 @@
+"""DeepSpeed itself, imported in one place. Importing this module takes seconds: the ranks preload it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it prints that it looked for other accelerators
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it warns of every optional package that is missing
+    import deepspeed
+    from deepspeed import comm
+    from deepspeed.moe import sharded_moe
+    from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+    from deepspeed.moe.layer import MoE
+    from deepspeed.utils import groups
+
+__all__ = ["SHIMS", "MoE", "TokenChoiceTopKRouter", "comm", "groups", "initialize", "quiet", "sharded_moe"]
+
+initialize = deepspeed.initialize
+
+
+def quiet() -> warnings.catch_warnings[None]:
+    """Ignore what torch says of old names of collectives, on every use; the caller exits."""
+    context = warnings.catch_warnings()
+    context.__enter__()
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", category=FutureWarning)
+    return context
+
+
+def _flat_all_gather(buffer: torch.Tensor, own: torch.Tensor, group: Any) -> None:
+    comm.all_gather_into_tensor(buffer, own.flatten(), group=group)
+
+
+def _apply_shims() -> tuple[str, ...]:
+    # Its backend for CPUs compiles an all-reduce for inference in C++ when it is made, and a process that is ended
+    # meanwhile leaves a lock for which all later ones wait. Nothing of training calls it.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    # gloo gathers into a flat buffer what is flat, NCCL anything.
+    mappings: Any = importlib.import_module("deepspeed.moe.mappings")
+    mappings.deepspeed = SimpleNamespace(
+        utils=deepspeed.utils, comm=SimpleNamespace(all_gather_into_tensor=_flat_all_gather)
+    )
+    return ("no all-reduce in shared memory", "flat all_gather_into_tensor")
+
+
+SHIMS = "none" if torch.cuda.is_available() else "; ".join(_apply_shims())
+"""What stands in for a GPU in this process, in words; surfaces report it."""

@@ -1,0 +1,146 @@
+"""One topology: the library's global groups, the surfaces built in it, and the end of a step."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from moe_conformance.backends.deepspeed import library
+from moe_conformance.backends.deepspeed.exchange import Exchange
+from moe_conformance.backends.deepspeed.experts import Expert, Experts, engine_of
+from moe_conformance.backends.deepspeed.layer import Layer
+from moe_conformance.backends.deepspeed.placement import Placement, build
+from moe_conformance.backends.deepspeed.router import ChoiceRouter, Gate, gate_options
+from moe_conformance.backends.deepspeed.training import TrainingRouters, coefficient_of
+from moe_conformance.contract import Config, Parametrised, Topology, Unsupported
+from moe_conformance.surfaces import Session, TokenPadding
+
+_SHAPE = ("variant", "experts", "top_k", "hidden", "ffn", "dtype")
+_GATE = (*_SHAPE, "routing", "router_dtype", "jitter", "gate_bias")
+_REDUCED = (torch.float32, torch.bfloat16)
+_CAPACITY = ("capacity.factor", "capacity.minimum", "capacity.drop_policy")
+
+
+class DeepSpeedSession(Session):
+    """Parts of MoE layers, each layer in an engine of its own, as `deepspeed.initialize` makes it."""
+
+    loss_convention: Literal["sum", "mean_over_dp"] = "mean_over_dp"
+
+    def __init__(self, topology: Topology, device: torch.device) -> None:
+        """Make the library's groups; collective."""
+        self._topology, self._device = topology, device
+        self._placement = Placement(topology)
+        self._quiet = library.quiet()
+
+    def exchange(self, config: Config) -> Exchange:
+        """Build a MOELayer around a given routing and given experts; it takes any T, also packed."""
+        config.only(*_SHAPE, "weights_applied", "token_copies", "padding.packed")
+        if config.weights_applied == "input":
+            raise Unsupported("the layer multiplies the experts' output by the weights, not weights_applied='input'")
+        self._require_copies(config)
+        return Exchange(config, self._placement)
+
+    def experts(self, config: Config) -> Experts:
+        """Build a layer and return its experts."""
+        config.only(*_SHAPE, "weights_applied", "token_copies")
+        self._require_copies(config)
+        layer = self._layer(config)
+        layer.deepspeed_moe.gate.requires_grad_(False)
+        return Experts(self._engine(layer, config), self._placement.held(config.experts))
+
+    def router(self, config: Config) -> Gate | ChoiceRouter:
+        """Build a layer and return its gate, or AutoEP's router, where it alone routes as asked."""
+        config.only(*_GATE, *_CAPACITY)
+        _require_float32(config)
+        try:
+            options = gate_options(config)
+        except Unsupported:
+            if config.capacity.factor is not None or config.jitter:
+                raise
+            router = ChoiceRouter(config, self._device)
+            if config.dtype in _REDUCED:
+                router.engine = self._engine(router.module, config)
+            return router
+        return self._gate(config, options)
+
+    def masked_router(self, config: Config) -> Gate:
+        """Build a layer and return its gate, which takes a mask of used tokens."""
+        config.only(*_GATE)
+        _require_float32(config)
+        return self._gate(config, gate_options(config))
+
+    def _gate(self, config: Config, options: Mapping[str, Any]) -> Gate:
+        return Gate(self._engine(self._gates(config, options, 1), config), 0)
+
+    def _gates(self, config: Config, options: Mapping[str, Any], layers: int) -> nn.Module:
+        """Build layers of which the gates alone train."""
+        model = [self._layer(config, **options) for _ in range(layers)]
+        for layer in model:
+            layer.deepspeed_moe.experts.requires_grad_(False)
+        return nn.ModuleList(model)
+
+    def initial_router(self, config: Config) -> Gate | ChoiceRouter:
+        """Build a gate in an engine, which hands the parameters of the first data parallel rank to all."""
+        return self.router(config)
+
+    def layer(self, config: Config) -> Layer:
+        """Build a whole layer."""
+        config.only(*_GATE, *_CAPACITY)
+        _require_float32(config)
+        engine = self._engine(self._layer(config, **gate_options(config)), config)
+        return Layer(engine, config, self._placement)
+
+    def training_routers(self, config: Config) -> TrainingRouters:
+        """Build the layers of a model and return their gates."""
+        config.only(*_GATE, *_CAPACITY, "losses")
+        _require_float32(config)
+        coefficient, options = coefficient_of(config, self._topology.sizes["cp"]), gate_options(config)
+        engine = self._engine(self._gates(config, options, config.losses.layers), config)
+        gates = [Gate(engine, number) for number in range(config.losses.layers)]
+        return TrainingRouters(engine, gates, coefficient, self._placement)
+
+    def token_padding(self, config: Config) -> TokenPadding:
+        """Refuse: T is taken as it is."""
+        del config
+        raise Unsupported("DeepSpeed pads the rows of experts, and no rank's tokens")
+
+    def _require_copies(self, config: Config) -> None:
+        tp = self._topology.sizes["tp"]
+        if tp > 1 and not config.token_copies:
+            raise Unsupported(f"tp = {tp} without token_copies: the layer's tensor ranks hold the same tokens")
+
+    def _layer(self, config: Config, **gate: Any) -> Any:
+        tp = self._topology.sizes["tp"]
+        if tp > 1 and config.capacity.factor is not None:
+            raise Unsupported(f"tp = {tp} with a capacity, which is that of all tensor ranks' tokens, and may raise")
+        return build(config, self._placement, Expert(config), **gate)
+
+    def _engine(self, model: nn.Module, config: Config) -> Any:
+        if config.dtype not in _REDUCED:
+            raise Unsupported(f"the engine reduces gradients of float32 and bfloat16 on CPUs, not of {config.dtype}")
+        return engine_of(model, config, self._device, self._placement.unit)
+
+    def finish_gradients(self, *built: Parametrised) -> None:
+        """Have the engine of every surface reduce over the ranks that hold the same parameters."""
+        for surface in built:
+            assert isinstance(surface, Experts | Gate | ChoiceRouter | Layer)  # there are no others with parameters
+            if isinstance(surface, Gate | ChoiceRouter) and self._topology.sizes["tp"] > 1:
+                raise Unsupported("the engine sums no gradients over tensor ranks: they route the same tokens")
+            if surface.engine is None:
+                raise Unsupported("the engine reduces gradients of float32 and bfloat16 on CPUs, not of other types")
+            surface.engine.allreduce_gradients()
+
+    def close(self) -> None:
+        """Take down the library's groups."""
+        self._quiet.__exit__(None, None, None)
+        self._placement.close()
+        gc.collect()  # engines refer to their groups in cycles, and a group has threads until it is freed
+
+
+def _require_float32(config: Config) -> None:
+    if config.router_dtype not in (None, torch.float32):
+        raise Unsupported(f"DeepSpeed's gates compute in float32, and have no option for {config.router_dtype}")
