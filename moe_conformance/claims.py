@@ -100,6 +100,8 @@ class Claims:
     padding: Literal["no", "group_max", "bound"] = "no"
     # The padded number of tokens is a multiple of it; needed with `padding` (PACK-02).
     alignment: int | None = None
+    # A step that is built with overlap has exchanges in flight while it computes (OVLP-12); no: it has none.
+    overlap: Literal["yes", "no"] = "yes"
     # The dtype in which a router computes, if that is not the dtype of its tokens. With float32 on tokens of float64
     # layers are held to float32 (SHARE-01, GRAD-18, GROUP-07), and GROUP-07 fails if they compute in float64; checks of
     # routers alone do not follow it.

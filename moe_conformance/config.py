@@ -251,6 +251,20 @@ class Replay:
 
 
 @dataclass(frozen=True)
+class Overlap:
+    """`Config.overlap`: what is computed while tokens are exchanged. An exchange reads `chunks`, a step all others."""
+
+    chunks: int = 1  # parts of the tokens, of which one is exchanged while experts run on another
+    layers: int = 1  # MoE layers of the model that a step runs
+    deferred_weights: bool = False  # delayed wgrad: weight gradients of experts follow the gradients of their inputs
+    recompute_experts: bool = False  # activation recomputation of the routed experts, in the backward
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value that is not allowed."""
+        _check(self, "overlap.", chunks=1, layers=1)
+
+
+@dataclass(frozen=True)
 class Config:
     """One configuration, the same for every backend. A value that its annotation does not allow raises ValueError.
 
@@ -279,6 +293,7 @@ class Config:
     losses: Losses = Losses()
     balance: Balance = Balance()
     replay: Replay = Replay()
+    overlap: Overlap = Overlap()
     token_copies: bool = False  # tp > 1 without sequence parallelism: the tp ranks hold the same tokens, counted once
     wire: Literal["plain", "float8"] = "plain"  # float8: fp8 dispatch, hidden states are sent in eight bits with scales
     extra: tuple[tuple[str, Any], ...] = ()  # options of one backend, under the library's own names

@@ -33,6 +33,7 @@ from moe_conformance.config import Capacity as Capacity
 from moe_conformance.config import Config as Config
 from moe_conformance.config import Limit as Limit
 from moe_conformance.config import Losses as Losses
+from moe_conformance.config import Overlap as Overlap
 from moe_conformance.config import Padding as Padding
 from moe_conformance.config import ReceiveBuffer as ReceiveBuffer
 from moe_conformance.config import Replay as Replay

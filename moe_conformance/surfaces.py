@@ -21,6 +21,7 @@ from moe_conformance.surfaces_of_training import LoadMeter as LoadMeter
 from moe_conformance.surfaces_of_training import Metered as Metered
 from moe_conformance.surfaces_of_training import MeteredPass as MeteredPass
 from moe_conformance.surfaces_of_training import MeteredResults as MeteredResults
+from moe_conformance.surfaces_of_training import OverlappedStep as OverlappedStep
 from moe_conformance.surfaces_of_training import ReplayRouters as ReplayRouters
 from moe_conformance.surfaces_of_training import Trained as Trained
 from moe_conformance.surfaces_of_training import TrainingRouters as TrainingRouters
@@ -356,6 +357,10 @@ class Session(contract.Session):
     def layer(self, config: Config) -> Layer:
         """Build a whole layer: router, exchange, experts and shared experts; collective."""
         raise Unsupported("this backend offers no layer")
+
+    def overlapped_step(self, config: Config) -> OverlappedStep:
+        """Build the layers of a model, and the schedule of a step that overlaps their exchanges; collective."""
+        raise Unsupported("this backend offers no step that overlaps exchange and computation")
 
     def permutation(self, config: Config) -> Permutation:
         """Build permute and unpermute of one rank."""

@@ -143,6 +143,36 @@ class BalancingRouters(Parametrised, Resolved, Protocol):
         """Return what the trainer's optimizer steps over."""
 
 
+class OverlappedLayer(Parametrised, Protocol):
+    """A layer of a model: it is called by itself, as any layer, or runs in the schedule of its step.
+
+    `named` yields what a `surfaces.Layer` does, and what further parameters the workload has for its layers.
+    """
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return y in the shape of x; its backward leaves no weight gradient for later."""
+
+
+class OverlappedStep(Resolved, Protocol):
+    """A training step of several MoE layers that overlaps exchanges with computation (`Config.overlap`).
+
+    The layers follow each other: y = f_L(... f_1(x)). While tokens of one microbatch are dispatched or combined,
+    something else is computed that does not need them. It claims `overlap` if it only looks like that.
+    """
+
+    @property
+    def layers(self) -> Sequence[OverlappedLayer]:
+        """The layers, `Config.overlap.layers` of them, with the parameters that the step trains."""
+
+    def run(self, xs: Sequence[Tensor], upstreams: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return y of every microbatch after all forwards and backwards; collective, with as many on all ranks.
+
+        Each x is a leaf (T, D) that asks for a gradient; upstream is dL/dy. Gradients are added to what x and the
+        parameters have, those of deferred weights too, and none is left for later. Reductions over replicas follow in
+        `Session.finish_gradients` of the layers.
+        """
+
+
 class ReplayRouters(Parametrised, Resolved, Protocol):
     """The routers of a model with router replay (`Config.replay`), one per MoE layer.
 

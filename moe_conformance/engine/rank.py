@@ -164,7 +164,7 @@ def _run(
     try:
         function = find(task.function)
         given = wire.loads(payload)
-        context = home.context(task.groups, tap.calls, wire.loads(own) if own else None)
+        context = home.context(task.groups, tap, wire.loads(own) if own else None)
     except BaseException as error:
         return _Failed("unprepared", describe(error))
     held = dict(context.kept)
@@ -246,7 +246,7 @@ class _Home:
         self.left()
         return ()
 
-    def context(self, partitions: Mapping[str, Partition], calls: Callable[[], int], own: Any) -> RankContext:
+    def context(self, partitions: Mapping[str, Partition], tap: Tap, own: Any) -> RankContext:
         """Makes the groups that do not exist yet: all of them, on all ranks, in the same order."""
         mine: dict[str, dist.ProcessGroup] = {}
         for name, partition in partitions.items():
@@ -255,4 +255,4 @@ class _Home:
                     self._groups[ranks] = dist.new_group(list(ranks), timeout=store.FOREVER)
                 if self._rank in ranks:
                     mine[name] = self._groups[ranks]
-        return RankContext(self._rank, self._world, self._device, mine, self._kept, calls, own)
+        return RankContext(self._rank, self._world, self._device, mine, self._kept, tap.calls, own, tap.in_flight)

@@ -66,6 +66,7 @@ class RankContext:
             job that adds to it may change the process too (start threads, set variables): it made something to last.
         calls: Returns how many collectives this job has called on this rank so far: the next one's `Entry.order`.
         own: What the job has for this rank alone, None if nothing.
+        in_flight: Returns the `Entry.order` of every asynchronous collective that was not waited for yet.
     """
 
     rank: int
@@ -75,6 +76,7 @@ class RankContext:
     kept: MutableMapping[str, Any]
     calls: Callable[[], int]
     own: Any = None
+    in_flight: Callable[[], tuple[int, ...]] = tuple
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from moe_conformance.contract import Malformed, Unsupported
 from moe_conformance.engine import Engine, Job, RankContext, RankResult, Running
 from moe_conformance.scenarios.lifetime import Lifetime
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
+from moe_conformance.scenarios.overlapped_steps import OverlappedSteps
 from moe_conformance.scenarios.parts import common, joined, part
 from moe_conformance.scenarios.proof import refused_by
 from moe_conformance.scenarios.proxy_model import ProxyModel
@@ -22,6 +23,8 @@ from moe_conformance.scenarios.script import Script
 from moe_conformance.scenarios.step import TrainingStep
 from moe_conformance.workloads.records.runs import Scenario
 from moe_conformance.workloads.records.workload import Asynchrony, Workload
+
+AnyScenario = Script | ProxyModel | OverlappedSteps | TrainingStep
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ def run(context: RankContext, assignment: Assignment) -> RankOutcome:
         raise
 
 
-def _mark(error: Exception, step: Script | ProxyModel | TrainingStep) -> None:
+def _mark(error: Exception, step: AnyScenario) -> None:
     """Have the exception carry where it was raised: the phase, and how many collectives that phase began behind."""
     error.reached = step.reached  # type: ignore[attr-defined]
     if isinstance(step, TrainingStep) and step.phases:
@@ -130,12 +133,13 @@ def _mark(error: Exception, step: Script | ProxyModel | TrainingStep) -> None:
         error.collectives = began[-1]  # type: ignore[attr-defined]
 
 
-def _scenario_of(workload: Workload) -> type[Script] | type[ProxyModel] | type[TrainingStep]:
+def _scenario_of(workload: Workload) -> type[AnyScenario]:
     return Lifetime if workload.twist.lifetime else _SCENARIOS[workload.run.scenario]
 
 
-_SCENARIOS: Mapping[Scenario, type[Script] | type[ProxyModel] | type[TrainingStep]] = {
+_SCENARIOS: Mapping[Scenario, type[AnyScenario]] = {
     "training step": TrainingStep,
     "proxy model": ProxyModel,
+    "overlapped steps": OverlappedSteps,
     "script": Script,
 }

@@ -154,7 +154,7 @@ class RowsNotAwaited(AllToAllExchange):
     def arrive(self, departed: Departed) -> tuple[Delivery, Any]:
         early = departed.exchange.result.clone()
         rows = collectives.arrive(departed.rows, departed.exchange)
-        return self._delivered(early + (rows - rows.detach()), departed.plan, departed.permuted)
+        return self.delivered(early + (rows - rows.detach()), departed.plan, departed.permuted)
 
 
 @planted(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.native.config_rules import ConfigRules
+from moe_conformance.backends.native.exchange.chunks import ChunkedExchange
 from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange, LocalExchange
 from moe_conformance.backends.native.exchange.equal_splits import EqualSplits, EqualSplitsExchange
 from moe_conformance.backends.native.exchange.round_robin import RoundRobinExchange
@@ -29,9 +30,12 @@ from moe_conformance.backends.native.fused.surface import ReusableExchange
 from moe_conformance.backends.native.fused.token_exchange import TokenExchange
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.layer.activated_experts import ActivatedExperts, ExpertBiases
+from moe_conformance.backends.native.layer.deferred import WeightGradients
 from moe_conformance.backends.native.layer.experts import Experts
 from moe_conformance.backends.native.layer.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.layer.layer import Layer
+from moe_conformance.backends.native.layer.overlapped_pass import LayerPass
+from moe_conformance.backends.native.layer.overlapped_step import OverlappedStep
 from moe_conformance.backends.native.layer.shared_experts import SharedExperts
 from moe_conformance.backends.native.meter import Meter, MeteredExchange
 from moe_conformance.backends.native.offered import Offered, offered
@@ -96,11 +100,13 @@ class NativeSession(Session):
         """Return what is built in place of a native class: the class itself, unless it is replaced."""
         return self.replaced.get(native, native)
 
-    def exchange(self, config: Config) -> ClaimingExchange:
+    def exchange(self, config: Config) -> ClaimingExchange | ChunkedExchange:
         """Build the exchange of `config.variant`.
 
         Implements: PACK-13, PACK-14, RULE-25.
         """
+        if config.overlap.chunks > 1:
+            return self._chunked(config)
         asked, config = config, replace(config, token_copies=False)
         with refusals(CannotBuild, match="."):
             exchange: Withdrawing = self._exchange(config)
@@ -109,6 +115,12 @@ class NativeSession(Session):
                 exchange = self.use(PaddedExchange)(exchange, padding)
             alone = not asked.token_copies or self.topology.sizes["tp"] == 1
             return exchange if alone else self.use(TokenCopies)(exchange, self.topology, asked)
+
+    def _chunked(self, config: Config) -> ChunkedExchange:
+        exchange = self.exchange(config.changed({"overlap.chunks": 1}))
+        if config.variant != "alltoall" or not isinstance(exchange, AllToAllExchange):
+            raise Unsupported("native exchanges in chunks in the variant 'alltoall', without padding and token copies")
+        return self.use(ChunkedExchange)(exchange, config.overlap.chunks)
 
     def token_padding(self, config: Config) -> TokenPadding:
         """Build the padding of the exchange of `config`."""
@@ -237,10 +249,22 @@ class NativeSession(Session):
         plain = replace(routed, router_dtype=None, jitter=0.0)
         router, exchange, experts = self.router(routed), self.exchange(plain), self.experts(plain)
         assert isinstance(experts, Experts)  # all others are refused above
+        assert not isinstance(exchange, ChunkedExchange)
         with refusals(CannotBuild, match="."):
             return self.use(Layer)(
                 config, self.topology, self.device, (router, exchange, experts), self.use(SharedExperts)
             )
+
+    def overlapped_step(self, config: Config) -> OverlappedStep:
+        """Build layers whose exchanges overlap with other microbatches."""
+        plain = replace(config, overlap=Config.overlap)
+        with refusals(CannotBuild, match="."):
+            if config.variant != "alltoall" or config.shared.overlap or config.overlap.chunks > 1:
+                raise CannotBuild("a step overlaps the variant 'alltoall', without shared.overlap and overlap.chunks")
+            if config.padding.tokens != "no" or config.padding.splits == "equal" or config.routing.forced:
+                raise CannotBuild("a step overlaps no padded exchange, and no forced routing")
+        layers = [self.layer(plain) for _ in range(config.overlap.layers)]
+        return self.use(OverlappedStep)(config, layers, self.use(LayerPass), self.use(WeightGradients))
 
     def equal_splits(self, config: Config) -> EqualSplits:
         """Build what pads pieces for the ranks of ep."""

@@ -69,6 +69,10 @@ class Tap:
         """Returns how many calls were made since the recording began."""
         return self._session.calls() if self._session is not None else 0
 
+    def in_flight(self) -> tuple[int, ...]:
+        """Returns the numbers of the asynchronous calls that were not waited for so far."""
+        return self._session.in_flight() if self._session is not None else ()
+
     def _kernel(self, operator: Operator) -> Callable[..., Any]:
         overload = operator.overload
 
@@ -117,6 +121,10 @@ class _Session:
     def calls(self) -> int:
         """Returns how many calls were made."""
         return self._recorder.calls
+
+    def in_flight(self) -> tuple[int, ...]:
+        """Returns the numbers of the calls that were not waited for."""
+        return tuple(self._pending)
 
     def run(self, operator: Operator, device: DispatchKeySet, args: tuple[Any, ...], *, functional: bool) -> Any:
         """Records a call, makes it, and returns what its operator returns, if asynchronous with a handle of ours."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-Scenario = Literal["training step", "proxy model", "script"]
+Scenario = Literal["training step", "proxy model", "overlapped steps", "script"]
 Tokens = Literal["distinct", "not finite", "duplicated"]
+Option = Literal["", "capacity padding", "packing", "receive budget", "equal splits", "round robin", "chunks", "any"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class ExchangeStep:
     answered: Literal["probe", "identity", "identity of parts"] = "probe"
     tokens: Tokens = "distinct"
     unasked: bool = False
-    option: Literal["", "capacity padding", "packing", "receive budget", "equal splits", "round robin", "any"] = ""
+    option: Option = ""
     routed: Literal["", "both forced", "router forced", "exchange forced"] = ""
 
     def __str__(self) -> str:
@@ -109,6 +110,17 @@ class ProxyModelStep:
 
 
 @dataclass(frozen=True)
+class OverlapStep:
+    """Steps of several layers: one microbatch after the other, and as the backend overlaps them."""
+
+    scenario: ClassVar[Scenario] = "overlapped steps"
+
+    def __str__(self) -> str:
+        """Say what it is."""
+        return "overlapped steps"
+
+
+@dataclass(frozen=True)
 class Script:
     """Calls on one surface, which the method of Session that `surface` names builds.
 
@@ -126,7 +138,7 @@ class Script:
         return self.surface
 
 
-Run = ExchangeStep | ExpertsStep | RouterStep | LayerStep | ProxyModelStep | Script
+Run = ExchangeStep | ExpertsStep | RouterStep | LayerStep | ProxyModelStep | OverlapStep | Script
 DrawnStep = ExchangeStep | RouterStep
 
 ON_EXCHANGE, ON_SESSION = Script("exchange"), Script("session")

@@ -126,7 +126,7 @@ class EarlyReturnWithoutPairs(AllToAllExchange):
 class EmptyPartsNotSent(AllToAllExchange):
     """Rows go from rank to rank by themselves: a part without rows is not sent, and the receiver waits for it."""
 
-    def _delivered(self, rows: Tensor, plan: Plan, permuted: Permuted) -> tuple[Delivery, Any]:
+    def delivered(self, rows: Tensor, plan: Plan, permuted: Permuted) -> tuple[Delivery, Any]:
         group = self.topology.group("ep")
         for peer in {*range(group.size())} - {group.rank()}:
             one = torch.zeros(1)
@@ -134,7 +134,7 @@ class EmptyPartsNotSent(AllToAllExchange):
             dist.recv(torch.empty(1), group_src=peer, group=group)
             if sending is not None:
                 sending.wait()
-        return super()._delivered(rows, plan, permuted)
+        return super().delivered(rows, plan, permuted)
 
 
 # ---- three microbatches --------------------------------------------------------------------------------------------

@@ -243,7 +243,7 @@ class ArrivesEarly(AllToAllExchange):
     def arrive(self, departed: Departed) -> tuple[Delivery, Any]:
         early = departed.exchange.result.clone()
         rows = collectives.arrive(departed.rows, departed.exchange)
-        return self._delivered(rows + (early - rows.detach()), departed.plan, departed.permuted)
+        return self.delivered(rows + (early - rows.detach()), departed.plan, departed.permuted)
 
 
 @planted(

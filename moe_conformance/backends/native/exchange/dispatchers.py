@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.native.exchange import collectives, misuse
+from moe_conformance.backends.native.exchange.row_order import expert_major
 from moe_conformance.backends.native.groups import CannotBuild, Placement
 from moe_conformance.backends.native.router import capacity
 from moe_conformance.backends.native.router.capacity import Blocks
@@ -299,25 +300,27 @@ class AllToAllExchange(LocalExchange):
 
         Implements: EXCH-01.
         """
+        rows_QD, plan, permuted = self.planned(x, routing)
+        return self.delivered(self._send(rows_QD, plan), plan, permuted)
+
+    def planned(self, x: Tensor, routing: Routing) -> tuple[Tensor, Plan, Permuted]:
+        """Return the rows to send, by expert and so by owner, and where they go."""
         self._check_input(x, routing)
-        rows_QD, permuted = self._permute(x, routing, self._room(routing))  # by expert, so by owner too
-        plan = self._plan(permuted.rows_E)
-        return self._delivered(self._send(rows_QD, plan), plan, permuted)
+        rows_QD, permuted = self._permute(x, routing, self._room(routing))
+        return rows_QD, self._plan(permuted.rows_E), permuted
 
     def depart(self, x: Tensor, routing: Routing) -> Departed:
         """Send the pairs as `dispatch` does, without waiting for them."""
-        self._check_input(x, routing)
-        rows_QD, permuted = self._permute(x, routing, self._room(routing))
-        plan = self._plan(permuted.rows_E)
+        rows_QD, plan, permuted = self.planned(x, routing)
         rows, exchange = collectives.depart(rows_QD, plan.sent_C, plan.received_C, self.topology.group("ep"))
         return Departed(rows, exchange, plan, permuted)
 
     def arrive(self, departed: Departed) -> tuple[Delivery, Any]:
         """Wait for the pairs and return what `dispatch` returns."""
         rows = collectives.arrive(departed.rows, departed.exchange)
-        return self._delivered(rows, departed.plan, departed.permuted)
+        return self.delivered(rows, departed.plan, departed.permuted)
 
-    def _delivered(self, rows: Tensor, plan: Plan, permuted: Permuted) -> tuple[Delivery, Any]:
+    def delivered(self, rows: Tensor, plan: Plan, permuted: Permuted) -> tuple[Delivery, Any]:
         """Gather the received rows over all shards, and group them by expert."""
         rows = collectives.all_gather(rows, plan.gathered_S, self.topology.group("etp"))
         return Delivery.grouped(self._regroup(rows, plan.order_R), plan.counts_N), Sent(plan, permuted)
@@ -330,10 +333,16 @@ class AllToAllExchange(LocalExchange):
         return len(handle.plan.order_R)
 
     def _back(self, rows: Tensor, handle: Any) -> Tensor:
-        plan: Plan = handle.plan
+        return self._unpermute(self._send_back(self.leaving(rows, handle.plan), handle.plan), handle.permuted)
+
+    def leaving(self, rows: Tensor, plan: Plan) -> Tensor:
+        """Return expert outputs as they are sent back: by rank of ep, and summed over the shards."""
         rows = self._ungroup(rows, plan.order_R)
-        rows = collectives.reduce_scatter(rows, plan.gathered_S, self.topology.group("etp"))
-        return self._unpermute(self._send_back(rows, plan), handle.permuted)
+        return collectives.reduce_scatter(rows, plan.gathered_S, self.topology.group("etp"))
+
+    def summed(self, rows_QD: Tensor, permuted: Permuted) -> Tensor:
+        """Return y from the expert outputs that came back."""
+        return self._unpermute(rows_QD, permuted)
 
     def _send(self, rows_QD: Tensor, plan: Plan) -> Tensor:
         return collectives.all_to_all(rows_QD, plan.sent_C, plan.received_C, self.topology.group("ep"))
@@ -358,7 +367,7 @@ class AllToAllExchange(LocalExchange):
             sent_C=sent_C,
             received_C=arriving_CN.sum(1).tolist(),
             gathered_S=arriving_SCN.sum((1, 2)).tolist(),
-            order_R=_expert_major(arriving_SCN),
+            order_R=expert_major(arriving_SCN),
             counts_N=arriving_SCN.sum((0, 1)),
             runs_NW=arriving_SCN.permute(2, 1, 0).reshape(self.placement.held, -1),
         )
@@ -380,17 +389,3 @@ class AllToAllExchange(LocalExchange):
 
     def _ungroup(self, rows_RD: Tensor, order_R: Tensor) -> Tensor:
         return rows_RD.index_select(0, order_R.argsort())
-
-
-def _expert_major(counts_SCN: Tensor) -> Tensor:
-    """Return the order that reorders blocks of rows from (etp, ep, expert) to (expert, ep, etp).
-
-    Ranks of ep_etp count etp fastest, so within an expert the rows are then by source rank. Rows of a block
-    stay in order.
-
-    Implements: EXCH-21.
-    """
-    S, C, N = counts_SCN.shape
-    place_NCS = torch.arange(S * C * N, device=counts_SCN.device).reshape(N, C, S)  # of a block, afterwards
-    place_R = place_NCS.permute(2, 1, 0).reshape(-1).repeat_interleave(counts_SCN.reshape(-1))
-    return place_R.argsort(stable=True)

@@ -8,7 +8,8 @@ etp of the hidden units of each of its experts, and its output is that part of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from moe_conformance.backends.native.groups import CannotBuild, Placement
 from moe_conformance.backends.native.layer.batched_experts import Derived, DerivedWeights, batched
 from moe_conformance.backends.native.layer.counters import ShortcutCounters
+from moe_conformance.backends.native.layer.deferred import Linear, Put, WeightGradients
 from moe_conformance.backends.native.layer.gradients import Replicated
 from moe_conformance.backends.native.row_ops.permutation import permute, sort_pairs, unpermute, weigh
 from moe_conformance.contract import Config, Delivery, Named, Read, Topology
@@ -51,6 +53,7 @@ class Experts(Replicated):
         self.down_NDF = nn.Parameter(nan.transpose(1, 2).clone(memory_format=torch.contiguous_format))
         self.derived = DerivedWeights()
         self.counters = ShortcutCounters(topology.rank)
+        self.deferred: WeightGradients | None = None  # set while a step runs that puts weight gradients off
 
     @property
     def resolved(self) -> Mapping[str, str]:
@@ -110,11 +113,19 @@ class Experts(Replicated):
 
     def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
         """Run every expert on its rows, on none too: an idle expert gets zero gradients."""
-        weights = zip(self.gate_NFD.unbind(), self.up_NFD.unbind(), self.down_NDF.unbind(), strict=True)
-        return torch.cat([in_blocks(rows, *w) for rows, w in zip(rows_PD.split(counts_N), weights, strict=True)])
+        stacked = map(self._weights, (self.gate_NFD, self.up_NFD, self.down_NDF))
+        parts = zip(rows_PD.split(counts_N), *stacked, strict=True)
+        linear = F.linear if self.deferred is None else self.deferred.linear
+        return torch.cat([in_blocks(rows, gate, up, down, linear) for rows, gate, up, down in parts])
+
+    def _weights(self, stacked: nn.Parameter) -> Sequence[Any]:
+        """Return the weight of every expert, as `linear` takes it."""
+        if self.deferred is None:
+            return stacked.unbind()
+        return [Put(stacked, n) for n in range(len(stacked))]
 
 
-def in_blocks(rows_RD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> Tensor:
+def in_blocks(rows_RD: Tensor, gate_FD: Any, up_FD: Any, down_DF: Any, linear: Linear = F.linear) -> Tensor:
     """Return `swiglu` of the rows, `BLOCK` at a time, zeros after the last.
 
     Kernels of matrix products choose the order of a sum by the sizes of the matrices. Where these never change, the
@@ -124,9 +135,9 @@ def in_blocks(rows_RD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) 
     """
     R = len(rows_RD)
     blocks = F.pad(rows_RD, (0, 0, 0, -R % BLOCK)).split(BLOCK)
-    return torch.cat([swiglu(block_BD, gate_FD, up_FD, down_DF) for block_BD in blocks])[:R]
+    return torch.cat([swiglu(block_BD, gate_FD, up_FD, down_DF, linear) for block_BD in blocks])[:R]
 
 
-def swiglu(rows_RD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> Tensor:
-    """Return down (silu(gate x) * up x) of every row x."""
-    return F.linear(F.silu(F.linear(rows_RD, gate_FD)) * F.linear(rows_RD, up_FD), down_DF)
+def swiglu(rows_RD: Tensor, gate_FD: Any, up_FD: Any, down_DF: Any, linear: Linear = F.linear) -> Tensor:
+    """Return down (silu(gate x) * up x) of every row x; `linear` takes rows and a weight."""
+    return linear(F.silu(linear(rows_RD, gate_FD)) * linear(rows_RD, up_FD), down_DF)

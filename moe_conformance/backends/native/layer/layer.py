@@ -97,7 +97,10 @@ class Layer(nn.Module):
             shared = self._shared_part(x)
             delivery, handle = self.exchange.arrive(departed)
             return self._added(self._routed(delivery, handle), shared)
-        y = self._routed(*self._dispatched(x, routing))
+        return self.finished(self._routed(*self._dispatched(x, routing)), x)
+
+    def finished(self, y: Tensor, x: Tensor) -> Tensor:
+        """Return the routed output with the shared part of x."""
         return self._added(y, self._shared_part(x))
 
     def _dispatched(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:

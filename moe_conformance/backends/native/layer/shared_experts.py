@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from moe_conformance.backends.native.exchange import collectives
 from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.backends.native.layer.deferred import Put, WeightGradients
 from moe_conformance.backends.native.layer.experts import swiglu
 from moe_conformance.backends.native.layer.gradients import Replicated
 from moe_conformance.contract import Config, Named, Read, Topology
@@ -86,6 +87,7 @@ class SharedExperts(Replicated):
             raise CannotBuild(f"shared.ffn = {odd[0]} does not divide over tp = {len(ranks)} ranks")
         self.units = [width // len(ranks) for width in config.shared.ffn]
         nan = torch.full((sum(self.units), config.hidden), torch.nan, dtype=config.dtype, device=device)
+        self.deferred: WeightGradients | None = None  # set while a step runs that puts weight gradients off
         self.gate_FD, self.up_FD = nn.Parameter(nan.clone()), nn.Parameter(nan.clone())
         self.down_DF = nn.Parameter(nan.T.clone(memory_format=torch.contiguous_format))
 
@@ -104,8 +106,14 @@ class SharedExperts(Replicated):
         Implements: SHARE-06.
         """
         sizes_W = self._sizes(x_TD)
-        part = swiglu(self._gather(x_TD, sizes_W), self.gate_FD, self.up_FD, self.down_DF)
-        return self._scatter(part, sizes_W)
+        return self._scatter(self._part(self._gather(x_TD, sizes_W)), sizes_W)
+
+    def _part(self, x_TD: Tensor) -> Tensor:
+        """Return this rank's part of the output of every token."""
+        if self.deferred is None:
+            return swiglu(x_TD, self.gate_FD, self.up_FD, self.down_DF)
+        gate, up, down = map(Put, (self.gate_FD, self.up_FD, self.down_DF))
+        return swiglu(x_TD, gate, up, down, self.deferred.linear)
 
     def _sizes(self, x_TD: Tensor) -> Sequence[int]:
         """Return how many tokens every rank of tp has."""

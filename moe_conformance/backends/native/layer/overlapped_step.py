@@ -1,0 +1,111 @@
+"""A training step in which the forward of a microbatch and the backward of the one before it take turns.
+
+Each of them stops where its tokens are exchanged, and the other goes on: 1F1B on one stage, as in Megatron-Core's
+combined 1F1B. The order of all collectives follows from the number of layers and microbatches alone, so that it is the
+same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from moe_conformance.backends.native.layer.deferred import WeightGradients
+from moe_conformance.backends.native.layer.layer import Layer
+from moe_conformance.backends.native.layer.overlapped_pass import LayerPass, Pass
+from moe_conformance.contract import Claims, Config
+
+
+class OverlappedStep:
+    """The layers of a model and the schedule of their step.
+
+    Implements: OVLP-11, OVLP-15.
+    """
+
+    def __init__(
+        self, config: Config, layers: Sequence[Layer], passes: type[LayerPass], queues: type[WeightGradients]
+    ) -> None:
+        """Take the layers, and what makes a pass through one of them."""
+        self.config, self.layers, self._passes = config, tuple(layers), passes
+        self.queues = [queues() for _ in self.layers]
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """What the first layer reports, and what overlaps."""
+        deferred = "deferred" if self.config.overlap.deferred_weights else "at once"
+        return {
+            **self.layers[0].resolved,
+            "overlapped step": type(self).__name__,
+            "overlap": "yes",
+            "weight gradients": deferred,
+        }
+
+    @property
+    def claims(self) -> Claims:
+        """Those of the layers."""
+        return self.layers[0].claims
+
+    def run(self, xs: Sequence[Tensor], upstreams: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run all microbatches and return their outputs.
+
+        Implements: OVLP-09.
+        """
+        ys: list[Tensor] = []
+        backward: Pass | None = None
+        with self._putting_off():
+            for x_TD, upstream_TD in zip(xs, upstreams, strict=True):
+                passes = self._passes_of_all()
+                ys.append(self._in_turn(self._forward(x_TD, passes), backward))
+                backward = self._backward(x_TD, upstream_TD, passes)
+            if backward is not None:
+                self._in_turn(backward)
+        return ys
+
+    def _passes_of_all(self) -> list[LayerPass]:
+        again = self.config.overlap.recompute_experts
+        return [self._passes(*each, again=again) for each in zip(self.layers, self.queues, strict=True)]
+
+    def _forward(self, x_TD: Tensor, passes: Sequence[LayerPass]) -> Pass:
+        for each in passes:
+            x_TD = yield from each.forward(x_TD)
+        return x_TD
+
+    def _backward(self, x_TD: Tensor, gradient_TD: Tensor, passes: Sequence[LayerPass]) -> Pass:
+        for each in reversed(passes):
+            gradient_TD = yield from each.backward(gradient_TD)
+        x_TD.grad = gradient_TD if x_TD.grad is None else x_TD.grad + gradient_TD
+        return gradient_TD
+
+    def _in_turn(self, first: Pass, second: Pass | None = None) -> Tensor:
+        """Go on with each of the two in turn, from one stop to the next, and return the result of the first."""
+        results: dict[Pass, Tensor] = {}
+        going = [first] if second is None else [first, second]
+        while going:
+            for each in tuple(going):
+                try:
+                    next(each)
+                except StopIteration as end:
+                    results[each] = end.value
+                    going.remove(each)
+        return results[first]
+
+    @contextmanager
+    def _putting_off(self) -> Iterator[None]:
+        """Have weight gradients of experts put off, where that is asked for; what is called elsewhere computes them."""
+        holders = tuple(zip(self.layers, self.queues, strict=True))
+        deferred = self.config.overlap.deferred_weights
+        for layer, queue in holders if deferred else ():
+            _put_off(layer, queue)
+        try:
+            yield
+        finally:
+            for layer, _ in holders:
+                _put_off(layer, None)
+
+
+def _put_off(layer: Layer, queue: WeightGradients | None) -> None:
+    layer.experts.deferred = queue
+    if layer.shared is not None:
+        layer.shared.deferred = queue

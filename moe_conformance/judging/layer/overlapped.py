@@ -1,0 +1,212 @@
+"""Overlapped steps compared with the sequential step of the same layers, parameters and microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.explain.bounded_gradients import part_name
+from moe_conformance.judging.findings import Finding, count, fail, ratio_words
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.verdict import (
+    AbsentGradient,
+    NotOffered,
+    Tally,
+    Uncovered,
+    WrongForm,
+    WrongGradient,
+    WrongOutput,
+)
+from moe_conformance.reference.overlap import reordered_sum_bound
+from moe_conformance.scenarios.outcome import Grad, OverlapSeen, RankOutcome
+from moe_conformance.workloads.records.workload import ParameterKey
+
+STEPS = ("the overlapped step", "the overlapped step behind another microbatch")
+Which = Literal["first", "second"]
+
+
+def seen(rank: RankOutcome) -> OverlapSeen:
+    """Return what a rank saw of the steps."""
+    assert rank.overlap is not None
+    return rank.overlap
+
+
+def judge_step_tokens(reading: Reading, tally: Tally) -> None:
+    """Decide whether y and dL/dx of every microbatch have the bits that they have in the sequential step.
+
+    Raises:
+        AbsentGradient, WrongForm: something is missing, or of another shape.
+        WrongOutput, WrongGradient: an element has other bits.
+    """
+    outputs: list[Finding] = []
+    gradients: list[Finding] = []
+    for rank in reading.ranks:
+        expected = seen(rank).sequential
+        for step, words in zip(seen(rank).overlapped, STEPS, strict=True):
+            for m in range(len(reading.batches)):
+                where = f"of microbatch {m} on rank {rank.rank} in {words}"
+                dx = tuple(each.value for each in expected.dx_TD)
+                outputs += _other_tokens(f"y {where}", rank.rank, step.y[m], expected.y, m, tally)
+                gradients += _other_tokens(f"dL/dx {where}", rank.rank, step.dx_TD[m].value, dx, m, tally)
+    if outputs:
+        fail(WrongOutput, "combine", outputs, note=_poison_note(reading, outputs))
+    if gradients:
+        fail(WrongGradient, "gradient", gradients, note=_poison_note(reading, gradients))
+
+
+def _other_tokens(
+    what: str, rank: int, actual: Tensor | None, expected: Sequence[Tensor | None], m: int, tally: Tally
+) -> Iterator[Finding]:
+    """Find other bits than those of the sequential step, and whether they are another microbatch's."""
+    right = expected[m]
+    if actual is None or right is None:
+        if actual is right:
+            return
+        raise AbsentGradient("gradient", f"{what} is None in one of the two steps", ranks=(rank,))
+    if actual.shape != right.shape or actual.dtype != right.dtype:
+        shapes = f"{tuple(actual.shape)} {actual.dtype} instead of {tuple(right.shape)} {right.dtype}"
+        raise WrongForm("gradient", f"{what} is {shapes}", ranks=(rank,))
+    wrong_TD = (actual != right) & ~(actual.isnan() & right.isnan())
+    if not bool(wrong_TD.any()):
+        tally.add(elements=actual.numel(), pairs=not actual.numel(), rank=rank)
+        return
+    others = [n for n, other in enumerate(expected) if n != m and other is not None and torch.equal(actual, other)]
+    t, d = wrong_TD.nonzero()[0].tolist()
+    said = f"is that of microbatch {others[0]}" if others else _unlike(actual, right, wrong_TD, (t, d))
+    kind = "not finite" if bool(actual.isnan().any()) else "microbatch" if others else "bits"
+    yield Finding(kind, f"{what} {said}", (rank,), float((actual - right).abs().max().nan_to_num(0.0)))
+
+
+def _unlike(actual: Tensor, right: Tensor, wrong_TD: Tensor, at: tuple[int, int]) -> str:
+    values = f"{float(actual[at]):.9g} instead of {float(right[at]):.9g} at token {at[0]}, column {at[1]}"
+    return f"differs from the sequential step in {count(int(wrong_TD.sum()), 'element')}: {values}"
+
+
+class _Compared(NamedTuple):
+    """A gradient of a parameter on a rank."""
+
+    rank: int
+    key: ParameterKey
+    actual: Grad
+    right: Grad
+    added: list[Tensor]  # by microbatch
+
+
+def judge_step_gradients(reading: Reading, tally: Tally, which: Which, *, finished: bool) -> None:
+    """Decide whether parameters have the gradients that the sequential step gives them.
+
+    Those of the first or the second overlapped step, as it leaves them or finished. Of one or two microbatches bit for
+    bit; of more within what the order of a sum may change.
+
+    Raises:
+        NotOffered: the backend finishes no gradients.
+        Uncovered: a parameter or a part of one has no window, or a rank names other ones than before.
+        AbsentGradient, WrongForm: something is missing, or of another shape.
+        WrongGradient: an element is off by more.
+    """
+    _require_covered(reading)
+    step = ("first", "second").index(which)
+    findings: list[Finding] = []
+    allowed: dict[tuple[int, ParameterKey], Tensor] = {}
+    compared = list(_compared(reading, step, finished))
+    for each in compared:
+        allowed[each.rank, each.key] = _allowed(each)
+    for each in compared:
+        bound = allowed[each.rank, each.key]
+        if finished:  # what other holders are off by is in a sum over them
+            held = [own for (_, key), own in allowed.items() if key == each.key and own.shape == bound.shape]
+            bound = torch.stack(held).sum(0)
+        findings += _off(each, bound, STEPS[step], finished, tally)
+    if findings:
+        fail(WrongGradient, "finish" if finished else "gradient", findings, note=_poison_note(reading, findings))
+
+
+def _require_covered(reading: Reading) -> None:
+    for rank in reading.ranks:
+        if rank.uncovered:
+            raise Uncovered("gradient", f"'named' on rank {rank.rank}: {rank.uncovered[0]}", ranks=(rank.rank,))
+
+
+def _compared(reading: Reading, step: int, finished: bool) -> Iterator[_Compared]:
+    for rank in reading.ranks:
+        right, actual = seen(rank).sequential, seen(rank).overlapped[step]
+        before, after = (right.final, actual.final) if finished else (right.local, actual.local)
+        if before is None or after is None:
+            raise NotOffered("the backend finishes no gradients")
+        if before.keys() != after.keys():
+            raise Uncovered("gradient", f"'named' yields other parameters behind a step on rank {rank.rank}")
+        for key, grad in after.items():
+            added = [each[key] for each in seen(rank).added if key in each]
+            yield _Compared(rank.rank, key, grad, before[key], added)
+
+
+def _allowed(each: _Compared) -> Tensor:
+    """Return what the order of a sum over microbatches may change on this rank, in the dtype of the gradient."""
+    value = each.right.value if each.right.value is not None else each.actual.value
+    if value is None or not each.added:
+        return torch.zeros(0 if value is None else value.shape, dtype=torch.float64)
+    return reordered_sum_bound(each.added, torch.finfo(value.dtype).eps / 2)
+
+
+def _off(each: _Compared, bound: Tensor, step: str, finished: bool, tally: Tally) -> Iterator[Finding]:
+    """Find what is wrong with one gradient; an absent one stands for zeros."""
+    layer, _, name = each.key[0].partition("/")
+    whose = f"{part_name((name, each.key[1]), each.right.shard)} of layer {layer.removeprefix('layer')}"
+    what = f"the {'finished ' if finished else ''}gradient of {whose} on rank {each.rank} in {step}"
+    right = each.right.value
+    if right is None and each.actual.value is None:
+        return
+    right = torch.zeros_like(each.actual.value) if right is None and each.actual.value is not None else right
+    assert right is not None
+    if each.actual.value is None and bool(right.any()):
+        raise AbsentGradient("gradient", f"{what} is None, and not in the sequential step", ranks=(each.rank,))
+    actual = torch.zeros_like(right) if each.actual.value is None else each.actual.value
+    if actual.shape != right.shape:
+        shapes = f"{tuple(actual.shape)} instead of {tuple(right.shape)}"
+        raise WrongForm("gradient", f"{what} has the shape {shapes}", ranks=(each.rank,))
+    off = (actual.double() - right.double()).abs()
+    beyond = ~(off <= bound)
+    if not bool(beyond.any()):
+        tally.add(elements=actual.numel(), pairs=not actual.numel(), rank=each.rank)
+        return
+    at = tuple(beyond.nonzero()[0].tolist())
+    values = f"{float(actual[at]):.9g} instead of {float(right[at]):.9g} at {list(at)}"
+    cause = _cause(each, actual, right)
+    kind = "not finite" if bool(actual.isnan().any()) else cause.partition(" ")[0] or "off"
+    size = float(off.nan_to_num(0.0).max())
+    yield Finding(kind, f"{what} is wrong: {values}{cause}", (each.rank,), size)
+
+
+def _cause(each: _Compared, actual: Tensor, right: Tensor) -> str:
+    """Say which microbatches would explain a gradient."""
+    if not bool(actual.any()):
+        return "; likely cause: it was never computed"
+    total, found = right.double(), actual.double()
+    tolerance = 2.0**-6 if right.dtype.itemsize < 4 else 2.0**-16
+
+    def alike(other: Tensor) -> bool:
+        return bool(((found - other).abs() <= tolerance * total.abs().max()).all())
+
+    last = len(each.added) - 1
+    if last and alike(each.added[last]):
+        return f"; likely cause: it is that of microbatch {last} alone, which replaced what was there"
+    for m, own in enumerate(each.added):
+        if not bool(own.any()):
+            continue
+        if alike(total - own):
+            return f"; likely cause: that of microbatch {m} is missing"
+        if alike(total + own):
+            return f"; likely cause: that of microbatch {m} was added twice"
+    square = float(total.flatten() @ total.flatten())
+    ratio = float(found.flatten() @ total.flatten()) / square if square else 0.0
+    return f"; it is {ratio_words(ratio, {})}" if square and abs(ratio - 1) > tolerance and alike(ratio * total) else ""
+
+
+def _poison_note(reading: Reading, findings: Sequence[Finding]) -> str:
+    """Say that what is wrong was read too early, where the output of collectives is NaN until then."""
+    if reading.outcome.workload.asynchrony == "poisoned" and any(each.kind == "not finite" for each in findings):
+        return "; likely cause: the output of an asynchronous collective was read before wait(), until which it is NaN"
+    return ""
