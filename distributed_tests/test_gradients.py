@@ -150,6 +150,11 @@ class TestOwnExperts:
         workload = reading.outcome.workload
         judge_repeated(reading, twins([determinism.deterministic(workload), *laws.unasked(workload)]), tally)
 
+    @requirement("GRAD-15", run=ExpertsStep(unasked=True))
+    def test_experts_learn_behind_tokens_that_ask_for_no_gradient(self, reading: Reading, tally: Tally) -> None:
+        """Experts of which each has as many rows receive their gradients where the rows ask for none."""
+        judge_expert_gradients(reading, tally)
+
     @requirement("GRAD-19", run=ExpertsStep(), when=likened_once)
     def test_a_backward_may_keep_its_graph(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """With create_graph tokens, weights and experts receive the gradients that they receive without."""

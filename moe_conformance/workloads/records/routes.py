@@ -19,6 +19,11 @@ def anywhere(T: int, config: Config, layout: Layout, generator: torch.Generator)
     return draw.choose(T, config, generator)
 
 
+def in_turn(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Deal the experts round robin: where E divides T K all have as many rows."""
+    return (torch.arange(T * config.top_k) % config.experts).reshape(T, config.top_k)
+
+
 def empty_expert(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
     """Expert 1 gets nothing from any rank."""
     return draw.choose(T, config, generator, [e for e in range(config.experts) if e != 1])

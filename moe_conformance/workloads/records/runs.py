@@ -45,17 +45,19 @@ class ExchangeStep:
 class ExpertsStep:
     """Training steps of the backend's exchange, with the backend's own experts.
 
-    An `option` of the config is on trial, as in `ExchangeStep`.
+    An `option` of the config is on trial, or gradients are `unasked`, as in `ExchangeStep`.
     """
 
     scenario: ClassVar[Scenario] = "training step"
     tokens: Tokens = "distinct"
     option: Literal["", "biases", "activation"] = ""
+    unasked: bool = False
 
     def __str__(self) -> str:
         """For example `experts, tokens duplicated`."""
         words = ["experts"]
         words += [f"tokens {self.tokens}"] if self.tokens != "distinct" else []
+        words += ["gradients unasked"] if self.unasked else []
         words += [f"option: {self.option}"] if self.option else []
         return ", ".join(words)
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from moe_conformance.backends.native.fused.managers import DeepEPManager
 from moe_conformance.backends.native.fused.surface import ReusableExchange
 from moe_conformance.backends.native.fused.token_exchange import Handle
+from moe_conformance.backends.native.layer.batched_experts import batched
+from moe_conformance.backends.native.layer.experts import Experts
 from moe_conformance.contract import Delivery
 from moe_conformance.surfaces import Received
 from self_tests.planted_bugs.plant import Expectation, planted
@@ -73,3 +75,13 @@ class TokensGoBackWithWeights(DeepEPManager):
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Delivery, Any]:
         return super().dispatch(x_TD if weights_TK.requires_grad else lost_gradient(x_TD), ids_TK, weights_TK)
+
+
+@planted(Expectation("GRAD-15", "own-unasked-x-equal", "gradient", "every expert gradient is zero"))
+class ShortcutWhereRowsAskForNone(Experts):
+    """The products for forwards without gradients, whose weights are detached, are taken wherever rows ask for none."""
+
+    def _run(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
+        if len(set(counts_N)) > 1 or rows_PD.requires_grad:
+            return super()._run(rows_PD, counts_N)
+        return batched(rows_PD, self.derived.of(self.gate_NFD, self.up_NFD, self.down_NDF))

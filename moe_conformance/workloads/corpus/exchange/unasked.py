@@ -1,4 +1,7 @@
-"""Exchanges of which one input asks for no gradient: tokens behind frozen layers, or weights of a frozen router."""
+"""Exchanges of which one input asks for no gradient: tokens behind frozen layers, or weights of a frozen router.
+
+Behind such tokens the backend's experts learn as ever, also where every expert has as many rows, which invites shortcuts.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from typing import Literal
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, Chapter
 from moe_conformance.workloads.corpus.recipes import ONE_WITHOUT, Recipe, exchange_workload
-from moe_conformance.workloads.records.runs import ExchangeStep
+from moe_conformance.workloads.records.routes import in_turn
+from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
 from moe_conformance.workloads.records.workload import Twist, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
 RUN = ExchangeStep(unasked=True)
+OWN = ExpertsStep(unasked=True)
 
 _RECIPES: tuple[tuple[Literal["x", "weights"], Recipe], ...] = (
     ("x", Recipe("unasked-x-even")),
@@ -22,6 +27,7 @@ _RECIPES: tuple[tuple[Literal["x", "weights"], Recipe], ...] = (
     ("weights", Recipe("unasked-weights-rank-without-tokens", tokens=ONE_WITHOUT, profile="full")),
 )
 NAMES = tuple(recipe.name for _, recipe in _RECIPES)
+_OWN = Recipe("own-unasked-x-equal", in_turn, config={"experts": 8})
 
 
 def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
@@ -32,4 +38,13 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
             yield replace(workload, twist=Twist(unasked=(name,)))
 
 
-CHAPTERS = (Chapter((RUN,), NAMES, draw, "every", (EP2,)),)
+def own(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield the workload of a variant with its own experts on a layout."""
+    if 8 % layout.ep == 0:
+        yield replace(exchange_workload(_OWN, OWN, variant, layout), twist=Twist(unasked=("x",)))
+
+
+CHAPTERS = (
+    Chapter((RUN,), NAMES, draw, "every", (EP2,)),
+    Chapter((OWN,), (_OWN.name,), own, "every", (EP2,)),
+)
