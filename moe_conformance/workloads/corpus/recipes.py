@@ -33,6 +33,7 @@ from moe_conformance.workloads.records.routes import (
     one_expert,
     one_expert_if_odd,
     one_expert_in_all_slots,
+    one_expert_in_all_slots_if_odd,
     one_rank,
 )
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
@@ -147,6 +148,13 @@ PROBE = (
     Recipe("dropped-uneven", dropped, tokens=UNEVEN, profile="full", wide=True),
     Recipe("duplicates-even", duplicates, wide=True),
     Recipe("one-expert-in-all-slots-even", one_expert_in_all_slots, config={"top_k": 3}),
+    Recipe(
+        "one-expert-in-all-slots-of-a-rank",
+        one_expert_in_all_slots_if_odd,
+        tokens=UNEVEN,
+        config={"top_k": 3},
+        needs_ep=True,
+    ),
     Recipe("two-dims-even", lead="two_dims", wide=True),
     Recipe("three-columns-even", tokens=(9,), lead="three_columns", profile="full"),
     Recipe("three-columns-uneven", tokens=THREES, lead="three_columns", wide=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -80,6 +81,15 @@ def duplicates(T: int, config: Config, layout: Layout, generator: torch.Generato
 def one_expert_in_all_slots(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
     """Every token of every rank names one expert in each of its slots."""
     return torch.zeros(T, config.top_k, dtype=torch.int64)
+
+
+def one_expert_in_all_slots_if_odd(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
+    """Every token names the last expert: in each slot on ranks with an odd number of tokens, once on the others."""
+    last = config.experts - 1
+    if T % 2:
+        return torch.full((T, config.top_k), last)
+    others = replace(config, top_k=config.top_k - 1)
+    return torch.cat([torch.full((T, 1), last), draw.choose(T, others, generator, range(last))], dim=1)
 
 
 def one_choice(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:

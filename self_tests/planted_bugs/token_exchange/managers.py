@@ -278,6 +278,15 @@ class TwoSlotsOfAToken(LowLatencyExchange):
         return most, min(times, 2)
 
 
+@planted(Expectation("EXCH-09", "one-expert-in-all-slots-of-a-rank", "run", "raised in forward:0", "IndexError"))
+class SlotsOfThisRank(LowLatencyExchange):
+    """How often a token names an expert is counted on every rank by itself: places are too few for others' tokens."""
+
+    def _largest(self, ids_TK: Tensor) -> tuple[int, int]:
+        same_TKK = ids_TK.unsqueeze(1) == ids_TK.unsqueeze(2)
+        return super()._largest(ids_TK)[0], int(same_TKK.sum(2).max()) if ids_TK.numel() else 1
+
+
 @planted(
     Expectation("EXCH-10", "halves-in-flight-even", "dispatch", "microbatches 0 and 1 were in flight at the same time"),
     real="deepseek-ai/DeepEP issue #513",

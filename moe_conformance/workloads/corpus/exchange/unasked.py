@@ -1,6 +1,6 @@
 """Exchanges of which one input asks for no gradient: tokens behind frozen layers, or weights of a frozen router.
 
-Behind such tokens the backend's experts learn as ever, also where every expert has as many rows, which invites shortcuts.
+Behind such tokens the experts of a backend learn as ever, also where each has as many rows, which invites shortcuts.
 """
 
 from __future__ import annotations
