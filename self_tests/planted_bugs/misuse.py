@@ -15,6 +15,7 @@ from moe_conformance.backends.native.exchange import collectives
 from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
 from moe_conformance.backends.native.exchange.token_padding import PaddedExchange
 from moe_conformance.backends.native.exchange.tp_duplicated_tokens import TokenCopies
+from moe_conformance.backends.native.fused.token_exchange import DispatchLayout, TokenExchange
 from moe_conformance.contract import Delivery, Routing
 from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 
@@ -52,6 +53,14 @@ class CopyRefusedAlone(TokenCopies):
         if problem:
             raise ValueError(problem)
         super()._compare(ids_TK, device, problem)
+
+
+@planted(Expectation("EXCH-44", "misuse-id-too-high", "run", "rank 0 died"))
+class IdOfNobodyIsEmpty(TokenExchange):
+    """An id of E is taken for an empty slot: by such an id a rank that refuses its input tells the others."""
+
+    def get_dispatch_layout(self, ids_TK: Tensor) -> DispatchLayout:
+        return super().get_dispatch_layout(torch.where(ids_TK == self.experts, -1, ids_TK))
 
 
 @planted(Expectation("EXCH-44", "misuse-ids-in-float-filled", "run", "rank 0 hung"))
