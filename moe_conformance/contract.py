@@ -274,7 +274,7 @@ class Parametrised(Protocol):
 class Experts(Parametrised, Resolved, Protocol):
     """The backend's own experts for this rank, in the exchange's local order: SwiGLU, down(silu(gate x) * up x).
 
-    It reads `activation` and `expert_biases`, which the exchange of the same config maps too, and ignores.
+    It reads `activation`, `expert_biases` and `sharding`, which the exchange of the same config maps too, and ignores.
 
     Optional, for the checks that change weights between two forwards. `module`: the nn.Module that holds the
     parameters, where that is not the surface itself; it loads, casts and replaces them. `weights_changed()`: what the

@@ -32,6 +32,7 @@ from moe_conformance.backends.native.layer.activated_experts import ActivatedExp
 from moe_conformance.backends.native.layer.experts import Experts
 from moe_conformance.backends.native.layer.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.layer.layer import Layer
+from moe_conformance.backends.native.layer.sharded_experts import ShardedGradients, ShardedParameters
 from moe_conformance.backends.native.layer.shared_experts import SharedExperts
 from moe_conformance.backends.native.meter import Meter, MeteredExchange
 from moe_conformance.backends.native.offered import Offered, offered
@@ -52,7 +53,7 @@ _MAPPED = (
     "padding.tokens", "padding.alignment", "padding.bound", "padding.packed",
     "padding.splits",  # of padding, not the multiple of rows
 )  # fmt: skip
-_OF_EXPERTS = ("activation", "expert_biases")  # an exchange knows nothing of them
+_OF_EXPERTS = ("activation", "expert_biases", "sharding")  # an exchange knows nothing of them
 _OF_ROUTERS = ("router_dtype", "jitter")  # of routers alone and in layers
 
 Built = TypeVar("Built")
@@ -165,9 +166,18 @@ class NativeSession(Session):
         with refusals(CannotBuild, match="."):
             if config.variant == "local":
                 self.use(LocalExchange)(config, self.topology)  # it refuses to spread experts over ranks
+            if config.sharding != "own":
+                return self._sharded_experts(config)
             if plain:
                 return self.use(Experts)(config, self.topology, self.device)
             return self.use(ActivatedExperts)(config, self.topology, self.device, self.use(ExpertBiases))
+
+    def _sharded_experts(self, config: Config) -> Experts:
+        """Build experts that are shared out among their replicas."""
+        if (config.activation, config.expert_biases) != (Config.activation, Config.expert_biases):
+            raise Unsupported("native shards plain experts over replicas, without biases and with SwiGLU")
+        kind = self.use(ShardedParameters if config.sharding == "parameters" else ShardedGradients)
+        return kind(config, self.topology, self.device)
 
     def router(self, config: Config) -> Router:
         """Build the router.

@@ -49,7 +49,7 @@ class ExpertsStep:
 
     scenario: ClassVar[Scenario] = "training step"
     tokens: Tokens = "distinct"
-    option: Literal["", "biases", "activation"] = ""
+    option: Literal["", "biases", "activation", "sharding"] = ""
 
     def __str__(self) -> str:
         """For example `experts, tokens duplicated`."""

@@ -9,6 +9,7 @@ etp of the hidden units of each of its experts, and its output is that part of t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ class Experts(Replicated):
     Implements: EXPT-05.
     """
 
-    replicas = ("edp",)
+    replicas: ClassVar[tuple[str, ...]] = ("edp",)
 
     def __init__(self, config: Config, topology: Topology, device: torch.device) -> None:
         """Make the parameters; they are NaN until someone writes them.
@@ -63,11 +64,19 @@ class Experts(Replicated):
         Implements: EXPT-02.
         """
         gate_NFD, up_NFD, down_NDF = read(self.gate_NFD), read(self.up_NFD), read(self.down_NDF)
-        part = (self.placement.shard, self.placement.shards)
+        part = self._part()
         for n, expert in enumerate(self.placement.ids):
             yield Named("gate", expert, gate_NFD[n], (0, *part))
             yield Named("up", expert, up_NFD[n], (0, *part))
             yield Named("down", expert, down_NDF[n], (1, *part))
+
+    def _part(self) -> tuple[int, int]:
+        """Return which part of the hidden units of its experts this rank holds, and of how many."""
+        return self.placement.shard, self.placement.shards
+
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return gate, up and down for a pass."""
+        return self.gate_NFD, self.up_NFD, self.down_NDF
 
     def forward(self, delivery: Delivery) -> Tensor:
         """Return out_r = sum_j w_rj f(row_r), zero for a row without ids, in `delivery.shape`.
@@ -110,7 +119,7 @@ class Experts(Replicated):
 
     def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
         """Run every expert on its rows, on none too: an idle expert gets zero gradients."""
-        weights = zip(self.gate_NFD.unbind(), self.up_NFD.unbind(), self.down_NDF.unbind(), strict=True)
+        weights = zip(*(each.unbind() for each in self._weights()), strict=True)
         return torch.cat([in_blocks(rows, *w) for rows, w in zip(rows_PD.split(counts_N), weights, strict=True)])
 
 
