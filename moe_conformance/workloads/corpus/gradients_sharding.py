@@ -17,7 +17,7 @@ from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 
 SHARDING = ExpertsStep(option="sharding")
-_TOKENS, _SCHEDULE = (9, 0, 7, 4), "F0 F1 B0 B1"
+_TOKENS, _SCHEDULE = (9, 5, 0, 4), "F0 F1 B0 B1"
 _RECIPES = (
     Recipe("own-sharded-gradients", tokens=_TOKENS, config={"sharding": "gradients"}, schedule=_SCHEDULE),
     Recipe("own-sharded-parameters", tokens=_TOKENS, config={"sharding": "parameters"}, schedule=_SCHEDULE),
