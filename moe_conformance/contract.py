@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -179,8 +179,8 @@ ExpertFn = Callable[[Delivery], Tensor]
 class Resolved(Protocol):
     """What every built surface reports of itself, for display.
 
-    Checks read one entry, since requirements are about it: "forced", the strategy of a router by its name in `Config`,
-    with the parameter if it has one ("biased by 0.5"); or no such entry. It says nothing of what ran.
+    Checks read two entries, since requirements are about them, and believe neither: "forced", the strategy of a router
+    by its name in `Config`, with its parameter ("biased by 0.5"); "optional", see `Session.without_optional`.
     """
 
     @property
@@ -371,6 +371,13 @@ class Session:
         In Megatron-Core this is `finalize_model_grads`. Not called for a step without a backward.
         """
         raise Unsupported("this backend offers no gradient reduction")
+
+    def without_optional(self) -> AbstractContextManager[Sequence[str]]:
+        """Hide shortcuts and libraries that the backend can do without, while surfaces are built; give their names.
+
+        Surfaces have those of them that they use in `resolved["optional"]`, separated by commas, or "none".
+        """
+        raise Unsupported("this backend names nothing optional that it could be built without")
 
     def close(self) -> None:  # not abstract: most sessions have nothing to release
         """Release what the session holds (process groups of its own, global state)."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from moe_conformance.backends.native.config_rules import ConfigRules
 from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange, LocalExchange
 from moe_conformance.backends.native.exchange.equal_splits import EqualSplits, EqualSplitsExchange
-from moe_conformance.backends.native.exchange.round_robin import RoundRobinExchange
+from moe_conformance.backends.native.exchange.round_robin import SLICES, RoundRobinExchange
 from moe_conformance.backends.native.exchange.token_padding import (
     ClaimingExchange,
     PaddedExchange,
@@ -29,9 +30,10 @@ from moe_conformance.backends.native.fused.surface import ReusableExchange
 from moe_conformance.backends.native.fused.token_exchange import TokenExchange
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.layer.activated_experts import ActivatedExperts, ExpertBiases
-from moe_conformance.backends.native.layer.experts import Experts
+from moe_conformance.backends.native.layer.experts import BATCHED, Experts
 from moe_conformance.backends.native.layer.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.layer.layer import Layer
+from moe_conformance.backends.native.layer.looped_experts import LoopedExperts
 from moe_conformance.backends.native.layer.sharded_experts import ShardedGradients, ShardedParameters
 from moe_conformance.backends.native.layer.shared_experts import SharedExperts
 from moe_conformance.backends.native.meter import Meter, MeteredExchange
@@ -83,6 +85,7 @@ class NativeSession(Session):
         """Keep where this rank stands; the process groups are the topology's."""
         self.topology = topology
         self.device = device
+        self.optional = True  # whether shortcuts are taken by what is built
         self.forced_routers = 0  # built so far, in the same order on all ranks
         self.forced: weakref.WeakSet[ForcedRouter] = weakref.WeakSet()
         self.recomputation = self.use(Recomputation)(self.forced)
@@ -137,7 +140,7 @@ class NativeSession(Session):
             raise Unsupported(f"native pads to equal splits in the variant 'alltoall', not in {config.variant!r}")
         if config.padding.splits == "equal":
             return self.use(EqualSplitsExchange)(config.only(*_MAPPED), self.topology, self.equal_splits(config))
-        if config.variant == "alltoall" and config.routing.forced == (("round_robin", None),):
+        if self.optional and config.variant == "alltoall" and config.routing.forced == (("round_robin", None),):
             return self.use(RoundRobinExchange)(config.only(*_MAPPED, *_OF_EXPERTS), self.topology)
         if config.variant in classes:
             return classes[config.variant](config.only(*_MAPPED, *_OF_EXPERTS), self.topology)
@@ -169,7 +172,8 @@ class NativeSession(Session):
             if config.sharding != "own":
                 return self._sharded_experts(config)
             if plain:
-                return self.use(Experts)(config, self.topology, self.device)
+                kind = Experts if self.optional else LoopedExperts
+                return self.use(kind)(config, self.topology, self.device)
             return self.use(ActivatedExperts)(config, self.topology, self.device, self.use(ExpertBiases))
 
     def _sharded_experts(self, config: Config) -> Experts:
@@ -192,6 +196,18 @@ class NativeSession(Session):
             router = self.use(ForcedRouter)(config, self.device, self.topology, self.forced_routers)
             self.forced.add(router)
             return router
+
+    @contextmanager
+    def without_optional(self) -> Iterator[Sequence[str]]:
+        """Build the plain way meanwhile: experts in a loop, and exchanges that look every id up.
+
+        Implements: FAST-15.
+        """
+        self.optional = False
+        try:
+            yield BATCHED, SLICES
+        finally:
+            self.optional = True
 
     def initial_router(self, config: Config) -> Router:
         """Build a router with the parameters of a new model."""

@@ -49,7 +49,7 @@ class ExpertsStep:
 
     scenario: ClassVar[Scenario] = "training step"
     tokens: Tokens = "distinct"
-    option: Literal["", "biases", "activation", "sharding"] = ""
+    option: Literal["", "biases", "activation", "sharding", "optional"] = ""
 
     def __str__(self) -> str:
         """For example `experts, tokens duplicated`."""

@@ -23,6 +23,7 @@ from moe_conformance.backends.native.row_ops.permutation import permute, sort_pa
 from moe_conformance.contract import Config, Delivery, Named, Read, Topology
 
 BLOCK = 16  # rows of one product
+BATCHED = "batched products"  # the name of the shortcut
 
 
 class Experts(Replicated):
@@ -55,8 +56,8 @@ class Experts(Replicated):
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The class that was built."""
-        return {"experts": type(self).__name__}
+        """The class that was built, and whether equal counts are a shortcut of it."""
+        return {"experts": type(self).__name__, "optional": BATCHED}
 
     def named(self, read: Read) -> Iterator[Named]:
         """Yield gate, up and down of every expert by global id.
