@@ -19,9 +19,11 @@ from moe_conformance.judging.experts.experts import (
     judge_idle_expert_gradients,
     judge_own_dweights,
     judge_own_dx,
+    judge_own_outputs,
     judge_replicas,
 )
 from moe_conformance.judging.experts.hooked import judge_hooked
+from moe_conformance.judging.experts.sharding import judge_sharded_gradients
 from moe_conformance.judging.observed.aliasing import judge_kept_gradients
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
@@ -179,3 +181,11 @@ class TestOwnExperts:
     def test_replicas_hold_the_same_bytes(self, reading: Reading, tally: Tally) -> None:
         """Ranks that hold the same part of an expert end with the same gradient, bit for bit."""
         judge_replicas(reading, tally)
+
+    @requirement("GRAD-16", run=ExpertsStep(option="sharding"))
+    def test_sharded_gradients_make_up_those_of_all_ranks(self, reading: Reading, tally: Tally) -> None:
+        """Tokens, weights and experts have the same gradients where these, or parameters, are cut over replicas."""
+        judge_own_outputs(reading, tally)
+        judge_own_dx(reading, tally)
+        judge_own_dweights(reading, tally)
+        judge_sharded_gradients(reading, tally)

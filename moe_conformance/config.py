@@ -282,6 +282,9 @@ class Config:
     weights_applied: Literal["native", "input", "output"] = "native"  # routing weights; native: as the backend does
     activation: Activation = Activation()  # of routed experts
     expert_biases: Literal["none", "output", "all"] = "none"  # of routed experts, behind down; all: gate and up as well
+    # Of experts over their replicas (edp); own: as the backend has it. gradients: every replica keeps a part of each
+    # finished gradient; parameters: it keeps a part of each parameter, and gathers all of it for a pass.
+    sharding: Literal["own", "gradients", "parameters"] = "own"
     gate_bias: bool = False  # the logits of a router are x W^T + c, with c (E,) a parameter as W is
     router_dtype: torch.dtype | None = None  # in which a router computes logits, scores and weights; None: its choice
     jitter: float = 0.0  # in training the input of a router is multiplied by factors between 1 - jitter and 1 + jitter

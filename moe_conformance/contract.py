@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -180,8 +180,8 @@ ExpertFn = Callable[[Delivery], Tensor]
 class Resolved(Protocol):
     """What every built surface reports of itself, for display.
 
-    Checks read one entry, since requirements are about it: "forced", the strategy of a router by its name in `Config`,
-    with the parameter if it has one ("biased by 0.5"); or no such entry. It says nothing of what ran.
+    Checks read two entries, since requirements are about them, and believe neither: "forced", the strategy of a router
+    by its name in `Config`, with its parameter ("biased by 0.5"); "optional", see `Session.without_optional`.
     """
 
     @property
@@ -275,7 +275,7 @@ class Parametrised(Protocol):
 class Experts(Parametrised, Resolved, Protocol):
     """The backend's own experts for this rank, in the exchange's local order: SwiGLU, down(silu(gate x) * up x).
 
-    It reads `activation` and `expert_biases`, which the exchange of the same config maps too, and ignores.
+    It reads `activation`, `expert_biases` and `sharding`, which the exchange of the same config maps too, and ignores.
 
     Optional, for the checks that change weights between two forwards. `module`: the nn.Module that holds the
     parameters, where that is not the surface itself; it loads, casts and replaces them. `weights_changed()`: what the
@@ -372,6 +372,13 @@ class Session:
         In Megatron-Core this is `finalize_model_grads`. Not called for a step without a backward.
         """
         raise Unsupported("this backend offers no gradient reduction")
+
+    def without_optional(self) -> AbstractContextManager[Sequence[str]]:
+        """Hide shortcuts and libraries that the backend can do without, while surfaces are built; give their names.
+
+        Surfaces have those of them that they use in `resolved["optional"]`, separated by commas, or "none".
+        """
+        raise Unsupported("this backend names nothing optional that it could be built without")
 
     def close(self) -> None:  # not abstract: most sessions have nothing to release
         """Release what the session holds (process groups of its own, global state)."""

@@ -97,7 +97,9 @@ class _Session(Session):
 
     def exchange(self, config: Config) -> _Exchange:
         """Build a dispatcher and wire it to this rank's ep group; it takes any T, also packed."""
-        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "padding.packed")
+        config.only(
+            "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "padding.packed", "sharding"
+        )
         if config.weights_applied == "input":
             raise Unsupported("torchtitan 0.3 applies the scores after the experts only, not weights_applied='input'")
         first, held = _placement(self._topology, config)
@@ -105,7 +107,9 @@ class _Session(Session):
 
     def experts(self, config: Config) -> _Experts:
         """Build this rank's GroupedExperts; FSDP2 shards them where they are replicated."""
-        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied")
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "sharding")
+        if config.sharding == "gradients":
+            raise Unsupported("torchtitan shards parameters over replicas by FSDP2, and never gradients alone")
         _require_rows(config)
         first, held = _placement(self._topology, config)
         if len(self._topology.ranks("edp")) > 1 and config.dtype == torch.float64:

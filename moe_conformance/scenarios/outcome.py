@@ -165,6 +165,8 @@ class RankOutcome:
     uncovered: tuple[str, ...] = ()  # parameters or elements that no window of named() covers, and copies
     resolved: Mapping[str, str] = field(default_factory=dict)  # for display; with what is claimed
     warned: tuple[str, ...] = ()  # what building routers warned of
+    hidden: tuple[str, ...] = ()  # what the backend can do without, and was built without
+    optional: tuple[str, ...] = ()  # of each surface that names it: what it uses of that, separated by commas
     claims: Claims = field(default_factory=Claims)  # of all surfaces
     weights_at: str = "combine"
     partial: bool = False  # Session.expert_output_is_partial

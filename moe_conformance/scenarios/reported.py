@@ -62,3 +62,9 @@ def shown_of(surfaces: Iterable[object], claims: Claims) -> dict[str, str]:
     """Return what a report shows: `resolved` of every surface, and what the claims change."""
     shown = [dict(getattr(surface, "resolved", {})) for surface in surfaces] + [dict(claims.changed)]
     return {key: str(value) for each in shown for key, value in each.items()}
+
+
+def optional_of(surfaces: Iterable[object]) -> tuple[str, ...]:
+    """Return what every surface names of that which it uses and can do without, where it names anything."""
+    shown = [getattr(surface, "resolved", {}) for surface in surfaces]
+    return tuple(str(each["optional"]) for each in shown if "optional" in each)

@@ -7,7 +7,7 @@ router alone, or a whole layer; a router with a capacity is asked without it as 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -38,7 +38,7 @@ from moe_conformance.scenarios.outcome import ExchangeSeen, Finish, Grad, Microb
 from moe_conformance.scenarios.padding import PaddingGradients
 from moe_conformance.scenarios.probe import Probe, part_of
 from moe_conformance.scenarios.recomputing import exchange_again, experts_again, router_again
-from moe_conformance.scenarios.reported import claims_of, claims_of_all, shown_of, without_noise
+from moe_conformance.scenarios.reported import claims_of, claims_of_all, optional_of, shown_of, without_noise
 from moe_conformance.scenarios.routed_exchange import RoutedExchange, exchange_of
 from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.step_parts import go_back, weights_at, without_capacity
@@ -73,6 +73,7 @@ class TrainingStep:
         self.routed: dict[int, RouterSeen] = {}
         self.spoilt: dict[int, PaddingGradients] = {}
         self.state_changed: list[str] = []
+        self.hidden: Sequence[str] = ()  # what the backend was built without
 
     def run(self, backend_name: str) -> RankOutcome:
         """Do it all and return what this rank saw."""
@@ -84,7 +85,9 @@ class TrainingStep:
         self.reached = "build"
         # Building is where buffers of a size that is known by then are made.
         with state.filled_memory() if self.workload.memory == "filled" else nullcontext():
-            self._build(kept)
+            hiding = kept.session.without_optional() if self.workload.twist.without_optional else nullcontext(())
+            with hiding as self.hidden:
+                self._build(kept)
             self.beside = [TrainingStep(self.context, other) for other in self.workload.twist.beside]
             for other in self.beside:
                 other._build(kept)
@@ -400,6 +403,8 @@ class TrainingStep:
             uncovered=uncovered,
             resolved=shown_of(surfaces, claims),
             warned=self.warned,
+            hidden=tuple(self.hidden),
+            optional=optional_of(surfaces),
             claims=claims,
             weights_at=weights_at(session, claims, self.config.weights_applied),
             partial=session.expert_output_is_partial,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
@@ -14,7 +15,7 @@ from moe_conformance.backends.native.config_rules import ConfigRules
 from moe_conformance.backends.native.exchange.chunks import ChunkedExchange
 from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange, LocalExchange
 from moe_conformance.backends.native.exchange.equal_splits import EqualSplits, EqualSplitsExchange
-from moe_conformance.backends.native.exchange.round_robin import RoundRobinExchange
+from moe_conformance.backends.native.exchange.round_robin import SLICES, RoundRobinExchange
 from moe_conformance.backends.native.exchange.token_padding import (
     ClaimingExchange,
     PaddedExchange,
@@ -31,11 +32,13 @@ from moe_conformance.backends.native.fused.token_exchange import TokenExchange
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.layer.activated_experts import ActivatedExperts, ExpertBiases
 from moe_conformance.backends.native.layer.deferred import WeightGradients
-from moe_conformance.backends.native.layer.experts import Experts
+from moe_conformance.backends.native.layer.experts import BATCHED, Experts
 from moe_conformance.backends.native.layer.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.layer.layer import Layer
+from moe_conformance.backends.native.layer.looped_experts import LoopedExperts
 from moe_conformance.backends.native.layer.overlapped_pass import LayerPass
 from moe_conformance.backends.native.layer.overlapped_step import OverlappedStep
+from moe_conformance.backends.native.layer.sharded_experts import ShardedGradients, ShardedParameters
 from moe_conformance.backends.native.layer.shared_experts import SharedExperts
 from moe_conformance.backends.native.meter import Meter, MeteredExchange
 from moe_conformance.backends.native.offered import Offered, offered
@@ -56,7 +59,7 @@ _MAPPED = (
     "padding.tokens", "padding.alignment", "padding.bound", "padding.packed",
     "padding.splits",  # of padding, not the multiple of rows
 )  # fmt: skip
-_OF_EXPERTS = ("activation", "expert_biases")  # an exchange knows nothing of them
+_OF_EXPERTS = ("activation", "expert_biases", "sharding")  # an exchange knows nothing of them
 _OF_ROUTERS = ("router_dtype", "jitter")  # of routers alone and in layers
 
 Built = TypeVar("Built")
@@ -86,6 +89,7 @@ class NativeSession(Session):
         """Keep where this rank stands; the process groups are the topology's."""
         self.topology = topology
         self.device = device
+        self.optional = True  # whether shortcuts are taken by what is built
         self.forced_routers = 0  # built so far, in the same order on all ranks
         self.forced: weakref.WeakSet[ForcedRouter] = weakref.WeakSet()
         self.recomputation = self.use(Recomputation)(self.forced)
@@ -148,7 +152,7 @@ class NativeSession(Session):
             raise Unsupported(f"native pads to equal splits in the variant 'alltoall', not in {config.variant!r}")
         if config.padding.splits == "equal":
             return self.use(EqualSplitsExchange)(config.only(*_MAPPED), self.topology, self.equal_splits(config))
-        if config.variant == "alltoall" and config.routing.forced == (("round_robin", None),):
+        if self.optional and config.variant == "alltoall" and config.routing.forced == (("round_robin", None),):
             return self.use(RoundRobinExchange)(config.only(*_MAPPED, *_OF_EXPERTS), self.topology)
         if config.variant in classes:
             return classes[config.variant](config.only(*_MAPPED, *_OF_EXPERTS), self.topology)
@@ -177,9 +181,19 @@ class NativeSession(Session):
         with refusals(CannotBuild, match="."):
             if config.variant == "local":
                 self.use(LocalExchange)(config, self.topology)  # it refuses to spread experts over ranks
+            if config.sharding != "own":
+                return self._sharded_experts(config)
             if plain:
-                return self.use(Experts)(config, self.topology, self.device)
+                kind = Experts if self.optional else LoopedExperts
+                return self.use(kind)(config, self.topology, self.device)
             return self.use(ActivatedExperts)(config, self.topology, self.device, self.use(ExpertBiases))
+
+    def _sharded_experts(self, config: Config) -> Experts:
+        """Build experts that are shared out among their replicas."""
+        if (config.activation, config.expert_biases) != (Config.activation, Config.expert_biases):
+            raise Unsupported("native shards plain experts over replicas, without biases and with SwiGLU")
+        kind = self.use(ShardedParameters if config.sharding == "parameters" else ShardedGradients)
+        return kind(config, self.topology, self.device)
 
     def router(self, config: Config) -> Router:
         """Build the router.
@@ -194,6 +208,18 @@ class NativeSession(Session):
             router = self.use(ForcedRouter)(config, self.device, self.topology, self.forced_routers)
             self.forced.add(router)
             return router
+
+    @contextmanager
+    def without_optional(self) -> Iterator[Sequence[str]]:
+        """Build the plain way meanwhile: experts in a loop, and exchanges that look every id up.
+
+        Implements: FAST-15.
+        """
+        self.optional = False
+        try:
+            yield BATCHED, SLICES
+        finally:
+            self.optional = True
 
     def initial_router(self, config: Config) -> Router:
         """Build a router with the parameters of a new model."""

@@ -85,7 +85,7 @@ class _Session(Session):
 
     def exchange(self, config: Config) -> SharedExchange:
         """Install the library's implementation on a module that asks the given experts; it takes any T, also packed."""
-        config.only(*_SHAPE, *_OF_EXPERTS, "weights_applied", "token_copies", "padding.packed")
+        config.only(*_SHAPE, *_OF_EXPERTS, "weights_applied", "token_copies", "padding.packed", "sharding")
         if config.weights_applied == "input":
             raise Unsupported("the library multiplies the expert output by the weights, not weights_applied='input'")
         implementation, _ = _implementations(config.variant)
@@ -97,7 +97,9 @@ class _Session(Session):
 
     def experts(self, config: Config) -> ShardedExperts:
         """Build the experts of a model, shard them over ep, and by FSDP2 over edp."""
-        config.only(*_SHAPE, *_OF_EXPERTS, "weights_applied", "token_copies")
+        config.only(*_SHAPE, *_OF_EXPERTS, "weights_applied", "token_copies", "sharding")
+        if config.sharding == "gradients":
+            raise Unsupported("FSDP2 shards parameters over replicas, and never gradients alone")
         _, implementation = _implementations(config.variant)
         return ShardedExperts(config, Placement(config, self._topology, self._device), implementation)
 

@@ -17,6 +17,7 @@ from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place, Shard, backward_places_of, other_sums, shard_of, stages
 from moe_conformance.judging.observed.stage_expected import StageAnswers
 from moe_conformance.judging.verdict import Stage, Tally
+from moe_conformance.scenarios.outcome import Grad
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
 Gradients = Mapping[ParameterKey, Tensor]  # of whole parameters, summed over some tokens
@@ -108,7 +109,7 @@ def stage_of(reading: Reading, expected: StageAnswers[Any], wrong: Sequence[Held
     for stage, key, shard in dict.fromkeys((each.stage, each.key, each.shard) for each in wrong):
         finished = [each.value for each in wrong if (each.stage, each.key, each.shard) == (stage, key, shard)]
         grads = [reading.ranks[rank].grads_local.get(key) for rank in expected.stages[stage]]
-        parts = [grad.value.double() for grad in grads if grad and grad.value is not None and grad.shard == shard]
+        parts = [part.double() for grad in grads if grad and (part := _cut(grad, shard)) is not None]
         if not parts:
             if not any(bool(value.any()) for value in finished):
                 return "gradient"
@@ -118,6 +119,20 @@ def stage_of(reading: Reading, expected: StageAnswers[Any], wrong: Sequence[Held
         if not compare(torch.stack(parts).sum(0), *target).holds:
             return "gradient"
     return "finish"
+
+
+def _cut(grad: Grad, shard: Shard) -> Tensor | None:
+    """Return the part of a gradient that a window is on, which may have been cut since; None where it has none."""
+    if grad.value is None or grad.shard == shard:
+        return grad.value
+    if shard is None:
+        return None
+    dim, index, of = shard
+    own_dim, own_index, own_of = grad.shard or (dim, 0, 1)
+    times = of // own_of
+    if own_dim != dim or of % own_of or index // times != own_index:
+        return None
+    return shard_of(grad.value, (dim, index % times, times))
 
 
 # ---- groups of tensors with one factor -----------------------------------------------------------------------------

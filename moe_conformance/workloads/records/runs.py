@@ -50,7 +50,7 @@ class ExpertsStep:
 
     scenario: ClassVar[Scenario] = "training step"
     tokens: Tokens = "distinct"
-    option: Literal["", "biases", "activation"] = ""
+    option: Literal["", "biases", "activation", "sharding", "optional"] = ""
     unasked: bool = False
 
     def __str__(self) -> str:

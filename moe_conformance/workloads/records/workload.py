@@ -150,7 +150,8 @@ class Twist:
     A `deterministic` run is asked for deterministic algorithms before its session is opened, and has no others. A
     `rehearsed` one has taken a step with other parameters, of which nothing but the parameters has changed since. In a
     `hooked` one every parameter has a hook, which keeps the gradients that autograd passes to it. What is `recomputed`
-    runs again in every backward: the experts alone, or whole forwards.
+    runs again in every backward: the experts alone, or whole forwards. With `without_optional` surfaces are built while
+    all is hidden that the backend can do without.
     """
 
     strides: Mapping[str, Stride] = field(default_factory=dict)
@@ -170,6 +171,7 @@ class Twist:
     rehearsed: bool = False
     hooked: bool = False
     recomputed: Literal["", "experts", "all"] = ""
+    without_optional: bool = False
 
 
 FORWARD_ALONE = "NIU"  # what a schedule calls forwards that no backward follows

@@ -16,6 +16,8 @@ from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchang
 from moe_conformance.backends.native.row_ops.permutation import Pairs
 from moe_conformance.contract import Routing
 
+SLICES = "slices of a round robin"  # the name of the shortcut
+
 
 class RoundRobinExchange(AllToAllExchange):
     """Takes the shortcut where it holds, and the way of all ids elsewhere."""
@@ -23,7 +25,7 @@ class RoundRobinExchange(AllToAllExchange):
     @property
     def resolved(self) -> Mapping[str, str]:
         """As of every exchange, and what rows are made by."""
-        return {**super().resolved, "round robin": "by slices where K = N divides the start"}
+        return {**super().resolved, "round robin": "by slices where K = N divides the start", "optional": SLICES}
 
     def _permute(self, x: Tensor, routing: Routing, room: int | None) -> tuple[Tensor, Permuted]:
         """Return one row per pair, by expert.

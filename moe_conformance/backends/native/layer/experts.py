@@ -9,7 +9,7 @@ etp of the hidden units of each of its experts, and its output is that part of t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from moe_conformance.backends.native.row_ops.permutation import permute, sort_pa
 from moe_conformance.contract import Config, Delivery, Named, Read, Topology
 
 BLOCK = 16  # rows of one product
+BATCHED = "batched products"  # the name of the shortcut
 
 
 class Experts(Replicated):
@@ -32,7 +33,7 @@ class Experts(Replicated):
     Implements: EXPT-05.
     """
 
-    replicas = ("edp",)
+    replicas: ClassVar[tuple[str, ...]] = ("edp",)
 
     def __init__(self, config: Config, topology: Topology, device: torch.device) -> None:
         """Make the parameters; they are NaN until someone writes them.
@@ -57,8 +58,8 @@ class Experts(Replicated):
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The class that was built."""
-        return {"experts": type(self).__name__}
+        """The class that was built, and whether equal counts are a shortcut of it."""
+        return {"experts": type(self).__name__, "optional": BATCHED}
 
     def named(self, read: Read) -> Iterator[Named]:
         """Yield gate, up and down of every expert by global id.
@@ -66,11 +67,19 @@ class Experts(Replicated):
         Implements: EXPT-02.
         """
         gate_NFD, up_NFD, down_NDF = read(self.gate_NFD), read(self.up_NFD), read(self.down_NDF)
-        part = (self.placement.shard, self.placement.shards)
+        part = self._part()
         for n, expert in enumerate(self.placement.ids):
             yield Named("gate", expert, gate_NFD[n], (0, *part))
             yield Named("up", expert, up_NFD[n], (0, *part))
             yield Named("down", expert, down_NDF[n], (1, *part))
+
+    def _part(self) -> tuple[int, int]:
+        """Return which part of the hidden units of its experts this rank holds, and of how many."""
+        return self.placement.shard, self.placement.shards
+
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return gate, up and down for a pass."""
+        return self.gate_NFD, self.up_NFD, self.down_NDF
 
     def forward(self, delivery: Delivery) -> Tensor:
         """Return out_r = sum_j w_rj f(row_r), zero for a row without ids, in `delivery.shape`.
@@ -113,15 +122,16 @@ class Experts(Replicated):
 
     def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
         """Run every expert on its rows, on none too: an idle expert gets zero gradients."""
-        stacked = map(self._weights, (self.gate_NFD, self.up_NFD, self.down_NDF))
+        stacked = map(self._of_each, self._weights())
         parts = zip(rows_PD.split(counts_N), *stacked, strict=True)
         linear = F.linear if self.deferred is None else self.deferred.linear
         return torch.cat([in_blocks(rows, gate, up, down, linear) for rows, gate, up, down in parts])
 
-    def _weights(self, stacked: nn.Parameter) -> Sequence[Any]:
+    def _of_each(self, stacked: Tensor) -> Sequence[Any]:
         """Return the weight of every expert, as `linear` takes it."""
         if self.deferred is None:
             return stacked.unbind()
+        assert isinstance(stacked, nn.Parameter)  # what is gathered for a pass defers nothing
         return [Put(stacked, n) for n in range(len(stacked))]
 
 

@@ -22,6 +22,9 @@ class Replicated(nn.Module):
 
     replicas: ClassVar[tuple[str, ...]]
 
+    def finished(self) -> None:
+        """Take note that gradients are summed over the replicas: what is kept of them is the module's own business."""
+
 
 class GradientFinisher:
     """Sums the gradients of replicated parameters.
@@ -46,6 +49,7 @@ class GradientFinisher:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 parameter.grad.copy_(self._summed(parameter.grad, module.replicas))
+            module.finished()
 
     def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
         """Sum in float32 at least, so that the number of replicas does not cost digits."""
