@@ -16,6 +16,8 @@ for k in (1, 2, 3):
     gate = TopKGate(8, 4, k=k, min_capacity=0, drop_tokens=False, top2_2nd_expert_sampling=False)
     exp_counts = gate(x, used, True)[-1]
     found[k] = int(exp_counts.sum())
-print("observed: slots of 3 used tokens of 6 that are counted:", ", ".join(f"{n} with k = {k}" for k, n in found.items()))
+print(
+    "observed: slots of 3 used tokens of 6 that are counted:", ", ".join(f"{n} with k = {k}" for k, n in found.items())
+)
 print("expected: slots of 3 used tokens of 6 that are counted: 3 with k = 1, 6 with k = 2, 9 with k = 3")
 sys.exit(int(found != {1: 3, 2: 6, 3: 9}))

@@ -16,6 +16,8 @@ for k in (1, 2, 3):
     first, second = gate(x, None, True), gate(x, None, True)
     found[k] = bool((first[3] != second[3]).any())
 differ = [f"k = {k}" for k, other in found.items() if other]
-print("observed: two forwards of a gate in evaluation select or keep other experts with", " and ".join(differ) or "no k")
+print(
+    "observed: two forwards of a gate in evaluation select or keep other experts with", " and ".join(differ) or "no k"
+)
 print("expected: two forwards of a gate in evaluation select or keep other experts with no k")
 sys.exit(int(any(found.values())))

@@ -18,6 +18,9 @@ for k in (1, 2, 3):
         found[k] = "routes"
     except AssertionError:
         found[k] = "raises"
-print("observed: a gate with drop_tokens=False, min_capacity=4", ", ".join(f"{w} 3 tokens with k = {k}" for k, w in found.items()))
+print(
+    "observed: a gate with drop_tokens=False, min_capacity=4",
+    ", ".join(f"{w} 3 tokens with k = {k}" for k, w in found.items()),
+)
 print("expected: a gate with drop_tokens=False, min_capacity=4 routes 3 tokens with every k")
 sys.exit(int("raises" in found.values()))
