@@ -1,8 +1,9 @@
 """What layouts do to the router's gradient of each loss, on real ranks: `python -m benchmarks.loss_gradients BACKEND`.
 
 A number is the finished gradient of the router's weight over the single-device one: the mean over microbatches and data
-parallel groups of what the oracle computes for the microbatch alone, whatever the backend claims. Workloads are those
-of the checks LOSS-01 to LOSS-12. With --markdown the table of the backend in docs/loss_gradients.md is written.
+parallel groups of what the oracle computes for the microbatch alone. Of what a backend claims the loss itself is
+followed, whose fractions may be of slots or of tokens, and never how gradients are gathered. Workloads are those of the
+checks of LOSS. With --markdown the table of the backend in docs/loss_gradients.md is written.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from moe_conformance.backends.registry import load
 from moe_conformance.engine import Engine
+from moe_conformance.judging.observed.scopes import shard_of
 from moe_conformance.judging.router.loss_rules import Rule, Steps
 from moe_conformance.judging.router.loss_steps import Step, steps_of
 from moe_conformance.scenarios.moe_step import moe_step
@@ -66,7 +68,7 @@ class Table:
         names = [layout.name for layout in LAYOUTS]
         lines = ["| loss | parameter | " + " | ".join(names) + " |", "|---|---|" + "---|" * len(names)]
         lines += [f"| {loss} | router weight | " + " | ".join(cells) + " |" for loss, cells in self.rows.items()]
-        return lines + ["", *(f"{number}. {reason}" for number, reason in enumerate(self.reasons, 1))]
+        return [*lines, *([""] if self.reasons else []), *(f"{n}. {why}" for n, why in enumerate(self.reasons, 1))]
 
 
 def workload_of(name: str, variant: str, layout: Layout) -> Workload:
@@ -86,12 +88,15 @@ def multiple(found: Tensor, expected: Tensor) -> float | None:
 
 def multiples(outcome: Outcome) -> Iterator[float | None]:
     """Yield the multiple of every rank in every step in which the losses are all that trains."""
+    claims = outcome.ranks[0].claims
     for step in steps_of(outcome):
         if _loss_alone(step):
-            steps = Steps(outcome.workload.config, Rule(), step.parts(0), step.scale)
+            rule = Rule(fractions=claims.loss_fractions, remembers=claims.global_counts == "step")
+            steps = Steps(outcome.workload.config, rule, step.parts(0), step.scale)
             expected = steps.loss_gradient(steps.names[0])
-            for finals in step.finals:
-                yield None if not finals or finals[0] is None else multiple(finals[0].double(), expected)
+            for finals, shards in zip(step.finals, step.shards, strict=True):
+                final = finals[0] if finals else None
+                yield None if final is None else multiple(final.double(), shard_of(expected, shards[0]))
 
 
 def _loss_alone(step: Step) -> bool:

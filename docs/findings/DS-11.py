@@ -1,4 +1,4 @@
-"""DS-11: a capacity is computed in float32, and a whole number may be rounded up. Exits 1 while the finding is there."""
+"""DS-11: a capacity is computed in float32, and a whole number may be rounded up. Exits 1 while it is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DS-14: without random token selection it is left to torch.topk which tokens are dropped. Exits 1 while it is there."""
+"""DS-14: without random token selection torch.topk decides which tokens are dropped. Exits 1 while it is there."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from moe_conformance.contract import (
     Topology,
     Unsupported,
 )
-from moe_conformance.surfaces import Packing, Session, TokenPadding
+from moe_conformance.surfaces import Packing, Session, TokenPadding, TrainingRouters
 
 _INSTALL = "pip install --no-deps torchtitan spmd_types triton tyro docstring_parser torchao"
 _DISPATCHERS = {
@@ -125,6 +125,11 @@ class _Session(Session):
         if config.router_dtype == torch.float32 != config.dtype and self._device.type == "cpu":
             raise Unsupported("torchtitan casts its gate by autocast to float32, which torch switches off on CPU")
         return Router(config, self._device)
+
+    def training_routers(self, config: Config) -> TrainingRouters:
+        """Refuse: routers have no losses."""
+        del config
+        raise Unsupported("torchtitan 0.3 has no loss of routers: their load is balanced by an expert bias alone")
 
     def balancing_routers(self, config: Config) -> BalancingRouters:
         """Build the MoE modules of a model as for their routers, and register the hook that updates their biases."""

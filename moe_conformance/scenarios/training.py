@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_conformance.contract import Claims, Named, Read, Session
 from moe_conformance.scenarios import parameters
+from moe_conformance.scenarios.outcome import Grad
 from moe_conformance.scenarios.reported import claims_of
 from moe_conformance.surfaces import Trained, TrainingRouters
 from moe_conformance.workloads.records.training import Mode, RouterBatch
@@ -40,6 +41,7 @@ class StepSeen:
     forwards: tuple[Forward, ...]
     final: Layers  # (E, D) in the order of layers; None where nothing trained
     report: Mapping[str, Tensor] | None  # None: this backend reports nothing
+    shards: tuple[tuple[int, int, int] | None, ...] = ()  # which part of the router each of `final` is: `Named.shard`
 
 
 class TrainedRouters:
@@ -84,21 +86,22 @@ class TrainedRouters:
                 backward(batch, returned, factor)
         if trained:
             self.surface.finish(tokens)
-        report = self.surface.report()
+        final, report = self._final() if trained else (), self.surface.report()
         return StepSeen(
             tuple(_seen(*each) for each in made),
-            self._final() if trained else (),
+            tuple(grad.value for grad in final),
             None if report is None else {name: value.detach().clone() for name, value in report.items()},
+            tuple(grad.shard for grad in final),
         )
 
     def _forward(self, batch: RouterBatch, x: tuple[Tensor, ...]) -> Trained:
         with in_mode(self.surface, batch.mode):
             return self.surface(x, batch.padding_T)
 
-    def _final(self) -> Layers:
+    def _final(self) -> tuple[Grad, ...]:
         found = parameters.gradients([self.surface], self.session.grad_attr)
         routers = sorted(number for name, number in found if name == "router" and number is not None)
-        return tuple(found["router", number].value for number in routers)
+        return tuple(found["router", number] for number in routers)
 
 
 @contextmanager

@@ -98,8 +98,8 @@ def gradients(
     returned and never left out; T = 0 gives empty and zero gradients.
 
     Decides: DROP-12, EXCH-05, EXCH-06, EXCH-10, EXCH-22, EXCH-38, EXCH-39, EXCH-41, EXCH-42, EXCH-44, EXPT-01,
-    EXPT-03, EXPT-05, FAST-05, FAST-14, FAST-15, GRAD-02, GRAD-03, GRAD-04, GRAD-05, GRAD-06, GROUP-06, OVLP-13, PACK-02,
-    PACK-04, PACK-05, PACK-06, PACK-08, PACK-11, PACK-13, PACK-14, PACK-15. Source: chain rule.
+    EXPT-03, EXPT-05, FAST-05, FAST-14, FAST-15, GRAD-02, GRAD-03, GRAD-04, GRAD-05, GRAD-06, GROUP-06, OVLP-13,
+    PACK-02, PACK-04, PACK-05, PACK-06, PACK-08, PACK-11, PACK-13, PACK-14, PACK-15. Source: chain rule.
 
     >>> x, ids, w, dy = torch.ones(2, 3), torch.tensor([[0], [-1]]), torch.full((2, 1), 0.5), torch.ones(2, 3)
     >>> double_or_nothing = {("gain", 0): torch.tensor(2.0), ("gain", 1): torch.tensor(0.0)}

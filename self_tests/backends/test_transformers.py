@@ -23,7 +23,7 @@ from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.scenarios.parameters import shard_of
 from moe_conformance.surfaces import Session
 from moe_conformance.topology import Layout, Topology
-from moe_conformance.workloads.corpus import recipes, shared_experts
+from moe_conformance.workloads.corpus import losses, recipes, shared_experts
 from moe_conformance.workloads.corpus.routing import routers
 from moe_conformance.workloads.records import features
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
@@ -270,6 +270,24 @@ class TestLayer:
         outcome = run(engine, next(w for w in shared_experts.layers("alltoall", layout, "full") if w.name == name))
         assert {block} == {rank.resolved["layer"] for rank in outcome.ranks}
         assert_layer_alike(outcome, divisor=layout.world, allowed=1e-5)
+
+
+class TestLosses:
+    @pytest.mark.parametrize("layout", [EP2, EP2_EDP2, TP2_EP2], ids=lambda layout: layout.name)
+    def test_the_loss_is_that_of_the_shared_batch(self, engine: Engine, layout: Layout) -> None:
+        """It is returned, E times the sum of slots per token and mean score, and FSDP2 holds parts of its gradient."""
+        workload = next(w for w in losses.scripts("alltoall", layout, "full") if w.name == "losses-auxiliary")
+        outcome = run(engine, workload)
+        for rank in outcome.ranks:
+            step = rank.answers[0].values
+            assert step["report"] is None
+            group = [other for other in outcome.ranks if other.rank // layout.tp == rank.rank // layout.tp]
+            forwards = [other.answers[0].values["forwards"][0] for other in group]
+            logits_TE = torch.cat([forward["logits"][0] for forward in forwards]).double()
+            slots_E = torch.bincount(logits_TE.topk(2).indices.flatten(), minlength=8).double() / len(logits_TE)
+            expected = 0.5 * 8 * (slots_E * logits_TE.softmax(1).mean(0)).sum()
+            assert abs(float(step["forwards"][0]["loss"]) - float(expected)) < 1e-6
+            assert (None if layout.dp == 1 else (0, rank.rank // layout.tp, layout.dp)) == step["shards"][0]
 
 
 class TestRefusals:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moe_conformance.judging.verdict import Mismatch, NotOffered, Tally
+from moe_conformance.judging.verdict import Mismatch, NotOffered, Tally, WrongLoss
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.experts_functions import OF_ACTIVATIONS
 from self_tests.checked_runs import CheckedRuns, opened
@@ -123,6 +123,9 @@ class TestConventions:
             ("Summed", "losses-global", EP2, ("LOSS-07", "LOSS-08")),
             ("Returned", "losses-attached", SINGLE, ("LOSS-10", "LOSS-17", "LOSS-19")),
             ("Returned", "losses-layers", SINGLE, ("LOSS-18", "LOSS-19")),
+            ("ReturnedAlone", "losses-attached", SINGLE, ("LOSS-10", "LOSS-17")),
+            ("ReturnedAlone", "losses-auxiliary", SINGLE, ("LOSS-01", "LOSS-04", "LOSS-11")),
+            ("ReturnedAlone", "losses-layers", SINGLE, ("LOSS-18",)),
             ("OfTokens", "losses-auxiliary", EP2, ("LOSS-01", "LOSS-04", "LOSS-11")),
             ("OfTokens", "losses-global", EP2, ("LOSS-07", "LOSS-08")),
             ("Forgetful", "losses-global", EP2, ("LOSS-07", "LOSS-08")),
@@ -136,6 +139,17 @@ class TestConventions:
         for requirement in requirements:
             path = f"self_tests.correct_backends.unusual_losses:{backend}"
             checked.check_passes(path, requirement, "alltoall", layout, workload)
+
+    def test_losses_that_are_only_returned_have_no_report(self, checked: CheckedRuns) -> None:
+        """LOSS-19 is reported as not offered, and a wrong value that is returned fails."""
+        path = "self_tests.correct_backends.unusual_losses:"
+        with pytest.raises(NotOffered, match="returns its losses, and reports none"):
+            checked.verdicts(f"{path}ReturnedAlone", "LOSS-19", "alltoall", SINGLE, "losses-attached")
+        with pytest.raises(NotOffered, match="what ranks return of a microbatch that they share is free"):
+            checked.verdicts(f"{path}ReturnedAlone", "LOSS-01", "alltoall", TP2_EP2, "losses-auxiliary")
+        (wrong,) = checked.verdicts(f"{path}ReturnedTwice", "LOSS-01", "alltoall", SINGLE, "losses-auxiliary")
+        assert isinstance(wrong, WrongLoss)
+        assert "returns as the loss of microbatch 0" in wrong.sentence
 
     @pytest.mark.parametrize(
         ("backend", "requirement", "workload", "words"),

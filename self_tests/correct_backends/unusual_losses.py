@@ -51,6 +51,29 @@ class Returned(Native):
     session_class = NativeSession.building(_Returned)
 
 
+class _ReturnedAlone(_Returned):
+    def report(self) -> None:  # type: ignore[override]
+        super().report()
+
+
+class ReturnedAlone(Native):
+    """Losses are returned, and none is reported."""
+
+    session_class = NativeSession.building(_ReturnedAlone)
+
+
+class _ReturnedTwice(_ReturnedAlone):
+    def forward(self, x: tuple[Tensor, ...], padding_mask_T: Tensor | None) -> Trained:
+        trained = super().forward(x, padding_mask_T)
+        return trained if trained.loss is None else replace(trained, loss=2 * trained.loss)
+
+
+class ReturnedTwice(Native):
+    """It is wrong: it returns twice the losses, and reports none."""
+
+    session_class = NativeSession.building(_ReturnedTwice)
+
+
 class _OfTokens(RouterLosses):
     def fractions(self, n_E: Tensor, tokens: Tensor, slots: int) -> Tensor:
         return super().fractions(n_E, tokens, 1)

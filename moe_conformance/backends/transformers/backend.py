@@ -15,6 +15,7 @@ from moe_conformance.backends.transformers.layer import ModelLayer
 from moe_conformance.backends.transformers.packing import Packing
 from moe_conformance.backends.transformers.placement import Placement
 from moe_conformance.backends.transformers.router import ModelRouter, model_of, require_dtype
+from moe_conformance.backends.transformers.training import TrainingRouters, require_trained
 from moe_conformance.contract import Config, Limit, Parametrised, Topology, Unsupported
 from moe_conformance.surfaces import Session
 
@@ -116,6 +117,12 @@ class _Session(Session):
         config.only(*_SHAPE, *_ROUTING, "gate_bias", "router_dtype")
         require_dtype(config, model_of(config))
         return ModelRouter(config, model_of(config), self._device)
+
+    def training_routers(self, config: Config) -> TrainingRouters:
+        """Build the routers of a model, and shard them by FSDP2."""
+        config.only(*_SHAPE, *_ROUTING, "losses")
+        require_trained(config, self._topology.sizes["cp"])
+        return TrainingRouters(config, Placement(config, self._topology, self._device))
 
     def packing(self, config: Config) -> Packing:
         """Build the collator of padding-free batches."""

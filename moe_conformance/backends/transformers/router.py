@@ -41,7 +41,7 @@ def model_of(config: Config) -> str:
 
 # What a model calls its router and its config, and the fields of the config beside hidden_size and num_experts_per_tok.
 _Fields = Callable[[Config], dict[str, Any]]
-_MODELS: Mapping[str, tuple[str, str, _Fields]] = {
+MODELS: Mapping[str, tuple[str, str, _Fields]] = {
     "deepseek_v2": (
         "DeepseekV2TopkRouter",
         "DeepseekV2Config",
@@ -98,7 +98,7 @@ _SHARED: Mapping[str, _Fields] = {
 
 def model_config(model: str, config: Config) -> Any:
     """Return the model's own config for what is asked of its router, its experts and its shared experts."""
-    _, config_class, fields = _MODELS[model]
+    _, config_class, fields = MODELS[model]
     widths = {"moe_intermediate_size": config.ffn} | (_SHARED[model](config) if model in _SHARED else {})
     return getattr(import_module(f"transformers.models.{model}.configuration_{model}"), config_class)(
         hidden_size=config.hidden, num_experts_per_tok=config.top_k, **ONE_HEAD, **fields(config), **widths
@@ -124,7 +124,7 @@ class ModelRouter:
     def __init__(self, config: Config, model: str, device: torch.device) -> None:
         """Build the router of a model from the model's own config."""
         modelling = import_module(f"transformers.models.{model}.modeling_{model}")
-        router: Any = getattr(modelling, _MODELS[model][0])(model_config(model, config)).to(device)
+        router: Any = getattr(modelling, MODELS[model][0])(model_config(model, config)).to(device)
         for name, parameter in list(router.named_parameters()):
             setattr(router, name, nn.Parameter(parameter.detach().to(config.dtype)))
         self._router, self._biased, self._gate_biased = router, config.routing.balance_bias, config.gate_bias

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging.observed.cached import once
+from moe_conformance.judging.observed.scopes import Shard
 from moe_conformance.judging.observed.script import values
 from moe_conformance.judging.router.loss_rules import Part, Parts, Rule
 from moe_conformance.judging.verdict import WrongForm
@@ -30,7 +31,8 @@ class Step:
     forwards: tuple[tuple[Any, ...], ...]  # by rank
     finals: tuple[tuple[Tensor | None, ...], ...]
     reports: tuple[dict[str, Tensor], ...]  # empty where nothing is reported
-    tells: bool = True  # whether the backend reports losses at all
+    tells: bool  # whether the backend reports losses at all
+    shards: tuple[tuple[Shard, ...], ...]  # which part of a router's weight each of `finals` is
 
     @property
     def name(self) -> str:
@@ -107,8 +109,9 @@ def _steps(outcome: Outcome) -> list[Step]:
     found = []
     for call in range(len(outcome.workload.calls)):
         forwards, finals, reports = (values(outcome, call, name) for name in ("forwards", "final", "report"))
+        shards = values(outcome, call, "shards")
         told, tells = tuple(report or {} for report in reports), any(report is not None for report in reports)
-        found.append(Step(outcome.workload, call, forwards, finals, told, tells))
+        found.append(Step(outcome.workload, call, forwards, finals, told, tells, shards))
     return found
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_conformance.judging.compare.bounded import Target, compare, factor, within
 from moe_conformance.judging.findings import Finding, fail, ratio_names, ratio_words
 from moe_conformance.judging.observed.cached import once
+from moe_conformance.judging.observed.scopes import shard_of
 from moe_conformance.judging.router.loss_bounds import main_slope_bound, roundoff, slope_bound, value_bound
 from moe_conformance.judging.router.loss_rules import CALLED, Part, Parts, Rule, Steps
 from moe_conformance.judging.router.loss_steps import Step, legal, mistakes, steps_of
@@ -268,15 +269,17 @@ def _of_layer(outcome: Outcome, step: Step, layer: int, tally: Tally) -> list[Fi
 
 def _compared(outcome: Outcome, step: Step, layer: int, expected: _Gradients, tally: Tally) -> Iterator[Finding]:
     of = "" if outcome.workload.config.losses.layers == 1 else f" of layer {layer}"
-    target = expected.router()
+    whole = expected.router()
     for rank, finals in enumerate(step.finals):
         final_ED = finals[layer] if layer < len(finals) else None
         if final_ED is None:
             yield Finding("absent", f"rank {rank}: the router{of} has no gradient after {step.name}", (rank,))
             continue
+        shard = step.shards[rank][layer]
+        target = Target(shard_of(whole.expected, shard), shard_of(whole.allowed, shard))
         worst = compare(final_ED, *target, tally, rank)
         if not worst.holds:
-            cause = _gradient_cause(outcome, step, layer, final_ED.double(), target, expected)
+            cause = "" if shard else _gradient_cause(outcome, step, layer, final_ED.double(), target, expected)
             said = f"rank {rank}: the finished gradient of the router{of} in {step.name} is {worst}"
             yield Finding("router", f"{said}{cause}", (rank,), worst.size)
     router_ED = outcome.workload.parameters["router", layer].double()
