@@ -239,7 +239,6 @@ class Workload:
 
     def through(self, variant: str) -> Workload:
         """Return the same run through another variant of the backend: of what is drawn, nothing depends on it."""
-
         if self.config.variant == variant:  # that it was drawn for
             return self
 
