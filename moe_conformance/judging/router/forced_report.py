@@ -17,6 +17,7 @@ from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm
 from moe_conformance.reference.forcing.routes import STRATEGIES
 from moe_conformance.scenarios.outcome import RankOutcome
 
+_OF_FORCING = re.compile(r"\bforc(e|ed|es|ing)\b", re.IGNORECASE)  # a warning may be of anything
 _NUMBER = re.compile(r"[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?")
 
 
@@ -53,7 +54,7 @@ def judge_nothing_reported(reading: Reading, tally: Tally) -> None:
     findings = []
     for rank in reading.ranks:
         texts = [rank.resolved["forced"]] if "forced" in rank.resolved else []
-        texts += [text for text in rank.warned if "forc" in text.lower()]
+        texts += [text for text in rank.warned if _OF_FORCING.search(text)]
         for text in texts:
             if named := _named(text):
                 sentence = f"rank {rank.rank} reports {text!r}, and its router is not forced by {' or '.join(named)}"
