@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
+import torch
+
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2, Chapter
 from moe_conformance.workloads.corpus.recipes import ONE_WITHOUT, Recipe, exchange_workload
@@ -27,7 +29,7 @@ _RECIPES: tuple[tuple[Literal["x", "weights"], Recipe], ...] = (
     ("weights", Recipe("unasked-weights-rank-without-tokens", tokens=ONE_WITHOUT, profile="full")),
 )
 NAMES = tuple(recipe.name for _, recipe in _RECIPES)
-_OWN = Recipe("own-unasked-x-equal", in_turn, config={"experts": 8})
+_OWN = Recipe("own-unasked-x-equal", in_turn, config={"experts": 8, "dtype": torch.bfloat16})
 
 
 def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
