@@ -1,5 +1,7 @@
 """What native's load meter costs: `python -m benchmarks.meter`.
 
+A report alone is timed on 2 and on 8 ranks, and its collectives are counted there and on 64 virtual ones.
+
 A step on two ranks (ep = 2): microbatches through layers, forward and backward, and a report. It runs with the meter
 on, with it off, and with it off once more, round after round in changing order. The ratio of the two without it is
 what the machine's noise is. Collectives go through gloo and are written down by the engine's ledger in all three.
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from statistics import median, quantiles
 
 import click
@@ -25,6 +27,7 @@ from moe_conformance.topology import Layout
 _LAYOUT = Layout(2, ep=2)
 _RUNS = {"on": True, "off": False, "off again": False}
 _WARM = 3  # rounds that are not counted
+_REPORTED = ((2, 2, False), (8, 2, False), (64, 8, True))  # ranks, ep, and whether ranks are virtual
 
 
 @dataclass(frozen=True)
@@ -73,14 +76,42 @@ def steps(context: RankContext, sizes: tuple[int, ...]) -> dict[str, list[float]
     return seconds
 
 
-def one_report(context: RankContext, sizes: tuple[int, ...]) -> tuple[int, int]:
-    """Return the calls of this job before and behind the report of a step."""
-    size = Size(*sizes)
-    meter = _meter(context, size)
-    meter.run(passes(size, context.rank))
-    before = context.calls()
-    meter.report(0)
-    return before, context.calls()
+def reports(context: RankContext, asked: tuple[int, ...]) -> tuple[list[float], int, int]:
+    """Return the seconds of reports on this rank, and the calls of this job before and behind the last of them.
+
+    Asked are ranks, ep, and how much a step is.
+    """
+    world, ep, *sizes = asked
+    size, layout = Size(*sizes), Layout(world, ep=ep)
+    meter, own = _meter(context, size, layout), passes(size, context.rank)
+    seconds: list[float] = []
+    before = 0
+    for number in range(_WARM + size.rounds):
+        meter.run(own)
+        dist.barrier()
+        before, began = context.calls(), time.perf_counter()
+        meter.report(number)
+        seconds.append(time.perf_counter() - began)
+    return seconds[_WARM:], before, context.calls()
+
+
+def _print_reports(size: Size) -> None:
+    print("| ranks | a report, ms (quartiles) | collectives | bytes that a rank gives |\n| --- | --- | --- | --- |")
+    few = replace(size, rounds=10, layers=2, microbatches=2, tokens=8, hidden=8)
+    for world, ep, virtual in _REPORTED:
+        asked = few if virtual else replace(size, rounds=10)
+        with Engine(virtual=virtual, preload=("moe_conformance.scenarios.script", "benchmarks.meter")) as engine:
+            groups = Layout(world, ep=ep).groups()
+            job = Job("benchmarks.meter:reports", (world, ep, *astuple(asked)), world, groups, deadline_s=600)
+            ranks = engine.run(job).ranks
+        low, middle, high = quantiles(
+            [1000 * max(each) for each in zip(*(rank.value[0] for rank in ranks), strict=True)], n=4
+        )
+        _, before, behind = ranks[0].value
+        calls = ranks[0].ledger[before:behind]
+        given = sum(each.bytes_in for each in calls)
+        named = f"{world} virtual" if virtual else f"{world}"
+        print(f"| {named} | {middle:.2f} ({low:.2f} to {high:.2f}) | {len(calls)} | {given} |")
 
 
 def ratios(seconds: Sequence[dict[str, list[float]]], name: str, base: str) -> list[float]:
@@ -89,8 +120,8 @@ def ratios(seconds: Sequence[dict[str, list[float]]], name: str, base: str) -> l
     return [mine / theirs for mine, theirs in zip(slowest[name], slowest[base], strict=True)]
 
 
-def _meter(context: RankContext, size: Size) -> LoadMeter:
-    session = opened(context, "native", _LAYOUT).session
+def _meter(context: RankContext, size: Size, layout: Layout = _LAYOUT) -> LoadMeter:
+    session = opened(context, "native", layout).session
     meter: LoadMeter = build(session, "load_meter", Config(variant="alltoall", experts=8, top_k=2, hidden=size.hidden))
     return meter
 
@@ -108,7 +139,6 @@ def main(rounds: int, layers: int, microbatches: int, tokens: int, hidden: int) 
     with Engine(preload=("moe_conformance.scenarios.script", "benchmarks.meter")) as engine:
         timed = engine.run(Job("benchmarks.meter:steps", astuple(size), _LAYOUT.world, groups, deadline_s=600))
         seconds = [rank.value for rank in timed.ranks]
-        reported = engine.run(Job("benchmarks.meter:one_report", astuple(size), _LAYOUT.world, groups)).ranks[0]
     print(f"{layers} layers, {microbatches} microbatches of {tokens} tokens of {hidden} numbers, {rounds} rounds")
     print("| step over step | median | quartiles |\n| --- | --- | --- |")
     for name, base in (("on", "off"), ("off again", "off")):
@@ -116,10 +146,8 @@ def main(rounds: int, layers: int, microbatches: int, tokens: int, hidden: int) 
         low, _, high = quantiles(found, n=4)
         print(f"| {name} over {base} | {median(found):.3f} | {low:.3f} to {high:.3f} |")
     step_ms = 1000 * median(max(of_round) for of_round in zip(*(rank["off"] for rank in seconds), strict=True))
-    before, behind = reported.value
-    calls = reported.ledger[before:behind]
-    given = sum(each.bytes_in for each in calls)
-    print(f"A step without the meter: {step_ms:.1f} ms. A report: {len(calls)} collectives of {given} bytes in all.")
+    print(f"A step without the meter: {step_ms:.1f} ms.\n")
+    _print_reports(size)
 
 
 if __name__ == "__main__":
