@@ -17,6 +17,7 @@ GLOSSARY = Path(__file__).parents[2] / "docs" / "glossary.md"
 # Where the options of each library are written. The files are parsed, not imported: that takes seconds and a GPU.
 SOURCES = {
     "megatron": (
+        "core/distributed/distributed_data_parallel_config.py",
         "core/model_parallel_config.py",
         "core/transformer/transformer_config.py",
         "core/transformer/moe/moe_utils.py",
