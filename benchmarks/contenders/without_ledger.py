@@ -26,5 +26,9 @@ class _NoTap:
         """Returns how many calls were recorded."""
         return 0
 
+    def in_flight(self) -> tuple[int, ...]:
+        """Returns the numbers of the collectives under way, of which none is known."""
+        return ()
+
 
 rank.Tap = _NoTap  # type: ignore[assignment, attr-defined]

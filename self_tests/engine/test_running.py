@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -43,7 +44,8 @@ class LateAsker(Launcher):
 
     def _order(self, order):
         if isinstance(order, nursery.Print):
-            os.kill(order.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it may have ended of its own
+                os.kill(order.pid, signal.SIGKILL)
             while Path(f"/proc/{order.pid}").exists():
                 time.sleep(0.01)
         super()._order(order)

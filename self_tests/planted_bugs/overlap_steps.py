@@ -185,7 +185,7 @@ class DispatchNotAwaited(_Early):
 
 
 @planted(Expectation("OVLP-11", "overlap-delayed-uneven", "gradient", "dL/dx of microbatch 0 on rank 0", EARLY))
-class GradientsNotAwaited(_Early):
+class StepGradientsNotAwaited(_Early):
     """The gradients of rows that come back are used as soon as weight gradients have been computed."""
 
     def _combined(self, rows_RD: Tensor, meanwhile: Callable[[], None] | None = None) -> Pass:

@@ -73,9 +73,7 @@ class KeepsGraphs(AllToAllExchange):
         return super().combine(rows, handle)
 
 
-@planted(
-    Expectation("COST-07", "repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 4 equal steps with")
-)
+@planted(Expectation("COST-07", "repeated-even", "run", "bytes allocated after each of 4 equal steps with"))
 class KeepsBytes(AllToAllExchange):
     """What every combine returns is kept outside of torch, to be written to a file one day."""
 

@@ -259,11 +259,11 @@ class OneStepAModule(GradientFinisher):
 
     def finish(self, modules: Iterable[Replicated]) -> None:
         every = list(modules)
-        if any(getattr(module, "finished", False) for module in every):
+        if any(getattr(module, "finished_before", False) for module in every):
             raise Unsupported("gradients are finished once")
         super().finish(every)
         for module in every:
-            module.finished = True  # type: ignore[assignment]
+            module.finished_before = True  # type: ignore[assignment]
 
 
 class AddsInPlace(Experts):

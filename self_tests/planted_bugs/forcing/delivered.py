@@ -73,7 +73,7 @@ class ForcedInSilence(ForcedRouter):
 
 @planted(
     Expectation("FORCE-23", "forced-biased-groups", "route", "by the strategy biased by 0.5, and reports 'biased'"),
-    Expectation("FORCE-23", "hot-rank-by-ratio", "route", "by the strategy ratio by 3, and reports 'ratio'"),
+    Expectation("FORCE-23", "hot-rank-by-ratio", "route", "by the strategy ratio by 2.5, and reports 'ratio'"),
 )
 class ParameterUntold(ForcedRouter):
     """The strategy is reported without its parameter."""
