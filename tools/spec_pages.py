@@ -74,8 +74,8 @@ def _index(chapters: Mapping[str, Sequence[Requirement]]) -> str:
         "Every requirement has a permanent id. A requirement without a check states what the check waits for.",
         _table(("chapter", "ids", "requirements", "with a check"), [*rows, total]),
         "[What other test suites check](other_suites.md), and the requirements that cover it.",
-        "[What was claimed of load meters, forced routing, fast paths and scatter](claims.md), and the requirements that "
-        "hold it.",
+        "[What was claimed of load meters, forced routing, fast paths and scatter](claims.md), and the requirements "
+        "that hold it.",
     )
 
 
@@ -121,8 +121,9 @@ def _claims(claims: Iterable[Mapping[str, Any]], checks: Mapping[str, Sequence[s
     rows = [(each["name"], each["words"], each["verdict"], *_decided(each, checks)) for each in claims]
     return _page(
         "What was claimed of load meters, forced routing, fast paths and scatter",
-        "Claims of public pull requests to Megatron-LM and torchtitan and of their reviews, in the words of this project, "
-        "and what became of each; with the requirements that hold what is right of it, and the checks that decide them.",
+        "Claims of public pull requests to Megatron-LM and torchtitan and of their reviews, in the words of this "
+        "project, and what became of each; with the requirements that hold what is right of it, and the checks that "
+        "decide them.",
         _table(("name", "claim", "verdict", "decided by", "not decided"), rows),
     )
 
