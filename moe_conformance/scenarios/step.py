@@ -114,7 +114,7 @@ class TrainingStep:
         self.built: list[Parametrised] = []
         built = self.built
         self.routers: list[Router] = []  # of the same config, as in several layers
-        self.warned: tuple[str, ...] = ()  # of while they were built
+        self.warned: tuple[str, ...] = ()  # by what built the routers
         self.undropping: Router | None = None  # the same router without its capacity
         self.exchange: Exchange | SplitExchange | None = None
         self.experts: ExpertFn | None = None

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
 from moe_conformance.workloads.corpus.chapter import EP2_EDP2, SINGLE, Chapter
@@ -37,7 +35,7 @@ def _workload(name: str, hidden: bool, variant: str, layout: Layout) -> Workload
     tokens = tuple(tuple(_TOKENS[(rank + m) % 4] for rank in range(layout.world)) for m in range(2))
 
     def batch(m: int, rank: int) -> Batch:
-        ids_TK = torch.arange(tokens[m][rank] * _HELD).reshape(-1, _HELD) % config.experts
+        ids_TK = draw.in_turn(tokens[m][rank], config)
         return draw.real_batch(ids_TK, config, draw.generator("optional", layout.name, m, rank))
 
     parameters = draw.expert_parameters(config, draw.generator("optional", layout.name, "experts"))

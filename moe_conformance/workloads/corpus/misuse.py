@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moe_conformance.contract import Config, Routing
 from moe_conformance.topology import Layout
@@ -135,7 +134,7 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
 
     def batch(microbatch: int, rank: int) -> Batch:
         generator = drawing.generator("misuse", layout.name, microbatch, rank)
-        ids_TK = _in_turn(TOKENS[microbatch], config)
+        ids_TK = drawing.in_turn(TOKENS[microbatch], config)
         return drawing.probe_batch(rank, microbatch, ids_TK, config, generator)
 
     batches = tuple(tuple(batch(m, rank) for rank in range(layout.world)) for m in range(len(TOKENS)))
@@ -150,11 +149,6 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
             changed = replace(changed, batches=copied)
         if name != "copies" or layout.tp > 1:
             yield from _inputs(changed, IN_SETTINGS, f"-{name}")
-
-
-def _in_turn(T: int, config: Config) -> Tensor:
-    """Every expert as often as the others, as far as it goes."""
-    return torch.arange(T * config.top_k).reshape(T, config.top_k) % config.experts
 
 
 NAMES = (

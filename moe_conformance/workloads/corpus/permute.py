@@ -59,7 +59,7 @@ def _twice(T: int, config: Config, generator: torch.Generator) -> Tensor:
 
 def _in_turn(T: int, config: Config, generator: torch.Generator) -> Tensor:
     """Every expert has as many rows as any other."""
-    return (torch.arange(T * config.top_k) % config.experts).reshape(T, config.top_k)
+    return draw.in_turn(T, config)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,11 @@ def choose(tokens: int, config: Config, draw: torch.Generator, among: Sequence[i
     return pool[picked_TK]
 
 
+def in_turn(tokens: int, config: Config) -> Tensor:
+    """Deal the experts round robin to the slots (T, K): where E divides T K all have as many rows."""
+    return (torch.arange(tokens * config.top_k) % config.experts).reshape(tokens, config.top_k)
+
+
 def probe_weights(ids_TK: Tensor, dtype: torch.dtype, draw: torch.Generator) -> Tensor:
     """Return weights_TK of few bits, pairwise distinct within a token up to eleven slots."""
     T, K = ids_TK.shape

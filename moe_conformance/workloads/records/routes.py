@@ -21,8 +21,8 @@ def anywhere(T: int, config: Config, layout: Layout, generator: torch.Generator)
 
 
 def in_turn(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
-    """Deal the experts round robin: where E divides T K all have as many rows."""
-    return (torch.arange(T * config.top_k) % config.experts).reshape(T, config.top_k)
+    """See `draw.in_turn`."""
+    return draw.in_turn(T, config)
 
 
 def empty_expert(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:

@@ -60,8 +60,8 @@ class PartOfTheNext(ShardedGradients):
 class NotShardedAtAll(ShardedGradients):
     """Sharding is asked for, and every replica keeps all of it."""
 
-    def finished(self) -> None:
-        Experts.finished(self)
+    def after_reduction(self) -> None:
+        Experts.after_reduction(self)
 
 
 @planted(

@@ -22,8 +22,8 @@ class Replicated(nn.Module):
 
     replicas: ClassVar[tuple[str, ...]]
 
-    def finished(self) -> None:
-        """Take note that gradients are summed over the replicas: what is kept of them is the module's own business."""
+    def after_reduction(self) -> None:
+        """Called once the gradients are summed over the replicas; a module may keep a part of them alone."""
 
 
 class GradientFinisher:
@@ -49,7 +49,7 @@ class GradientFinisher:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 parameter.grad.copy_(self._summed(parameter.grad, module.replicas))
-            module.finished()
+            module.after_reduction()
 
     def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
         """Sum in float32 at least, so that the number of replicas does not cost digits."""

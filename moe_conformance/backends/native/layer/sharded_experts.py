@@ -59,7 +59,7 @@ class ShardedGradients(_Sharded):
         self.in_parts = False
         return super().forward(delivery)
 
-    def finished(self) -> None:
+    def after_reduction(self) -> None:
         """Keep the own part, and zeros elsewhere."""
         for parameter, dim in zip((self.gate_NFD, self.up_NFD, self.down_NDF), _UNITS, strict=True):
             assert parameter.grad is not None
@@ -118,7 +118,9 @@ class ShardedParameters(_Sharded):
         return self._loop(rows_PD, counts_N)
 
     def _gathered(self, own: Tensor, dim: int) -> Tensor:
-        """Return the parts of all replicas, one behind the other."""
+        """Return the parts of all replicas, one behind the other; one replica has the whole."""
+        if self.of == 1:
+            return own
         whole: Tensor = _Gather.apply(own, dim, self)  # type: ignore[no-untyped-call]
         return whole
 
