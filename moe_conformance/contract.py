@@ -1,4 +1,4 @@
-"""What a backend implements: the file an adopter reads first. It imports torch, and of the suite `config` and `claims`.
+"""What a backend implements: the file an adopter reads first. It imports torch, `config`, `claims` and `refusing`.
 
 What a backend is asked for (`Config`, its sections, and `Limit`) is in config.py; import it from here. Terms, and the
 option of Megatron-Core, torchtitan, transformers and DeepSpeed for each field of `Config`, are in docs/glossary.md.
@@ -14,9 +14,8 @@ what the library returned, does not decide a verdict, and catches exceptions wit
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -41,30 +40,8 @@ from moe_conformance.config import RoutingOptions as RoutingOptions
 from moe_conformance.config import SharedExperts as SharedExperts
 from moe_conformance.config import Strategy as Strategy
 from moe_conformance.config import Unsupported as Unsupported
-
-# ---- refusals ------------------------------------------------------------------------------------------------
-
-
-class Overflow(RuntimeError):
-    """A rank would receive more rows than its receive buffer holds: raised by dispatch on all ranks of the group.
-
-    The dispatch leaves no state behind: the next one works as if it had not been called.
-    """
-
-
-@contextmanager
-def refusals(*types: type[Exception], match: str) -> Iterator[None]:
-    """Turn an *expected* exception of the library into `Unsupported(by="library")`. Use it around constructors only.
-
-    `match` is a regular expression that the message must contain; any other exception propagates and is a failure.
-    """
-    try:
-        yield
-    except types as error:
-        if not re.search(match, str(error)):
-            raise
-        raise Unsupported(str(error), by="library") from error
-
+from moe_conformance.refusing import Overflow as Overflow
+from moe_conformance.refusing import refusals as refusals
 
 # ---- what is routed ------------------------------------------------------------------------------------------
 

@@ -12,10 +12,14 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from moe_conformance import contract
-from moe_conformance.contract import Config, Parametrised, Placed, Resolved, Routed, Routing, Unsupported
+from moe_conformance.contract import Config, Parametrised, Placed, Resolved, Routing, Unsupported
 from moe_conformance.surfaces_of_configuration import ConfigRules as ConfigRules
 from moe_conformance.surfaces_of_configuration import Settings as Settings
 from moe_conformance.surfaces_of_configuration import VersionLimit as VersionLimit
+from moe_conformance.surfaces_of_padding import MaskedRouter as MaskedRouter
+from moe_conformance.surfaces_of_padding import PackedSequences as PackedSequences
+from moe_conformance.surfaces_of_padding import Packing as Packing
+from moe_conformance.surfaces_of_padding import TokenPadding as TokenPadding
 from moe_conformance.surfaces_of_training import BalancingRouters as BalancingRouters
 from moe_conformance.surfaces_of_training import LoadMeter as LoadMeter
 from moe_conformance.surfaces_of_training import Metered as Metered
@@ -249,16 +253,6 @@ class Transport(Resolved, Protocol):
         """
 
 
-class TokenPadding(Resolved, Protocol):
-    """The padded number of tokens of each rank of an exchange (`Config.padding.tokens`), as the exchange computes it.
-
-    It claims `alignment` and `padding`, and so does an exchange that pads.
-    """
-
-    def count(self, tokens: int) -> int:
-        """Return P, the rows that this rank dispatches for its T tokens; collective over ep_etp, or not at all."""
-
-
 @dataclass(frozen=True)
 class Places:
     """The rows that one dispatch put into a low-latency receive buffer: C places for each of this rank's experts."""
@@ -285,38 +279,6 @@ class PlacesExchange(Placed, Protocol):
 
     def combine(self, rows_NCD: Tensor, weights_TK: Tensor, handle: Any) -> Tensor:
         """Return y_TD, for each token the weighted sum over its slots of their rows on all shards; 0 without slots."""
-
-
-@dataclass(frozen=True)
-class PackedSequences:
-    """Cumulative lengths of packed sequences, without and with the padding behind each (as in `PackedSeqParams`)."""
-
-    cu_seqlens: Tensor  # integers (S + 1,), from 0
-    cu_seqlens_padded: Tensor
-
-
-class Packing(Resolved, Protocol):
-    """Packed sequences (THD), each padded to the multiple that context and sequence parallelism need.
-
-    R is the last value of cu_seqlens_padded. It claims `context_order` "other" if the order of chunks over cp is not
-    the load-balanced one (chunk c and chunk 2 cp - 1 - c).
-    """
-
-    def lay_out(self, lengths: Sequence[int], cp: int, tp: int, sequence_parallel: bool) -> PackedSequences:
-        """Return the cumulative lengths of sequences of these lengths."""
-
-    def tokens(self, cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> Tensor:
-        """Return which rows are tokens, bool (R,); the others are padding."""
-
-    def share(self, cu_seqlens_padded: Tensor, cp: int, cp_rank: int) -> Tensor:
-        """Return the indices of the rows that a cp rank holds, integers, in the order in which it holds them."""
-
-
-class MaskedRouter(Parametrised, Resolved, Protocol):
-    """A router with a padding mask. x: (*lead, D), prod(lead) == T."""
-
-    def __call__(self, x: Tensor, padding_mask_T: Tensor) -> Routed:
-        """Return the routing of x; the mask, bool (T,), is True at padding. `counts_E` is the load without padding."""
 
 
 class Session(contract.Session):
