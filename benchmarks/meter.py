@@ -2,9 +2,10 @@
 
 A report alone is timed on 2 and on 8 ranks, and its collectives are counted there and on 64 virtual ones.
 
-A step on two ranks (ep = 2): microbatches through layers, forward and backward, and a report. It runs with the meter
-on, with it off, and with it off once more, round after round in changing order. The ratio of the two without it is
-what the machine's noise is. Collectives go through gloo and are written down by the engine's ledger in all three.
+A step on two ranks (ep = 2): microbatches through layers (exchange and experts; `--ffn 0`: the exchange alone),
+forward and backward to x and the weights of slots, and a report. It runs with the meter on, with it off, and with it
+off once more, round after round in changing order. The ratio of the two without it is what the machine's noise is.
+Collectives go through gloo and are written down by the engine's ledger in all three.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import click
 import torch
 import torch.distributed as dist
 
-from moe_conformance.contract import Config
+from moe_conformance.backends.native.meter import MeteredExchange
+from moe_conformance.contract import Config, Experts
 from moe_conformance.engine import Engine, Job, RankContext
 from moe_conformance.scenarios.sessions import build, opened
 from moe_conformance.surfaces import LoadMeter, MeteredPass
@@ -32,13 +34,14 @@ _REPORTED = ((2, 2, False), (8, 2, False), (64, 8, True))  # ranks, ep, and whet
 
 @dataclass(frozen=True)
 class Size:
-    """How much a step is: T tokens on each rank in each microbatch, of D numbers."""
+    """How much a step is: T tokens on each rank in each microbatch, of D numbers, F in the experts, 0 without them."""
 
     rounds: int
     layers: int
     microbatches: int
     tokens: int
     hidden: int
+    ffn: int
 
 
 def passes(size: Size, rank: int) -> list[MeteredPass]:
@@ -97,9 +100,10 @@ def reports(context: RankContext, asked: tuple[int, ...]) -> tuple[list[float], 
 
 def _print_reports(size: Size) -> None:
     print("| ranks | a report, ms (quartiles) | collectives | bytes that a rank gives |\n| --- | --- | --- | --- |")
-    few = replace(size, rounds=10, layers=2, microbatches=2, tokens=8, hidden=8)
+    size = replace(size, rounds=10, ffn=0)
+    few = replace(size, layers=2, microbatches=2, tokens=8, hidden=8)
     for world, ep, virtual in _REPORTED:
-        asked = few if virtual else replace(size, rounds=10)
+        asked = few if virtual else size
         with Engine(virtual=virtual, preload=("moe_conformance.scenarios.script", "benchmarks.meter")) as engine:
             groups = Layout(world, ep=ep).groups()
             job = Job("benchmarks.meter:reports", (world, ep, *astuple(asked)), world, groups, deadline_s=600)
@@ -122,7 +126,13 @@ def ratios(seconds: Sequence[dict[str, list[float]]], name: str, base: str) -> l
 
 def _meter(context: RankContext, size: Size, layout: Layout = _LAYOUT) -> LoadMeter:
     session = opened(context, "native", layout).session
-    meter: LoadMeter = build(session, "load_meter", Config(variant="alltoall", experts=8, top_k=2, hidden=size.hidden))
+    config = Config(variant="alltoall", experts=8, top_k=2, hidden=size.hidden, ffn=max(size.ffn, 1))
+    meter: MeteredExchange = build(session, "load_meter", config)
+    if size.ffn:
+        experts: Experts = build(session, "experts", config)
+        for parameter in experts.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        meter.expert = experts
     return meter
 
 
@@ -132,14 +142,16 @@ def _meter(context: RankContext, size: Size, layout: Layout = _LAYOUT) -> LoadMe
 @click.option("--microbatches", default=4, metavar="N")
 @click.option("--tokens", default=256, metavar="N", help="on each rank in each microbatch")
 @click.option("--hidden", default=256, metavar="N")
-def main(rounds: int, layers: int, microbatches: int, tokens: int, hidden: int) -> None:
+@click.option("--ffn", default=512, metavar="N", help="0: no experts")
+def main(rounds: int, layers: int, microbatches: int, tokens: int, hidden: int, ffn: int) -> None:
     """Measure, and print a table."""
-    size = Size(rounds, layers, microbatches, tokens, hidden)
+    size = Size(rounds, layers, microbatches, tokens, hidden, ffn)
     groups = _LAYOUT.groups()
     with Engine(preload=("moe_conformance.scenarios.script", "benchmarks.meter")) as engine:
         timed = engine.run(Job("benchmarks.meter:steps", astuple(size), _LAYOUT.world, groups, deadline_s=600))
         seconds = [rank.value for rank in timed.ranks]
-    print(f"{layers} layers, {microbatches} microbatches of {tokens} tokens of {hidden} numbers, {rounds} rounds")
+    what = f"{microbatches} microbatches of {tokens} tokens of {hidden} numbers, {ffn} in the experts"
+    print(f"{layers} layers, {what}, {rounds} rounds")
     print("| step over step | median | quartiles |\n| --- | --- | --- |")
     for name, base in (("on", "off"), ("off again", "off")):
         found = ratios(seconds, name, base)

@@ -146,15 +146,16 @@ class Meter:
         pairs_nC, tokens_n = self._summed(entries)
         balanced_n = self._balanced(tokens_n)
         factor_n = self._factors(pairs_nC, balanced_n)
-        sums_2L, largest_L = torch.zeros(2, layers, dtype=torch.float64), torch.zeros(layers, dtype=torch.float64)
+        totals, numbers, largest = [0.0] * layers, [0] * layers, [0.0] * layers
         for each, factor in zip(entries, factor_n.tolist(), strict=True):
             if each.layer is not None:
-                sums_2L[:, each.layer] += torch.tensor([factor, 1.0], dtype=torch.float64)
-                largest_L[each.layer] = max(float(largest_L[each.layer]), factor)
-        sums_2L = self._reduced(sums_2L.flatten().tolist(), "edp", dist.ReduceOp.SUM).reshape(2, layers)
+                totals[each.layer] += factor
+                numbers[each.layer] += 1
+                largest[each.layer] = max(largest[each.layer], factor)
+        sums_2L = self._reduced([*totals, *numbers], "edp", dist.ReduceOp.SUM).reshape(2, layers)
         own_n = pairs_nC[:, self.topology.ranks("ep").index(self.topology.rank)]
         peak = self._peak([each.layer for each in entries], events, own_n.tolist(), balanced_n.tolist())
-        *largest, peak = self._reduced([*largest_L.tolist(), peak], "world", dist.ReduceOp.MAX).tolist()
+        *largest, peak = self._reduced([*largest, peak], "world", dist.ReduceOp.MAX).tolist()
         return self._named(sums_2L, largest, peak)
 
     def counted(self) -> Tensor:
@@ -170,9 +171,8 @@ class Meter:
 
         Implements: LOAD-04.
         """
-        E = self.config.experts
-        ids_P = torch.where(ids_TK >= 0, ids_TK, E).flatten() if self.brings else ids_TK.new_empty(0)
-        return torch.bincount(ids_P, minlength=E + 1)[:E]
+        ids_P = ids_TK.flatten() if self.brings else ids_TK.new_empty(0)
+        return torch.bincount(ids_P + 1, minlength=self.config.experts + 1)[1:]  # an empty slot is -1
 
     def _tokens(self, forward: MeteredPass) -> int:
         """Return how many tokens this rank brings, in whatever shape.
@@ -193,13 +193,11 @@ class Meter:
 
     def _summed(self, entries: Sequence[Recorded]) -> tuple[Tensor, Tensor]:
         """Return how many pairs of each entry every rank of ep gets, (n, C), and of how many tokens, (n,)."""
-        C = self.topology.sizes["ep"]
-        own = [
-            torch.cat([each.counts_E.reshape(C, -1).sum(1), each.counts_E.new_tensor([each.tokens])])
-            for each in entries
-        ]
-        brought = torch.stack(own).flatten().tolist() if own else []
-        sums_nM = self._reduced(brought, "ep_etp", dist.ReduceOp.SUM).reshape(len(entries), C + 1)
+        n, C, E = len(entries), self.topology.sizes["ep"], self.config.experts
+        counts_nE = torch.stack([each.counts_E for each in entries]) if entries else torch.zeros(0, E)
+        tokens_n1 = counts_nE.new_tensor([each.tokens for each in entries]).unsqueeze(1)
+        brought_nM = torch.cat([counts_nE.reshape(n, C, E // C).sum(2), tokens_n1], 1)
+        sums_nM = self._reduced(brought_nM.flatten().tolist(), "ep_etp", dist.ReduceOp.SUM).reshape(n, C + 1)
         return sums_nM[:, :C], sums_nM[:, C]
 
     def _factors(self, pairs_nC: Tensor, balanced_n: Tensor) -> Tensor:
@@ -250,8 +248,9 @@ class MeteredExchange:
     """Steps of an exchange with a meter attached."""
 
     def __init__(self, config: Config, exchange: Any, meter: Meter) -> None:
-        """Attach the meter."""
+        """Attach the meter; the experts double their rows."""
         self.config, self.attached, self.meter = config, exchange, meter
+        self.expert: ExpertFn = _double
         self.exchange = whole(exchange)
         self.on = True
         # Of every forward until its backward: y, what asks for gradients, and the gradient of y.
@@ -304,7 +303,7 @@ class MeteredExchange:
         asks = each.kind == "forward"
         x, weights_TK = (leaf.detach().requires_grad_(asks) for leaf in (each.x, each.weights_TK))
         metered = self.on and each.kind != "evaluation"
-        expert: ExpertFn = self.meter.watch(_double, each) if metered else _double
+        expert = self.meter.watch(self.expert, each) if metered else self.expert
 
         def through(x: Tensor, weights_TK: Tensor) -> Tensor:
             assert each.ids_TK is not None
