@@ -20,8 +20,6 @@ from moe_conformance.backends.native.layer.overlapped_step import OverlappedStep
 from moe_conformance.contract import ExpertFn, Routing
 from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 
-EARLY = "likely cause: the output of an asynchronous collective was read before wait()"
-
 # ---- microbatches mixed up -----------------------------------------------------------------------------------------
 
 
@@ -161,38 +159,7 @@ class UpAndGateFirst(WeightGradients):
         super().compute()
 
 
-# ---- what is not waited for, or not overlapped ---------------------------------------------------------------------
-
-
-class _Early(LayerPass):
-    """Takes a copy of what has come, and waits behind it."""
-
-    def _taken(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pass:
-        exchange = AsyncAllToAll(sent, received, self.group)
-        exchange.start(rows)
-        yield
-        early = exchange.result.clone()
-        exchange.wait()
-        return early
-
-
-@planted(Expectation("OVLP-11", "overlap-delayed-uneven", "combine", "of microbatch 0 on rank 0", EARLY))
-class DispatchNotAwaited(_Early):
-    """The experts take their rows as soon as the other microbatch has had its turn."""
-
-    def _dispatched(self, rows_QD: Tensor) -> Pass:
-        return self._taken(rows_QD, self.plan.sent_C, self.plan.received_C)
-
-
-@planted(Expectation("OVLP-11", "overlap-delayed-uneven", "gradient", "dL/dx of microbatch 0 on rank 0", EARLY))
-class StepGradientsNotAwaited(_Early):
-    """The gradients of rows that come back are used as soon as weight gradients have been computed."""
-
-    def _combined(self, rows_RD: Tensor, meanwhile: Callable[[], None] | None = None) -> Pass:
-        if meanwhile is None:  # in the forward
-            return super()._combined(rows_RD)
-        meanwhile()
-        return self._taken(rows_RD, self.plan.received_C, self.plan.sent_C)
+# ---- what is changed in flight, or not overlapped --------------------------------------------------------------------
 
 
 @planted(

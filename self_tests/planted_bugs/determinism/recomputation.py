@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -39,6 +40,30 @@ class LastInFlight(Recomputation):
         def again(*given: Tensor) -> Tensor:
             swapped = [own + (last - own).detach() for own, last in zip(given[1:], self.last[1:], strict=True)]
             return call(given[0], *swapped)
+
+        result: Tensor = checkpoint(again, *inputs, use_reentrant=False)
+        return result
+
+
+@planted(
+    Expectation("DET-04", "own-even-bfloat16", "gradient", "with activation recomputation"),
+    real="pytorch/torchtitan commit a5a60cc2a (#2794)",
+    layout=EP2_EDP2,
+)
+class FirstBufferKept(Recomputation):
+    """A queue keeps what the forward made, in order; the first forward makes a buffer too, its repetition does not."""
+
+    made = False
+
+    def run(self, call: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
+        kept = [] if self.made else [torch.zeros_like(inputs[0])]
+        self.made = True
+        kept.append(inputs[0].detach())
+        calls: list[int] = []
+
+        def again(x: Tensor, *others: Tensor) -> Tensor:
+            calls.append(1)
+            return call(x if len(calls) == 1 else x + (kept[0] - x).detach(), *others)
 
         result: Tensor = checkpoint(again, *inputs, use_reentrant=False)
         return result

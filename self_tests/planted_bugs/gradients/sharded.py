@@ -87,3 +87,24 @@ class GatheredInReverse(ShardedParameters):
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         gate_NFD, up_NFD, down_NDF = super()._weights()
         return (*(torch.cat(each.chunk(self.of, 1)[::-1], 1) for each in (gate_NFD, up_NFD)), down_NDF)
+
+
+@planted(
+    Expectation("GRAD-16", "own-sharded-parameters", "gradient", "dx of rank 0 token 0 is"),
+    layout=EP2_EDP2,
+    real="NVIDIA/Megatron-LM commit f285ea5fae (#4990)",
+)
+class NotGatheredAgain(ShardedParameters):
+    """Behind the forward all parts but the own are let go, and before the backward gate and up alone are gathered."""
+
+    def _loop(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
+        y_PD = super()._loop(rows_PD, counts_N)
+        with torch.no_grad():
+            down_NDF = self.gathered[2].data  # changed as an allocator would, unseen by autograd
+            kept = self._own(down_NDF, 2).clone()
+            self._own(down_NDF.zero_(), 2).copy_(kept)
+        return y_PD
+
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        self.gathered = super()._weights()
+        return self.gathered

@@ -218,6 +218,28 @@ class RecomputedAndCounted(TrainingRouters):
 
 
 @planted(
+    Expectation("LOSS-15", "losses-recomputed", "loss", "2.000 x the expected value"),
+    layout=SINGLE,
+    real="NVIDIA/Megatron-LM commit e6d56d6828 (!2574)",
+)
+class RecomputedAndReported(TrainingRouters):
+    """A loss is added to the report by the forward, and once more where it runs again in the backward."""
+
+    def _charged(self, *arguments: Any) -> Any:
+        if (shares := getattr(self, "reported", None)) is not None:
+            self.note(shares)
+        return super()._charged(*arguments)
+
+    def _train(self, number: int, x: Tensor, padding_mask_T: Tensor | None) -> Any:
+        self.reported: Mapping[str, Tensor] | None = None
+        return super()._train(number, x, padding_mask_T)
+
+    def note(self, shares: Mapping[str, Tensor]) -> None:
+        super().note(shares)
+        self.reported = shares
+
+
+@planted(
     Expectation("LOSS-15", "losses-recomputed", "loss", "the finished gradient of the router in step"),
     layout=SINGLE,
 )
