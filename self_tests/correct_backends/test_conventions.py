@@ -241,6 +241,16 @@ class TestConventions:
         with pytest.raises(NotOffered, match="this meter has no"):
             checked.verdicts(backend, requirement, "alltoall", EP2, "load-recomputed")
 
+    @pytest.mark.parametrize("layout", [EP2, EP2_EDP2], ids=lambda layout: layout.name)
+    def test_a_step_may_run_all_forwards_first(self, checked: CheckedRuns, layout: Layout) -> None:
+        """A backend that overlaps nothing, and says so, passes; deferral it refuses."""
+        backend = "self_tests.correct_backends.unusual_overlap:AllForwardsFirst"
+        for requirement in ("OVLP-04", "OVLP-05", "OVLP-14"):
+            for workload in ("overlap-even", "overlap-rank-without-tokens"):
+                checked.check_passes(backend, requirement, "alltoall", layout, workload)
+        with pytest.raises(NotOffered, match="overlap = 'no'"):
+            checked.verdicts(backend, "OVLP-12", "alltoall", layout, "overlap-even")
+
     @pytest.mark.parametrize("requirement", ["DROP-08", "DROP-12"])
     def test_a_lossless_capacity_may_divide_over_tp(self, checked: CheckedRuns, requirement: str) -> None:
         """A backend that rounds it up for that passes."""
