@@ -101,7 +101,9 @@ Strategy = Literal["random", "biased", "round_robin", "worst_rank", "one_expert"
 class RoutingOptions:
     """`Config.routing`: scores, selection and weights. Read by routers and layers."""
 
-    score: Literal["softmax", "softmax_topk", "sigmoid", "sqrtsoftplus"] = "softmax"  # *_topk: over the selected K only
+    score: Literal["softmax", "softmax_topk", "sigmoid", "sqrtsoftplus"] = "softmax"
+    # softmax_topk: the K largest logits are selected, and the softmax is over them alone. A router that selects by the
+    # softmax over all experts and normalises is "softmax" with `normalise`: it cannot tell apart what underflows there.
     normalise: bool = False  # the K weights of a token are divided by their sum
     scale: float = 1.0  # multiplies the weights, after normalisation
     groups: tuple[int, int] | None = None  # group-limited routing: (number of expert groups, groups selected)
@@ -368,7 +370,8 @@ def _default_options() -> dict[str, Any]:
 class Limit:
     """A declared limit of a backend: outside `allowed` it is not run, and the report says why.
 
-    `spread_experts`: whether ep > 1. `sharded_experts`: whether etp > 1. `in_flight`: number of microbatches between
+    `spread_experts`: whether ep > 1. `sharded_experts`: whether etp > 1. `zero_weights`, `negative_weights`: whether a
+    routed slot has such a weight, which a dense map of weights may take for none (weight != 0, weight > 0). `in_flight`: number of microbatches between
     forward and backward. `halves_in_flight`: number of microbatches between dispatch and combine. `steps`: how often
     the gradients of the same modules are finished; between two steps the suite sets them to None, or to zero in place.
     `recomputed`: whether forwards run again in the backward, by `Session.recompute`.
@@ -384,8 +387,8 @@ class Limit:
 
     on: Literal[
         "dtype", "device", "spread_experts", "sharded_experts", "uneven_tokens", "zero_tokens", "token_dims",
-        "uneven_tp_tokens", "duplicate_experts", "dropped_slots", "in_flight", "halves_in_flight",
-        "steps", "recomputed", "deterministic", "wrong_use",
+        "uneven_tp_tokens", "duplicate_experts", "zero_weights", "negative_weights", "dropped_slots", "in_flight",
+        "halves_in_flight", "steps", "recomputed", "deterministic", "wrong_use",
     ]  # fmt: skip
     allowed: tuple[Any, ...]  # values of the case that may run, e.g. (torch.float32,) or (False,)
     reason: str  # quoted or derived from the library's own documentation or code

@@ -57,21 +57,32 @@ class Routing:
     def dense(self) -> tuple[Tensor, Tensor]:
         """Return (weights_TE, map_TE bool), differentiable in the weights.
 
-        Refuses an expert that occurs twice in a token, which a map cannot represent.
+        The map tells a routed slot of weight 0 from none. An exchange that takes the weights alone for the map (weight != 0)
+        declares `Limit("zero_weights", (False,), reason, proof="undefined")`.
+
+        Raises:
+            Unsupported: an expert occurs twice in a token, which no map can represent; declare a limit on
+                `duplicate_experts`, since in a step that runs this is a failure.
+            ValueError: an id is none of an expert, and not -1.
         """
+        if bool(((self.ids_TK < -1) | (self.ids_TK >= self.experts)).any()):
+            raise ValueError(f"ids must be -1 (an empty slot) or those of experts 0 to {self.experts - 1}")
         held_TK = self.ids_TK >= 0
         at_TK, T = self.ids_TK.clamp_min(0), self.ids_TK.shape[0]
         count_TE = at_TK.new_zeros(T, self.experts).scatter_add(1, at_TK, held_TK.long())
         if bool((count_TE > 1).any()):
-            raise Unsupported("an expert twice in one row has no dense form")
+            raise Unsupported("an expert twice in one row has no dense form: declare a limit on duplicate_experts")
         zero_TE = self.weights_TK.new_zeros(T, self.experts)
         weights_TK = torch.where(held_TK, self.weights_TK, 0.0)  # the weight of an empty slot may be anything
         return zero_TE.scatter_add(1, at_TK, weights_TK), count_TE.bool()
 
     @classmethod
-    def from_dense(cls, weights_TE: Tensor, map_TE: Tensor) -> Routing:
-        """Return the (T, K) form; K is the largest number of experts of a token in the map, which need not be top-k."""
-        K = int(map_TE.sum(1).max()) if map_TE.numel() else 0
+    def from_dense(cls, weights_TE: Tensor, map_TE: Tensor, top_k: int | None = None) -> Routing:
+        """Return the (T, K) form, with K = `top_k`, or the largest number of experts of a token in the map.
+
+        A router that selects K experts of every token passes K: it has as many slots without tokens, too.
+        """
+        K = top_k if top_k is not None else int(map_TE.sum(1).max()) if map_TE.numel() else 0
         held_TK, ids_TK = map_TE.to(torch.int8).topk(K, dim=1)
         ids_TK = torch.where(held_TK.bool(), ids_TK, -1)
         weights_TK = weights_TE.gather(1, ids_TK.clamp_min(0))

@@ -23,6 +23,7 @@ class Freedom:
     zero: bool  # ranks without tokens
     dropped: bool
     duplicates: bool
+    odd_weights: bool  # some zero, some negative
     two_in_flight: bool
     dtypes: tuple[torch.dtype, ...]
     subnormal: bool  # on CPU only: kernels on GPUs are commonly compiled to flush subnormals to zero
@@ -49,6 +50,7 @@ class Freedom:
             zero=allows("zero_tokens", True),
             dropped=allows("dropped_slots", True),
             duplicates=allows("duplicate_experts", True),
+            odd_weights=allows("zero_weights", True) and allows("negative_weights", True),
             two_in_flight=allows("in_flight", 2),
             dtypes=tuple(dtype for dtype in _DTYPES if allows("dtype", dtype)),
             subnormal=device == "cpu",

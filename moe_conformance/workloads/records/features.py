@@ -29,6 +29,8 @@ def features(workload: Workload, device: str) -> dict[str, Any]:
         "zero_tokens": any(0 in tokens for tokens in sizes),
         "token_dims": len(workload.lead_of(0)),
         "duplicate_experts": any(_duplicates(ids_TK) for ids_TK in _ids(workload)),
+        "zero_weights": any(bool((weights == 0).any()) for weights in _weights(workload)),
+        "negative_weights": any(bool((weights < 0).any()) for weights in _weights(workload)),
         "dropped_slots": has_empty_slots(workload),
         "in_flight": under_way(workload),
         "halves_in_flight": halves_in_flight(workload.schedule),
@@ -238,6 +240,14 @@ def _ids(workload: Workload) -> list[Tensor]:
     routings = [value.ids_TK for value in handed if isinstance(value, Routing)]
     tables = [given["ids_TK"] for call in _calls(workload) for given in call.given if "ids_TK" in given]
     return [batch.ids_TK for microbatch in workload.batches for batch in microbatch] + routings + tables
+
+
+def _weights(workload: Workload) -> list[Tensor]:
+    """Return the weights of all routed slots, (P,), of batches and of routings that a script passes."""
+    handed = [value for call in workload.calls for given in call.given for value in given.values()]
+    routings = [value for value in handed if isinstance(value, Routing)]
+    batches = [batch for microbatch in workload.batches for batch in microbatch]
+    return [each.weights_TK[each.ids_TK >= 0] for each in (*batches, *routings) if each.ids_TK.numel()]
 
 
 def _is_wrong_use(workload: Workload) -> bool:
