@@ -371,9 +371,10 @@ class Limit:
     """A declared limit of a backend: outside `allowed` it is not run, and the report says why.
 
     `spread_experts`: whether ep > 1. `sharded_experts`: whether etp > 1. `zero_weights`, `negative_weights`: whether a
-    routed slot has such a weight, which a dense map of weights may take for none (weight != 0, weight > 0). `in_flight`: number of microbatches between
-    forward and backward. `halves_in_flight`: number of microbatches between dispatch and combine. `steps`: how often
-    the gradients of the same modules are finished; between two steps the suite sets them to None, or to zero in place.
+    routed slot has such a weight, which a dense map of weights may take for none (weight != 0, weight > 0).
+    `in_flight`: number of microbatches between forward and backward. `halves_in_flight`: number of microbatches between
+    dispatch and combine. `steps`: how often the gradients of the same modules are finished; between two steps the suite
+    sets them to None, or to zero in place.
     `recomputed`: whether forwards run again in the backward, by `Session.recompute`.
     `deterministic`: runs under `torch.use_deterministic_algorithms`, set before the session is opened. `wrong_use`:
     invalid input on one rank, for which the other ranks may wait for ever, and answers that do not fit the handle of a

@@ -57,7 +57,7 @@ class Routing:
     def dense(self) -> tuple[Tensor, Tensor]:
         """Return (weights_TE, map_TE bool), differentiable in the weights.
 
-        The map tells a routed slot of weight 0 from none. An exchange that takes the weights alone for the map (weight != 0)
+        The map tells a routed slot of weight 0 from none. An exchange that takes weights for the map (weight != 0)
         declares `Limit("zero_weights", (False,), reason, proof="undefined")`.
 
         Raises:

@@ -148,9 +148,7 @@ PROBE = (
     ),
     Feature("tied weights", _microbatches(lambda ranks: any(map(_has_tied_weights, ranks)))),
     Feature("zero weight", _weights(lambda weights, dtype: weights == 0), lambda freedom: freedom.odd_weights),
-    Feature(
-        "negative weight", _weights(lambda weights, dtype: weights < 0), lambda freedom: freedom.odd_weights
-    ),
+    Feature("negative weight", _weights(lambda weights, dtype: weights < 0), lambda freedom: freedom.odd_weights),
     Feature(
         "subnormal weight",
         _weights(lambda weights, dtype: (weights != 0) & (weights.abs() < torch.finfo(weighing_dtype(dtype)).tiny)),

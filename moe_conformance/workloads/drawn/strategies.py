@@ -104,8 +104,11 @@ def _manners(draw_from: st.DrawFn, config: Config, freedom: Freedom) -> _Manner:
     named = max(draw_from(st.integers(1, E)), -(-K // _MOST_NAMED) if repeats else K)
     most = MOST_HELD * freedom.layout.ep
     order = draw_from(st.permutations(range(most)))
-    styles: tuple[Weights, ...] = ("plain", "tied")
-    styles += ("odd",) * freedom.odd_weights + ("tiny",) * freedom.subnormal_in(config.dtype)
+    styles: list[Weights] = ["plain", "tied"]
+    if freedom.odd_weights:
+        styles.append("odd")
+    if freedom.subnormal_in(config.dtype):
+        styles.append("tiny")
     return _Manner(
         places=st.lists(st.integers(0, most - 1), min_size=MOST_SLOTS, max_size=MOST_SLOTS),
         pool=tuple(expert for expert in order if expert < E)[:named],

@@ -247,7 +247,8 @@ def _weights(workload: Workload) -> list[Tensor]:
     handed = [value for call in workload.calls for given in call.given for value in given.values()]
     routings = [value for value in handed if isinstance(value, Routing)]
     batches = [batch for microbatch in workload.batches for batch in microbatch]
-    return [each.weights_TK[each.ids_TK >= 0] for each in (*batches, *routings) if each.ids_TK.numel()]
+    pairs = [(each.ids_TK, each.weights_TK) for each in batches] + [(each.ids_TK, each.weights_TK) for each in routings]
+    return [weights_TK[ids_TK >= 0] for ids_TK, weights_TK in pairs if ids_TK.numel()]
 
 
 def _is_wrong_use(workload: Workload) -> bool:
