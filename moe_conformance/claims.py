@@ -31,8 +31,9 @@ class Claims:
     # each token and destination rank; all: every token to every rank; copies: the adapter first gathered the tokens
     # over tp, since the library expects the same tokens on all tp ranks, and that traffic is not counted; capacity: C
     # rows from every rank to every expert, filled or not, C being the largest capacity of any rank of the group, or the
-    # largest load of an expert on any rank where no capacity is configured.
-    wire: Literal["pairs", "tokens", "all", "copies", "capacity"] = "pairs"
+    # largest load of an expert on any rank where no capacity is configured; capacity_all: the same C rows for every
+    # expert, gathered on all ranks of the group.
+    wire: Literal["pairs", "tokens", "all", "copies", "capacity", "capacity_all"] = "pairs"
     # With "all" (COST-06). slots: ids and weights (T, K) are sent; maps: a boolean map (T, E) and a map of weights
     # (T, E), at most float32.
     routing: Literal["slots", "maps"] = "slots"

@@ -76,7 +76,8 @@ class Probe:
             if delivery.weights_RJ is not None:
                 answer_RD = (answer_RD * delivery.weights_RJ[:, j : j + 1]).to(rows_RD.dtype)
             out_RD = out_RD + torch.where(held_R1, answer_RD, 0)
-        out_RD = torch.where(padding_of(delivery)[:, None], tags.PADDING_ANSWER, out_RD)
+        padding = tags.padding_answer(rows_RD.dtype, self._hidden)
+        out_RD = torch.where(padding_of(delivery)[:, None], padding, out_RD)
         if out_RD.requires_grad:
             # No function of ours: nobody may write into what one returns, and combine may write into answers.
             out_RD.register_hook(lambda grad_RD: call.out_grads.append(grad_RD.detach().cpu().clone()))

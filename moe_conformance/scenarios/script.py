@@ -256,6 +256,8 @@ def _by_field(returned: Any) -> dict[str, Any]:
     """Return the data in what a call returned, by name; what is no data is left out."""
     names = _names(returned)
     named = {"": returned} if names is None else {name: getattr(returned, name) for name in names}
+    if hasattr(returned, "local_experts"):  # a surface that was built
+        named = {"local_experts": tuple(returned.local_experts)}
     data = {name: _data(value) for name, value in named.items()}
     return {name: value for name, value in data.items() if value is not _OPAQUE}
 

@@ -62,11 +62,11 @@ class GatheredMoE:
     """Runs the experts of this rank on all tokens of the group that chose them."""
 
     def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
-        if num_experts < 1 or num_experts % group.size():
-            raise ValueError(f"{num_experts} experts cannot be split among {group.size()} ranks")
-        per_rank = num_experts // group.size()
+        if num_experts < 1:
+            raise ValueError(f"there must be an expert, not {num_experts}")
+        first, end = (rank * num_experts // group.size() for rank in (group.rank(), group.rank() + 1))
         self.group = group
-        self.expert_ids = range(group.rank() * per_rank, (group.rank() + 1) * per_rank)
+        self.expert_ids = range(first, end)  # one more on some ranks, where the number does not divide
 
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]

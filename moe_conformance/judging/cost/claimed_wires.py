@@ -18,8 +18,11 @@ def all_tokens(reading: Reading, m: int) -> int:
     return int(cost.all_gather_rows(sizes, groups).sum())
 
 
-def all_places(reading: Reading, m: int) -> int:
-    """Count the rows where every rank sends as many to every expert as the rank with the largest capacity."""
+def all_places(reading: Reading, m: int, *, to_all: bool) -> int:
+    """Count the rows where every rank sends as many for every expert as the rank with the largest capacity.
+
+    To the rank that holds the expert, or `to_all` other ranks of its group.
+    """
     workload = reading.outcome.workload
     config, groups, places = workload.config, workload.layout.groups()["ep_etp"], [0] * len(reading.ranks)
     for group in groups:
@@ -31,4 +34,6 @@ def all_places(reading: Reading, m: int) -> int:
                 most = max(most, DropRule.of(reading.claims).capacities(config, len(ids_TK))[-1])
         for rank in group:
             places[rank] = most
+    if to_all:
+        return int(cost.all_gather_rows([most * config.experts for most in places], groups).sum())
     return int(cost.place_rows(places, groups, [len(rank.local_experts) for rank in reading.ranks]).sum())

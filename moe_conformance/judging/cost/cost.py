@@ -95,8 +95,10 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
             least = f"{times:.3g} times the smallest number"
             to_all = half.rows == half.times * all_tokens(reading, half.m)
             design = "; a backend that sends all tokens to all ranks by design claims wire = 'all'" if to_all else ""
-            if half.rows == half.times * all_places(reading, half.m):
-                design = "; a backend that sends every rank's capacity to every expert claims wire = 'capacity'"
+            for wire in ("capacity", "capacity_all"):
+                if half.rows == half.times * all_places(reading, half.m, to_all=wire == "capacity_all"):
+                    to = "all ranks" if wire == "capacity_all" else "every expert"
+                    design = f"; a backend that sends every rank's capacity to {to} claims wire = '{wire}'"
             found.append(f"{half.name} moves {half.rows:g} rows, {least}; allowed: {allowed}{design}")
         else:
             tally.add(pairs=len(reading.ranks), worst=half.rows / allowed if allowed else 0.0)
@@ -312,7 +314,9 @@ def needed_rows(reading: Reading, m: int) -> int:
         return pair_rows(reading, m)
     if wire == "tokens":
         return smallest_rows(reading, m)
-    return all_places(reading, m) if wire == "capacity" else all_tokens(reading, m)
+    if wire in ("capacity", "capacity_all"):
+        return all_places(reading, m, to_all=wire == "capacity_all")
+    return all_tokens(reading, m)
 
 
 def _gathers_maps(reading: Reading) -> bool:

@@ -160,7 +160,7 @@ def judge_nobody_asked(reading: Reading, tally: Tally) -> None:
 
     An exchange that delivers a fixed number of rows on every rank of a group, or that pads although this is not
     configured, has to agree upon a number: it may make one such call, before the rows are sent. So may one that sends
-    as many rows as the capacity of any rank (`Claims.wire`, verified by COST-03): this number is no token count. A call
+    as many rows as the capacity of any rank (`Claims.wire`, verified by COST-04): this number is no token count. A call
     after the rows (did all fit?) is for another purpose.
 
     Raises:
@@ -170,7 +170,7 @@ def judge_nobody_asked(reading: Reading, tally: Tally) -> None:
     found, static = [], reading.claims.handed == "static"
     if static:
         _judge_static(reading)
-    free = 1 if static or reading.claims.wire == "capacity" or _pads_unasked(reading) else 0
+    free = 1 if static or reading.claims.wire.startswith("capacity") or _pads_unasked(reading) else 0
     only_capacity = not free
     for rank in reading.ranks:
         for phase, calls in dispatches(rank):
@@ -341,14 +341,16 @@ def _questions(reading: Reading, calls: Sequence[Entry], *, behind: bool = False
 
     A reduction may be a sum: of W numbers, each of which one rank alone knows. One to a single rank, followed by a
     broadcast, counts too. An exchange that gathers all tokens on all ranks gathers once how many of them there are,
-    before they are sent, and so may an adapter that does.
+    before they are sent, and so may an adapter that does. One that gathers buffers of capacity may gather each of their
+    sizes: of their dimensions the number of tokens is none.
     """
     free = not behind and reading.claims.wire not in ("pairs", "tokens")
+    sizes = reading.claims.wire == "capacity_all"
     hidden = reading.outcome.workload.config.hidden
     for entry in calls:
         reduced = entry.op.startswith(("all_reduce", "reduce")) and not entry.op.startswith("reduce_scatter")
         gathered = entry.op.startswith("all_gather") and _single(entry)
-        if gathered and free:
+        if gathered and (free or sizes):
             free = False
         elif gathered or (reduced and not carries_rows(entry, hidden)) or (entry.op in _TELLING and _single(entry)):
             yield entry

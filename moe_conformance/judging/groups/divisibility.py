@@ -1,12 +1,15 @@
-"""Sizes that a layout does not divide are refused when the module is built, with an error that names both numbers."""
+"""Sizes that a layout does not divide are refused when the module is built, with an error that names both numbers.
+
+Experts that ep does not divide may be placed all the same, each on one rank of its group.
+"""
 
 from __future__ import annotations
 
 import re
 
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.findings import Finding, fail, some
 from moe_conformance.judging.observed.script import answers, judge_refused
-from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm
+from moe_conformance.judging.verdict import NotOffered, Tally, Unrefused, WrongForm
 from moe_conformance.reference.groups.rules import indivisible
 from moe_conformance.scenarios.outcome import Outcome
 
@@ -15,14 +18,16 @@ def judge_indivisible(outcome: Outcome, tally: Tally) -> None:
     """Decide whether every rank refuses to build what is not divisible, and its error names both numbers.
 
     For E = 0 the error needs to name only that number. What the adapter refuses proves nothing about the library.
+    Experts that ep does not divide may be built on every rank, if the ranks of every ep group hold each of them once.
 
     Raises:
-        Unrefused, Hung: some ranks built it.
+        Unrefused, Hung: some ranks built it, or all did, and an expert is on no rank or on several.
         WrongForm: the error lacks one of the numbers.
         NotOffered: the adapter refused everything.
     """
     layout = outcome.workload.layout
     findings: list[Finding] = []
+    placed: set[int] = set()  # numbers of experts
     calls = range(len(outcome.workload.calls))
     by_adapter = [all(answer.error_by == "adapter" for answer in answers(outcome, call)) for call in calls]
     if all(by_adapter):
@@ -33,6 +38,11 @@ def judge_indivisible(outcome: Outcome, tally: Tally) -> None:
         config = call.given[0]["config"]
         reason = indivisible(config.experts, config.ffn, layout.ep, layout.etp)
         assert reason is not None, config  # the corpus asks for nothing else
+        if config.experts % layout.ep and _all_placed(outcome, number, reason, tally):
+            placed.add(config.experts)
+            continue
+        if config.experts in placed and not any(answer.raised for answer in answers(outcome, number)):
+            continue  # parameters of experts that the exchange has placed
         for rank, said in enumerate(
             judge_refused(outcome, number, tally, stage="run", asked=f"a configuration with {reason}")
         ):
@@ -43,3 +53,26 @@ def judge_indivisible(outcome: Outcome, tally: Tally) -> None:
                 findings.append(Finding("words", sentence, (rank,)))
     if findings:
         fail(WrongForm, "run", findings)
+
+
+def _all_placed(outcome: Outcome, call: int, reason: str, tally: Tally) -> bool:
+    """Return whether every rank built a surface that places all experts; False where some refused, or it places none.
+
+    Raises:
+        Unrefused: it places them, and an expert is not on exactly one rank of an ep group.
+    """
+    asked, found = outcome.workload.calls[call], answers(outcome, call)
+    if any(answer.raised or "local_experts" not in answer.values for answer in found):
+        return False
+    held = [answer.values["local_experts"] for answer in found]
+    for group in outcome.workload.layout.groups()["ep"]:
+        together = [expert for rank in group for expert in held[rank]]
+        for expert in range(asked.given[0]["config"].experts):
+            if together.count(expert) != 1:
+                on = some([f"rank {rank}" for rank in group if expert in held[rank]]) or "no rank"
+                told = f"{asked.method} accepted a configuration with {reason}, and expert {expert} is on {on}"
+                expected = "expected: an error on every rank, or every expert on one"
+                raise Unrefused("run", f"{told}; {expected}", ranks=tuple(group))
+    for rank in range(len(found)):
+        tally.add(pairs=1, rank=rank)
+    return True

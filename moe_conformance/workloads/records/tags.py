@@ -11,6 +11,7 @@ the parts of at most four etp shards (2 bits); gains are powers of two.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 RANK_BITS, MICROBATCH_BITS, TOKEN_BITS, CHECK_BITS = 9, 3, 10, 10
 WORD_BITS = RANK_BITS + MICROBATCH_BITS + TOKEN_BITS + CHECK_BITS
-PADDING_ANSWER = 2.0**14  # finite in fp16 too; larger than anything that a probe run can yield
+PADDING_ANSWER = 2.0**14  # larger than anything that a probe run can yield
 
 _PARTS = {1: (1.0,), 2: (2.0, -1.0), 4: (2.0, -2.0, 2.0, -1.0), 8: (1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 2.0, -1.0)}
 
@@ -133,3 +134,17 @@ def part(index: int, of: int) -> float:
     if of not in _PARTS:
         raise ValueError(f"the probe has parts for {sorted(_PARTS)} etp shards, not for {of}")
     return _PARTS[of][index]
+
+
+def padding_answer(dtype: torch.dtype, hidden: int) -> float:
+    """Return what the probe answers for rows of padding, of D columns.
+
+    In float16 so much that its product with an upstream gradient, below 2, is finite too: a combine by products with
+    one-hot tensors multiplies both, in its backward, before a 0 takes the padding out.
+
+    >>> padding_answer(torch.float32, 34), padding_answer(torch.float16, 34)
+    (16384.0, 512.0)
+    """
+    if dtype != torch.float16:
+        return PADDING_ANSWER
+    return min(PADDING_ANSWER, 2.0 ** math.floor(math.log2(torch.finfo(dtype).max / (2 * hidden))))
