@@ -382,7 +382,8 @@ class Limit:
     than `padding.bound`, or `token_copies` that differ) is not covered by it. `uneven_tokens` does not cover
     `Config.padding.packed`: an exchange that needs equal T has to refuse that while it is built.
 
-    `proof="refused"`: outside of it the library raises; the suite tries it and checks that it raises.
+    `proof="refused"`: outside of it the library raises on every rank, while it is built or in the step; the suite tries
+    it and checks that.
     `proof="undefined"`: outside of it the library may hang or corrupt the device; not run, reported as unproved.
     """
 

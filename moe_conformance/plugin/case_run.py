@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from moe_conformance.contract import Limit
+from moe_conformance.judging.findings import some
 from moe_conformance.judging.verdict import Mismatch
 from moe_conformance.plan import Case, Cell, too_large
 from moe_conformance.plugin import repeating
@@ -186,12 +187,16 @@ def _examine(trial: Trial, case: Case) -> None:
     if refusal := refusal_of(trial.outcome):
         trial.skip(*refusal)
     limit = limit_of(case)
-    if limit is not None and case.workload.run != ON_SESSION:  # there refusals are answers
-        raise Mismatch(
-            "run",
-            f'the backend declares a limit on {limit.on} with proof="refused" ({limit.reason}), but the library raised '
-            "nothing",
-        )
+    if limit is None or case.workload.run == ON_SESSION:  # there refusals are answers
+        return
+    ranks = trial.outcome.ranks
+    if all(rank.status == "raised" and not rank.secondary for rank in ranks):
+        trial.skip("refused", f"refused by the library in {ranks[0].reached}: {ranks[0].error}")
+    declared = f'the backend declares a limit on {limit.on} with proof="refused" ({limit.reason})'
+    if all(rank.status == "ok" for rank in ranks):
+        raise Mismatch("run", f"{declared}, but the library raised nothing")
+    others = some([f"rank {rank.rank}" for rank in ranks if rank.status != "raised" or rank.secondary])
+    raise Mismatch("run", f'{declared}, but {others} did not raise by itself; then it is proof="undefined"')
 
 
 def _python_traceback(check: Check, call: pytest.CallInfo[None]) -> str:

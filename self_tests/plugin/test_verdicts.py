@@ -41,6 +41,7 @@ VERDICTS = {
     "unadapted": ("not adapted", "not adapted"),
     "limited": ("limit", "limit"),
     "proves": ("refused", "refused"),
+    "proves_late": ("refused", "refused"),
     "boasts": ("fail", "fail"),
 }
 
@@ -159,6 +160,11 @@ class TestRecord:
         """A backend that declares a proved limit must have its library refuse."""
         assert "but the library raised nothing" in record(report, "test_outputs[boasts-ep2-even]").message
 
+    def test_a_step_may_refuse_what_a_limit_says(self, report):
+        """A library that raises on every rank while it runs has proved the limit, as one that refuses to be built."""
+        told = record(report, "test_outputs[proves_late-ep2-even]").message
+        assert told.startswith("refused by the library in forward:0: ")
+
     def test_the_run_is_described(self, report):
         """The report says what was judged, where and how."""
         assert (TOY, "cpu", 2, "quick", 1) == tuple(
@@ -207,9 +213,9 @@ class TestTerminal:
         assert ["EXCH-09", "✗2", "✗3", "-", "-", "-", "-"] == row
 
     def test_cases_are_counted_once(self, judged, report):
-        """A case is one run on ranks, however many checks read it: eight variants run on two layouts."""
-        assert 16 == report["cases"]
-        assert "16 cases in" in judged.output
+        """A case is one run on ranks, however many checks read it: nine variants run on two layouts."""
+        assert 18 == report["cases"]
+        assert "18 cases in" in judged.output
 
     def test_a_waiver_is_proposed_where_it_is_asked_for(self, judged, folder):
         """The proposal leaves to a person what only a person can say, and is not written anywhere."""

@@ -35,6 +35,14 @@ class Raising(AllToAllExchange):
         return super().dispatch(x, routing)
 
 
+class Refusing(AllToAllExchange):
+    """Raises on every rank."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        """Raise for the dtype."""
+        raise TypeError(f"the toy does not take {x.dtype}")
+
+
 class Waiting(AllToAllExchange):
     """Waits on one rank for the others, which do not come."""
 
@@ -64,7 +72,14 @@ class Unlucky(AllToAllExchange):
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
 
-EXCHANGES = {"wrong": Doubled, "raises": Raising, "waits": Waiting, "moody": Moody, "unlucky": Unlucky}
+EXCHANGES = {
+    "wrong": Doubled,
+    "raises": Raising,
+    "proves_late": Refusing,
+    "waits": Waiting,
+    "moody": Moody,
+    "unlucky": Unlucky,
+}
 REFUSALS = {"refuses": "library", "proves": "library", "unadapted": "adapter"}
 UNPROVED = Limit("dtype", (torch.float64,), "float64 only, or the device hangs", proof="undefined")
 PROVED = Limit("dtype", (torch.float64,), "float64 only", proof="refused")
@@ -92,13 +107,17 @@ class Toy(Native):
     """The backend of this project."""
 
     name = "toy"
-    variants = ("right", "wrong", "raises", "waits", "refuses", "unadapted", "limited", "proves", "boasts")
+    variants = (
+        *("right", "wrong", "raises", "waits", "refuses", "unadapted"),
+        *("limited", "proves", "proves_late", "boasts"),
+    )
     session_class = ToySession
     library_modules = (__name__,)
 
     def limits(self, variant: str) -> Sequence[Limit]:
         """Return what the variants declare; one of them boasts."""
-        return {"limited": (UNPROVED,), "proves": (PROVED,), "boasts": (PROVED,)}.get(variant, ())
+        proved = dict.fromkeys(("proves", "proves_late", "boasts"), (PROVED,))
+        return {"limited": (UNPROVED,), **proved}.get(variant, ())
 
 
 class RightToy(Toy):
