@@ -36,6 +36,7 @@ Place = tuple[str, str, str]  # variant, layout, workload
 Demand = tuple[object, ...]
 
 _PLAINEST = "even"
+_PLAINEST_LAYERS = ("layer-even", "layer-normalised-even")  # all that a library's own gate may allow of a layer
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ def demands(plan: Plan) -> dict[Place, set[Demand]]:
     of ranks. Of every chapter, which is the module of a check, some check reads a case with every variant on every
     layout. Every check meets every trait that it could meet; so does every variant on every layout, with every run.
     The plainest workload runs everywhere, where variants are sampled on one layout: what is seen there is the easiest
-    to understand.
+    to understand. The plainest layers run on every layout with native's first variant, and so do those of backends
+    without a selection: their reductions of gradients are seen then on each layout that they take.
     """
     found: dict[Place, set[Demand]] = {}
     for case in open_cases(plan):
@@ -138,6 +140,8 @@ def demands(plan: Plan) -> dict[Place, set[Demand]]:
                 found[place].add(("one rank", check, within))
         if name == _PLAINEST:
             found[place].add(("plainest", variant, _layout(plan, case.cell)))
+        if name in _PLAINEST_LAYERS and plan.backend.name == GENERAL and variant == plan.backend.variants[0]:
+            found[place].add(("plainest layer", name, case.cell.layout.name))
         for trait in traits(case.workload):
             found[place].add(("trait", case.workload.run, variant, _layout(plan, case.cell), trait, within))
     return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -49,14 +50,14 @@ class _Method(nn.Module):
 
 
 def call_through(through: Through, method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Make a call whose arguments are tensors, by name in the order of the method's own.
+    """Make a call, by name in the order of the method's own; by place if its parameters have other names.
 
     On tensors without data (fake, meta) the result has none. An export and a compilation as one graph may fail: what
     they raise is raised.
     """
     given = tuple(arguments.values())
     if through == "":
-        return method(**arguments)
+        return method(**arguments) if _has_parameters(method, arguments) else method(*given)
     if through == "meta":
         return method(*(each.to("meta") for each in given))
     if through == "fake":
@@ -69,6 +70,17 @@ def call_through(through: Through, method: Callable[..., Any], arguments: Mappin
         return program.module()(*given)
     compiled = torch.compile(_Method(method), fullgraph=True, backend="aot_eager")
     return compiled(*given)
+
+
+def _has_parameters(method: Callable[..., Any], names: Iterable[str]) -> bool:
+    """Whether a method can be called with arguments of these names, or does not tell."""
+    try:
+        inspect.signature(method).bind(**dict.fromkeys(names))
+    except TypeError:
+        return False
+    except ValueError:  # it is not written in Python
+        return True
+    return True
 
 
 def form_of(returned: Any, through: Through, device: torch.device) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from moe_conformance.contract import Config
 from moe_conformance.reference.capacity import limits
 from moe_conformance.reference.routing import routes
 from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus.chapter import EP2, EP2_ETP2, SINGLE, TP2_EP2, Chapter
+from moe_conformance.workloads.corpus.chapter import EP2, EP2_EDP2, EP2_ETP2, SINGLE, TP2_EP2, Chapter
 from moe_conformance.workloads.corpus.recipes import EVEN, ONE_WITHOUT, SIX_IN_FLIGHT, UNEVEN
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.covering import pairwise
@@ -72,6 +72,7 @@ _FLOAT16 = {"dtype": torch.float16}
 
 _LAYERS = (
     LayerRecipe("layer-even"),
+    LayerRecipe("layer-normalised-even", _NORMAL),  # as of Mixtral, Qwen3-MoE and GShard
     LayerRecipe("layer-uneven", tokens=UNEVEN, profile="full"),
     LayerRecipe("layer-sigmoid-scaled-even", _SCALED, profile="full"),
     LayerRecipe("layer-rank-without-tokens", tokens=ONE_WITHOUT, profile="full"),
@@ -167,17 +168,21 @@ def _crossed() -> tuple[LayerRecipe, ...]:
     return tuple(found)
 
 
+# Of these a layer is judged whose own gate allows little else, also with replicas of its experts (edp > 1).
+PLAIN = ("layer-even", "layer-normalised-even")
 LAYERS = (*_LAYERS, *in_float16(_LAYERS), *_crossed())
 
 _TIGHT_BARE = {"capacity.factor": 0.5, "capacity.drop_policy": "position"}
 _TIGHT = {"shared.ffn": (24,), **_TIGHT_BARE}
 
+_GSHARD = {"capacity.factor": 1.0, "capacity.drop_policy": "position", "routing.normalise": True}
 _ALONE = {"capacity.factor": 0.5}  # without shared experts, which not every layer has
 
 # Their tokens lose slots, so that they are no `LAYERS`: see `dropping_layers.py`.
 DROPPING = (
     LayerRecipe("layer-dropped-even", _ALONE, tokens=(22,)),  # 22 K / 2 E is no whole number for 8 experts
     LayerRecipe("layer-dropped-normalised-even", {**_ALONE, "routing.normalise": True}, tokens=(22,)),
+    LayerRecipe("layer-dropped-gshard-even", _GSHARD, tokens=(24,)),
     LayerRecipe("layer-dropped-position-even", {**_ALONE, "capacity.drop_policy": "position"}, tokens=(22,)),
     LayerRecipe("dropping-half-even", _TIGHT, tokens=(24,)),
     LayerRecipe("dropping-half-inference-even", _TIGHT, tokens=(24,), schedule="N0 F1 I2 B1"),
@@ -199,11 +204,17 @@ JITTERED_TOO = LayerRecipe("layer-recomputed-jitter-even", {"jitter": 0.5}, sche
 def layers(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the layer workloads of a variant on a layout."""
     for recipe in LAYERS:
-        if profile == "quick" and recipe.profile == "full":
+        if recipe.name in PLAIN or (profile == "quick" and recipe.profile == "full"):
             continue
         if layout.world > USUAL_RANKS or (recipe.asynchrony != "plain" and layout.world == 1):
             continue
         yield layer_workload(recipe, variant, layout)
+
+
+def plain(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield the layers that have nothing but a router, the exchange and experts."""
+    if layout.world <= USUAL_RANKS:
+        yield from (layer_workload(recipe, variant, layout) for recipe in LAYERS if recipe.name in PLAIN)
 
 
 def repeated(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
@@ -367,10 +378,11 @@ def drop_margin(x_TD: Tensor, config: Config, parameters: dict[ParameterKey, Ten
 CHAPTERS = (
     Chapter(
         (LayerStep(),),
-        tuple(recipe.name for recipe in LAYERS),
+        tuple(recipe.name for recipe in LAYERS if recipe.name not in PLAIN),
         layers,
         "every",
         (SINGLE, EP2, EP2_ETP2, TP2_EP2),
     ),
+    Chapter((LayerStep(),), PLAIN, plain, "every", (SINGLE, EP2, EP2_ETP2, EP2_EDP2, TP2_EP2)),
     Chapter((LayerStep(),), (REPEATED.name,), repeated, quick=(EP2,)),
 )

@@ -248,7 +248,8 @@ def _weights(workload: Workload) -> list[Tensor]:
     routings = [value for value in handed if isinstance(value, Routing)]
     batches = [batch for microbatch in workload.batches for batch in microbatch]
     pairs = [(each.ids_TK, each.weights_TK) for each in batches] + [(each.ids_TK, each.weights_TK) for each in routings]
-    return [weights_TK[ids_TK >= 0] for ids_TK, weights_TK in pairs if ids_TK.numel()]
+    fitting = [(ids_TK, weights_TK) for ids_TK, weights_TK in pairs if ids_TK.shape == weights_TK.shape]  # wrong use
+    return [weights_TK[ids_TK >= 0] for ids_TK, weights_TK in fitting]
 
 
 def _is_wrong_use(workload: Workload) -> bool:

@@ -47,6 +47,10 @@ CAPACITIES = (
     CapacityRecipe("capacity-tight-position", {"capacity.factor": 0.5, "top_k": 3, **_BY_PLACE}),
     CapacityRecipe("capacity-mean", {"capacity.factor": 1.0, **_SOFT}),
     CapacityRecipe("capacity-mean-position", {"capacity.factor": 1.0, **_BY_PLACE}, tokens=(40, 24, 33, 29)),
+    CapacityRecipe(
+        "capacity-gshard", {"capacity.factor": 1.0, "routing.normalise": True, **_BY_PLACE}, tokens=(40, 24, 32, 16)
+    ),
+    CapacityRecipe("capacity-switch", {"capacity.factor": 1.0, "top_k": 1, **_BY_PLACE}, tokens=(40, 24, 32, 16)),
     CapacityRecipe("capacity-fraction", {"capacity.factor": 1.3, "experts": 6, "top_k": 3, "hidden": 40}),
     CapacityRecipe("capacity-normalised", {"capacity.factor": 0.75, "routing.normalise": True, "top_k": 3}),
     CapacityRecipe("capacity-biased", {"capacity.factor": 1.0, **_BIASED}),
