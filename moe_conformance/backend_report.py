@@ -53,6 +53,7 @@ def lines(found: dict[Layout, Sequence[Offer]]) -> Iterator[str]:
     nowhere: dict[str, list[str]] = defaultdict(list)
     for surface, by_layout in by_surface.items():
         where = [layout.name for layout, offer in by_layout.items() if offer.how == "offered"]
+        gates = dict.fromkeys(offer.gate for offer in by_layout.values() if offer.gate)
         reasons: dict[str, list[str]] = defaultdict(list)
         for layout, offer in by_layout.items():
             if offer.how != "offered":
@@ -60,7 +61,7 @@ def lines(found: dict[Layout, Sequence[Offer]]) -> Iterator[str]:
         if not where:
             nowhere["; ".join(reasons)].append(surface)
             continue
-        yield f"{surface}: {', '.join(where)}"
+        yield f"{surface}: {', '.join(where)}" + "".join(f" (with {gate}, not without)" for gate in gates)
         for reason, names in reasons.items():
             yield f"  not on {', '.join(names)}: {reason}"
         if surface in WITH_OPTIONS:

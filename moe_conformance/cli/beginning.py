@@ -93,19 +93,23 @@ def _worlds(ranks: str) -> list[int]:
     return sorted(set(worlds))
 
 
+_LIBRARIES = {"exchange": "my_library.py", "layer": "my_layer_library.py", "router": "my_router_library.py"}
+
+
 @main.command(name="new")
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @click.option("--layer", "kind", flag_value="layer", help="of a whole layer: router, exchange and experts in one")
 @click.option("--router", "kind", flag_value="router", help="of a router")
 def new_(file: Path, kind: str | None) -> None:
-    """Write an adapter of an exchange (or --layer, --router) into FILE, and my_library.py, which it adapts, beside it.
+    """Write an adapter of an exchange (or --layer, --router) into FILE, and beside it the small library that it adapts.
 
     It passes as it is: replace the library by yours, a part at a time.
     """
     from importlib.resources import files
 
-    written = {file: "my_adapter.py", file.with_name("my_library.py"): "my_library.py"}
-    if file.suffix != ".py" or not file.stem.isidentifier() or file.name == "my_library.py":
+    library = _LIBRARIES[kind or "exchange"]
+    written = {file: "my_adapter.py", file.with_name(library): library}
+    if file.suffix != ".py" or not file.stem.isidentifier() or file.name == library:
         raise CannotRun(f"{file} cannot be imported as a module of its own; give a name such as my_adapter.py")
     if there := [str(path) for path in written if path.exists()]:
         raise CannotRun(f"{', '.join(there)} exists; give another folder or name")

@@ -162,6 +162,7 @@ class _Nursery:
         self._channel = channel
         self._driver = driver
         self._children: dict[int, Printout] = {}
+        self._warned: set[bytes] = set()  # warnings that ranks have printed
         self._wake, self._waker = socket.socketpair()
         self._wake.setblocking(False)
         self._waker.setblocking(False)
@@ -207,7 +208,7 @@ class _Nursery:
         _, descriptors, _, _ = socket.recv_fds(self._channel.socket, 1, 3)
         nursery = os.getpid()
         try:
-            printout = Printout()
+            printout = Printout(self._warned)
         except OSError as error:
             return Forked(0, one_line(error))
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import sys
 import time
@@ -14,19 +15,25 @@ _PASSED_ON_BYTES = 1 << 16  # of one rank, in its whole life
 _AT_ONCE = 1 << 12  # what a pipe that is writable at all takes without blocking
 
 
+_WARNING = re.compile(rb"^[^\s:][^\n:]*:\d+: \w*Warning: [^\n]*\n(?:  [^\n]*\n)?", re.MULTILINE)
+
+
 class Printout:
     """The latest output of one rank, in the process that forks it, which passes on the first of it to its own.
+
+    A warning of Python's that another rank has printed before, now or in an earlier run, is not passed on again.
 
     Raises:
         OSError: on construction, if there are no descriptors left.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, warned: set[bytes]) -> None:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
         self._pieces: deque[tuple[float, bytes]] = deque()  # when it was read, and what
         self._size = 0
         self._passed_on = 0
+        self._warned = warned  # of all ranks
         self.watched = False  # by the nursery's selector
 
     def fileno(self) -> int:
@@ -82,9 +89,17 @@ class Printout:
         """Writes to our own standard output, unless that is much or its reader is slow: nothing may block here."""
         if self._passed_on >= _PASSED_ON_BYTES:
             return
+        piece = _WARNING.sub(self._once, piece)
         self._passed_on += len(piece)
         if self._passed_on >= _PASSED_ON_BYTES:
             piece += b"\n(this rank prints much; what follows is not shown)\n"
         with contextlib.suppress(OSError):  # nobody reads it any more
             if select.select([], [1], [], 0)[1]:
                 os.write(1, piece)
+
+    def _once(self, warning: re.Match[bytes]) -> bytes:
+        """Return a warning that is new, and nothing in place of one that is known."""
+        if warning[0] in self._warned:
+            return b""
+        self._warned.add(warning[0])
+        return warning[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -45,6 +45,19 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "receive_buffer.factor": {"receive_buffer.factor": 8.0},
 }
 
+# A library's own gate may be one of these alone; a router or a layer is tried with each, the plain config first.
+_GSHARD = {"capacity.factor": 1.0, "capacity.drop_policy": "position"}
+GATES: Mapping[str, Mapping[str, Any]] = {
+    "": {},
+    "routing.normalise": {"routing.normalise": True},
+    "routing.score = softmax_topk": {"routing.score": "softmax_topk"},
+    "routing.score = sigmoid": {"routing.score": "sigmoid"},
+    "routing.score = sigmoid, normalise": {"routing.score": "sigmoid", "routing.normalise": True},
+    "top_k = 1": {"top_k": 1},
+    "capacity.factor = 1, drop_policy = position, normalise": {**_GSHARD, "routing.normalise": True},
+    "capacity.factor = 1, drop_policy = position, top_k = 1": {**_GSHARD, "top_k": 1},
+}
+
 How = Literal["offered", "refused", "not adapted", "failed"]
 
 
@@ -59,12 +72,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Offer:
-    """How the building of a surface ended on one rank; `option` is "" with a plain config."""
+    """How the building of a surface ended on one rank; `option` is "" where no option is changed."""
 
     surface: str
     option: str
     how: How
     reason: str = ""
+    gate: str = ""  # of `GATES`, with which it was built
 
 
 def names() -> tuple[str, ...]:
@@ -85,12 +99,22 @@ def run(context: RankContext, asked: Asked) -> tuple[Offer, ...]:
     plain = Config(variant=asked.variant)
     found = []
     for surface in names():
-        offer = _try(session, surface, "", plain, asked)
+        offer, config = _first(session, surface, plain, asked)
         found.append(offer)
         if offer.how == "offered" and surface in WITH_OPTIONS:
-            tried = ((option, plain.changed(values)) for option, values in OPTIONS.items())
-            found += [_try(session, surface, option, config, asked) for option, config in tried]
+            tried = ((option, config.changed(values)) for option, values in OPTIONS.items())
+            found += [_try(session, surface, option, changed, asked) for option, changed in tried]
     return tuple(found)
+
+
+def _first(session: Any, surface: str, plain: Config, asked: Asked) -> tuple[Offer, Config]:
+    """Build a surface with the plain config, or with the first gate that it takes; that of the plain one if none."""
+    first = _try(session, surface, "", plain, asked)
+    for gate, values in GATES.items() if surface in ("router", "layer") and first.how == "not adapted" else ():
+        offer = _try(session, surface, "", plain.changed(values), asked)
+        if offer.how == "offered":
+            return replace(offer, gate=gate), plain.changed(values)
+    return first, plain
 
 
 def _try(session: Any, surface: str, option: str, config: Config, asked: Asked) -> Offer:

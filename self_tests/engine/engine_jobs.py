@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -108,6 +109,14 @@ def reduce_megabytes(context: RankContext, megabytes: int) -> float:
 def say(context: RankContext, payload: str) -> None:
     """Prints, without flushing."""
     print(f"rank {context.rank} says {payload}\n", end="")  # at once, should it be written unbuffered
+
+
+def warn(context: RankContext, payload: str) -> None:
+    """Warns from one line, as a library does in every step, then prints."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn(payload, FutureWarning, stacklevel=1)
+    print(f"rank {context.rank} goes on")
 
 
 def start_a_sleeper(context: RankContext, payload: Any) -> int:

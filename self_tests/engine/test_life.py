@@ -82,6 +82,13 @@ class TestNoOrphans:
         assert (5, []) == (len(pids), survivors(pids))
         assert process.poll() is None
 
+    def test_a_warning_is_shown_once(self, driver):
+        """Not by every rank and in every run."""
+        warn = 'engine.run(Job("self_tests.engine.engine_jobs:warn", "old", 2, {}))'
+        process, _ = driver(f"{warn}\n{warn}\nengine.close()\nprint('closed', flush=True)")
+        output = process.stdout.read()
+        assert (1, 4) == (output.count("FutureWarning: old"), output.count("goes on"))
+
     @pytest.mark.parametrize(
         "ending",
         ["", FORK_AND_EXIT_HARD],

@@ -47,7 +47,8 @@ class TestNew:
         option, least = JUDGED[kind]
         written = run(tmp_path, "new", "our_moe.py", *option)
         assert 0 == written.returncode, written.stdout
-        assert {"our_moe.py", "my_library.py"} == {path.name for path in tmp_path.iterdir()}
+        library = "my_library.py" if kind == "exchange" else f"my_{kind}_library.py"
+        assert {"our_moe.py", library} == {path.name for path in tmp_path.iterdir()}
         assert "moe-conformance run --backend our_moe:Backend --ranks 4" in written.stdout
         done = run(tmp_path, "run", "--backend", "our_moe:Backend", "--ranks", "2", "--report", "report")
         assert 0 == done.returncode, done.stdout
@@ -77,6 +78,12 @@ class TestDoctor:
         assert "limit on wrong_use: only False (one rank raises, the others wait)" in lines
         (lacking,) = [line for line in lines if line.startswith("not in the session: ")]
         assert {"router", "layer", "scatter_add"} <= set(lacking.partition(": ")[2].split(", "))
+
+    def test_a_gate_that_does_not_take_the_default_is_found(self, tmp_path: Path) -> None:
+        """A router that always normalises is offered, and what it takes is told."""
+        (tmp_path / "normal.py").write_text(BROKEN.replace("broken", "normal") + NORMALISES)
+        told = run(tmp_path, "doctor", "--backend", "normal:Normal", "--ranks", "1")
+        assert "router: single (with routing.normalise, not without)" in told.stdout, told.stdout
 
     def test_what_offers_nothing_or_breaks_is_told(self, tmp_path: Path) -> None:
         """An exception that is no refusal is shown as it is; so is a mistaken name, with the right one."""
@@ -109,4 +116,20 @@ class Backend:
 
     def open(self, topology, device):
         return Broken()
+"""
+
+NORMALISES = """
+from moe_conformance.contract import Unsupported
+
+
+class Routers(Session):
+    def router(self, config):
+        if not config.routing.normalise:
+            raise Unsupported("the weights are always normalised")
+        return self
+
+
+class Normal(Backend):
+    def open(self, topology, device):
+        return Routers()
 """

@@ -1,8 +1,8 @@
-"""An adapter for moe-conformance: a whole MoE layer. my_library.py is the example; adapt yours."""
+"""An adapter for moe-conformance: a whole MoE layer. my_layer_library.py is the example; adapt yours."""
 
 from __future__ import annotations
 
-import my_library  # a library that takes seconds to import: inside the methods instead, and named in Backend.preload
+import my_layer_library  # if that takes seconds: inside the methods instead, and named in Backend.preload
 import torch.distributed as dist
 
 from moe_conformance.contract import Named, Unsupported
@@ -13,7 +13,7 @@ class MyLayer:  # what a session builds, on every rank
     def __init__(self, config, topology):
         sizes = config.hidden, config.ffn, config.experts, config.top_k
         normalise = config.routing.normalise
-        self.moe = my_library.MoE(*sizes, normalise=normalise, group=topology.group("ep"), dtype=config.dtype)
+        self.moe = my_layer_library.MoE(*sizes, normalise=normalise, group=topology.group("ep"), dtype=config.dtype)
         self.resolved = {"layer": type(self.moe).__name__}  # for display: what was really built
 
     def __call__(self, x):  # x: (..., D) of this rank
@@ -53,7 +53,7 @@ class Backend:  # moe-conformance run --backend my_adapter:Backend
     name, variants = "mine", ("default",)
 
     def versions(self):  # what the results depend on
-        return {"my-library": my_library.__version__}
+        return {"my-library": my_layer_library.__version__}
 
     def limits(self, variant):  # what must not be tried; see moe_conformance/config.py
         return ()

@@ -1,8 +1,8 @@
-"""An adapter for moe-conformance: a router. my_library.py is the example; adapt yours."""
+"""An adapter for moe-conformance: a router. my_router_library.py is the example; adapt yours."""
 
 from __future__ import annotations
 
-import my_library  # a library that takes seconds to import: inside the methods instead, and named in Backend.preload
+import my_router_library  # if that takes seconds: inside the methods instead, and named in Backend.preload
 import torch.distributed as dist
 
 from moe_conformance.contract import Claims, Named, Routed, Routing, Session, refusals
@@ -14,7 +14,7 @@ class MyRouter:  # what a session builds, on every rank
         sizes = config.hidden, config.experts, config.top_k
         options = {"score": routing.score, "normalise": routing.normalise, "scale": routing.scale}
         with refusals(ValueError, match="no score|of .* experts"):  # what the library itself refuses: proved
-            self.router = my_library.Router(*sizes, **options, dtype=config.dtype)
+            self.router = my_router_library.Router(*sizes, **options, dtype=config.dtype)
         self.experts = config.experts
         self.resolved = {"router": type(self.router).__name__}  # for display: what was really built
         self.claims = Claims(dtype=self.router.wide)  # of logits and scores, where it is not that of x
@@ -50,7 +50,7 @@ class Backend:  # moe-conformance run --backend my_adapter:Backend
     single_rank = True  # there is no exchange, so that no run has to judge expert parallelism
 
     def versions(self):  # what the results depend on
-        return {"my-library": my_library.__version__}
+        return {"my-library": my_router_library.__version__}
 
     def limits(self, variant):  # what must not be tried; see moe_conformance/config.py
         return ()
