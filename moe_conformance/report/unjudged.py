@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from moe_conformance.report.records import Record, Verdict
 
 _NOT_JUDGED: tuple[Verdict, ...] = ("refused", "not adapted", "limit")
-MOST_TOLD = 3  # reasons of one verdict, unless all are asked for
+MOST_TOLD = 2  # reasons of one verdict, unless all are asked for
 _WIDE = 96  # characters of a reason
 
 
