@@ -31,7 +31,7 @@ class TestOrder:
             (0 * RIGHT, [("slot 0 was empty", 0 * RIGHT)], "zero"),
             (2 * RIGHT, [("it was added 2 times", 2 * RIGHT)], "it was added 2 times"),
             (2 * RIGHT, [("it was added 3 times", 3 * RIGHT)], "2.000 x "),
-            (RIGHT.bfloat16() + 2.0**-8, [], "it was computed "),
+            ((RIGHT + 0.01).bfloat16(), [], "it was computed "),
         ],
     )
     def test_the_first_cause_that_fits_is_told(self, value: Tensor, candidates: list[Candidate], words: str) -> None:
@@ -39,6 +39,13 @@ class TestOrder:
         cause = cause_of(value, Target(RIGHT, torch.full_like(RIGHT, 2.0**-22)), candidates, NAMES, torch.float32)
         assert cause is not None
         assert cause.words.startswith(words)
+
+    @pytest.mark.parametrize("off", [1e-5, 1.0])
+    def test_an_error_of_another_size_is_no_narrower_dtype(self, off: float) -> None:
+        """Bounds of the worst case would allow it in bfloat16, which has larger errors, or smaller ones."""
+        wrong = RIGHT + torch.tensor([[off, 0.0], [0.0, 0.0]], dtype=torch.float64)
+        target = Target(RIGHT, torch.full_like(RIGHT, min(off / 10, 2.0**-15)))
+        assert cause_of(wrong, target, [], NAMES, torch.float32) is None
 
     def test_candidates_are_computed_as_they_are_asked_for(self) -> None:
         """What is zero or not finite asks for none."""

@@ -124,15 +124,25 @@ def factor(actual: Tensor, expected: Tensor, allowed: Tensor, names: Mapping[str
     return ratio
 
 
+_UNITS = 32  # by how much the largest error may differ from a unit of the dtype that it is held for
+
+
 def too_narrow(actual: Tensor, target: Target, dtype: torch.dtype) -> str | None:
     """Say so if a result that is wrong in its dtype would be right in a narrower one.
 
-    Errors of float16 and of bfloat16 differ by less than they vary, and cannot be told apart.
+    Bounds are those of the worst case, and far wider than most errors of the narrower dtype. So the largest error must
+    be of its size as well: some units of it, of the largest element. Errors of float16 and of bfloat16 differ by less
+    than they vary, and cannot be told apart.
     """
+    if actual.shape != target.expected.shape or not target.expected.numel():
+        return None
+    error = float((actual.double() - target.expected).abs().max() / target.expected.abs().max())
     half = "bfloat16" if dtype == torch.float16 else "bfloat16 or float16"
     for narrow, name in ((torch.float32, "float32"), (torch.bfloat16, half)):
-        times = bounds.unit_roundoff(narrow) / bounds.unit_roundoff(dtype)
-        if times > 1 and within(actual, target.expected, times * target.allowed):
+        unit = bounds.unit_roundoff(narrow)
+        times = unit / bounds.unit_roundoff(dtype)
+        fits = unit / _UNITS < error < unit * _UNITS
+        if times > 1 and fits and within(actual, target.expected, times * target.allowed):
             return f"computed with the precision of {name} instead of {str(dtype).removeprefix('torch.')}"
     return None
 
