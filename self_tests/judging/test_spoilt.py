@@ -94,6 +94,22 @@ class TestClaimed:
         assert isinstance(error, WrongOutput)
         assert "y of rank 0 token 4 is" in str(error)
 
+    def test_the_claim_is_named_where_it_would_hold(self) -> None:
+        """If all that is wrong is not finite; not beside a finite value that is wrong, and not to who claims it."""
+        hint = "claims non_finite = 'all'"
+        outcome = clean(TOKENS)
+        y_TD = value(outcome, 0, "y")
+        y_TD[3] = torch.nan
+        assert str(caught(judge_other_tokens, edit(outcome, 0, y=y_TD))).endswith(hint)
+        y_TD[4] += 1
+        assert hint not in str(caught(judge_other_tokens, edit(outcome, 0, y=y_TD)))
+        y_TD = value(outcome, 0, "y")
+        y_TD[3] = torch.nan
+        dx_TD = value(outcome, 0, "dx_TD")
+        dx_TD[3] += 1
+        wrong = edit(outcome, 0, y=y_TD, dx_TD=Grad(dx_TD))
+        assert hint not in str(caught(judge_other_tokens, wrong))
+
 
 class TestSpread:
     @pytest.mark.parametrize("name", [TOKENS, UPSTREAM, DROPPED])
