@@ -1,0 +1,106 @@
+"""Contributions of experts that reached other tokens than their own, all of them: rows in another order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.explain.block_view import Sheets, WrongRow
+from moe_conformance.judging.explain.row import block_words
+from moe_conformance.judging.findings import Finding, some
+from moe_conformance.workloads.records import tags
+
+_LARGEST = 64  # contributions of an expert that are looked for; pairs of them are tried
+
+_Key = tuple[float, ...]  # an expert's block of a unit, which several tokens may have
+
+
+@dataclass(frozen=True)
+class _Missing:
+    """The contribution of an expert to a token, whose block is wrong."""
+
+    row: WrongRow
+    key: _Key
+    weight: float
+
+
+def in_another_order(sheets: Sheets) -> list[Finding]:
+    """Tell of every wrong block whose contribution it holds, if each that is missing is at another token.
+
+    With the weight of the token that it belongs to, or of that which holds it. Nothing is told where rows were not
+    delivered as they were sent, and unless all that is missing is found.
+    """
+    matching = sheets.reading.matching
+    if matching.lost or matching.extra or matching.corrupt:
+        return []
+    blocks: dict[tuple[int, int], list[WrongRow]] = {}
+    for row in sheets.wrong_rows():
+        for expert in row.experts:
+            blocks.setdefault((row.microbatch, expert), []).append(row)
+    found: list[Finding] = []
+    for (_, expert), wrong in blocks.items():
+        missing = list(_missing(sheets, expert, wrong))
+        if len(missing) > _LARGEST:
+            return []
+        held = {row: _held(sheets, row, expert, missing) for row in wrong}
+        if None in held.values() or Counter(each.key for each in missing) != Counter(_keys(held)):
+            return []
+        found += [_told(sheets, row, expert, keys, missing) for row, keys in held.items() if keys]
+    return found
+
+
+def _keys(held: Mapping[WrongRow, Sequence[_Key] | None]) -> Iterator[_Key]:
+    for keys in held.values():
+        yield from keys or ()
+
+
+def _missing(sheets: Sheets, expert: int, rows: Sequence[WrongRow]) -> Iterator[_Missing]:
+    """List the contributions of an expert to rows in which its block is wrong."""
+    for row in rows:
+        ids_TK = sheets.reading.batches[row.microbatch][row.rank].ids_TK
+        for slot in (ids_TK[row.token] == expert).nonzero().flatten().tolist():
+            key = tuple(_block(sheets.units, sheets, row, expert).tolist())
+            yield _Missing(row, key, sheets.reading.weights[row.microbatch][row.rank][row.token][slot])
+
+
+def _held(sheets: Sheets, row: WrongRow, expert: int, missing: Sequence[_Missing]) -> tuple[_Key, ...] | None:
+    """Return the contributions of which a block is made, at most two; None if it is made of something else."""
+    actual = _block(sheets.actual, sheets, row, expert)
+    if not bool(actual.any()):
+        return ()
+    own = {weight for weight in sheets.reading.weights[row.microbatch][row.rank][row.token] if weight}
+    parts = {
+        (each.key, weight): torch.tensor(each.key, dtype=torch.float64) * (weight * tags.gain(expert))
+        for each in missing
+        for weight in {*own, each.weight}
+    }
+    for (key, _), part in parts.items():
+        if torch.equal(part, actual):
+            return (key,)
+    for ((one, _), part), ((other, _), rest) in combinations(parts.items(), 2):
+        if torch.equal(part + rest, actual):
+            return (one, other)
+    return None
+
+
+def _told(sheets: Sheets, row: WrongRow, expert: int, keys: Sequence[_Key], missing: Sequence[_Missing]) -> Finding:
+    whose = []
+    for key in keys:
+        tokens = [each.row for each in missing if each.key == key]
+        names = [sheets.token_name(each.microbatch, each.rank, each.token) for each in tokens]
+        whose.append(f"the {sheets.noun} for {' or '.join(names) if len(names) <= 3 else some(names)}")
+    order = "rows came back in another order than they were sent"
+    if sheets.noun == "gradient":
+        order = "gradients came back in another order than the rows were sent"
+    at = block_words(sheets, row, expert)
+    sentence = f"{sheets.row_name(row)}, {at}, is {' plus '.join(whose)}; likely cause: {order}"
+    return Finding("another order", sentence, (row.rank,))
+
+
+def _block(sheet: Mapping[int, Sequence[Tensor]], sheets: Sheets, row: WrongRow, expert: int) -> Tensor:
+    return sheet[row.microbatch][row.rank][row.token, sheets.columns(expert)].double()
