@@ -41,10 +41,10 @@ def explain(sheets: Sheets) -> tuple[list[Finding], float | None]:
     faults: list[list[Finding]] = []
     while rows and len(faults) < _EXPLAINED:
         faults += explain_row(sheets, rows.pop(0))
-    told = likeliest(faults)
-    if any(finding.kind == "dropped" for finding in told) and (moved := in_another_order(sheets)):
+    causes = likeliest(faults)
+    if any(finding.kind == "dropped" for finding in causes) and (moved := in_another_order(sheets)):
         return moved, None  # nothing was left out
-    findings += told
+    findings += causes
     for row in rows:
         findings.append(Finding("not explained", f"{sheets.row_name(row)} is wrong too", (row.rank,)))
     return sorted(findings, key=lambda finding: finding.kind != PADDING), None  # which explains the others

@@ -42,7 +42,7 @@ def in_another_order(sheets: Sheets) -> list[Finding]:
     for row in sheets.wrong_rows():
         for expert in row.experts:
             blocks.setdefault((row.microbatch, expert), []).append(row)
-    found: list[Finding] = []
+    found: dict[WrongRow, list[Finding]] = {row: [] for rows in blocks.values() for row in rows}
     for (_, expert), wrong in blocks.items():
         missing = list(_missing(sheets, expert, wrong))
         if len(missing) > _LARGEST:
@@ -50,8 +50,9 @@ def in_another_order(sheets: Sheets) -> list[Finding]:
         held = {row: _held(sheets, row, expert, missing) for row in wrong}
         if None in held.values() or Counter(each.key for each in missing) != Counter(_keys(held)):
             return []
-        found += [_told(sheets, row, expert, keys, missing) for row, keys in held.items() if keys]
-    return found
+        for row, keys in held.items():
+            found[row] += [_told(sheets, row, expert, keys, missing)] if keys else []
+    return [finding for row in sheets.wrong_rows() for finding in found[row]]
 
 
 def _keys(held: Mapping[WrongRow, Sequence[_Key] | None]) -> Iterator[_Key]:
