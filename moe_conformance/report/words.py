@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -110,7 +111,8 @@ def tell(found: Sequence[Group], again: str, told: Collection[tuple[str, ...]] =
 def not_kept(records: Iterable[Record]) -> list[str]:
     """Return a line for each requirement of the level SHOULD that is not kept, most cases first.
 
-    It says how many cases, what the first of them showed, and the claims that would settle it, where one is named.
+    It says how many cases, what the first of them showed, and the claims that would settle it: those that all cases
+    name, else those that any does.
     """
     found: dict[str, list[Record]] = {}
     for record in records:
@@ -128,7 +130,8 @@ def not_kept(records: Iterable[Record]) -> list[str]:
 
 def _not_kept(requirement: str, cases: int, records: Sequence[Record]) -> str:
     message = records[0].message.removeprefix("SHOULD, not kept: ").partition("\n")[0]
-    hints = dict.fromkeys(hint.strip("; ") for record in records for hint in _CLAIMED.findall(record.message))
+    named = Counter(hint.strip("; ") for record in records for hint in set(_CLAIMED.findall(record.message)))
+    hints = [hint for hint, times in named.items() if times == len(records)] or list(named)
     sentence = _cut(_CLAIMED.sub("", message), 160)
     number = f"{cases} case" if cases == 1 else f"{cases} cases"
     return "; ".join([f"SHOULD, not kept: {requirement} in {number}: {sentence}", *hints])

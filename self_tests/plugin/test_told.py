@@ -83,6 +83,13 @@ class TestNotKept:
         (line,) = words.not_kept([record("COST-10", "not kept", message=f"SHOULD, not kept: {message}")])
         assert f"SHOULD, not kept: COST-10 in 1 case: {message}" == line
 
+    def test_a_claim_that_all_cases_name_stands_alone(self):
+        """Another, which fits some of them by chance, is left out."""
+        static = "; a backend that is static claims handed = 'static'"
+        told = [f"dispatch: 8 rows; a backend that pads claims handed = 'batched'{static}", f"dispatch: 9 rows{static}"]
+        (line,) = words.not_kept([record("COST-10", "not kept", message=message) for message in told])
+        assert f"SHOULD, not kept: COST-10 in 2 cases: dispatch: 8 rows{static}" == line
+
     def test_there_are_twenty_lines_at_most(self):
         """The last one names the others."""
         many = [record(each, "not kept") for each in list(SPEC)[:25]]

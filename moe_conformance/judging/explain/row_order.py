@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations_with_replacement
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ class _Missing:
 def in_another_order(sheets: Sheets) -> list[Finding]:
     """Tell of every wrong block whose contribution it holds, if each that is missing is at another token.
 
-    With the weight of the token that it belongs to, or of that which holds it. Nothing is told where rows were not
-    delivered as they were sent, and unless all that is missing is found.
+    All with the weights of the tokens that hold them, or all with those of their own. Nothing is told where rows were
+    not delivered as they were sent, and unless all that is missing is found.
     """
     matching = sheets.reading.matching
     if matching.lost or matching.extra or matching.corrupt:
@@ -42,22 +42,35 @@ def in_another_order(sheets: Sheets) -> list[Finding]:
     for row in sheets.wrong_rows():
         for expert in row.experts:
             blocks.setdefault((row.microbatch, expert), []).append(row)
+    return _found(sheets, blocks, of_holder=True) or _found(sheets, blocks, of_holder=False)
+
+
+def _found(sheets: Sheets, blocks: Mapping[tuple[int, int], Sequence[WrongRow]], *, of_holder: bool) -> list[Finding]:
     found: dict[WrongRow, list[Finding]] = {row: [] for rows in blocks.values() for row in rows}
     for (_, expert), wrong in blocks.items():
         missing = list(_missing(sheets, expert, wrong))
         if len(missing) > _LARGEST:
             return []
-        held = {row: _held(sheets, row, expert, missing) for row in wrong}
-        if None in held.values() or Counter(each.key for each in missing) != Counter(_keys(held)):
+        held = _assigned({row: _options(sheets, row, expert, missing, of_holder) for row in wrong}, missing)
+        if held is None:
             return []
         for row, keys in held.items():
             found[row] += [_told(sheets, row, expert, keys, missing)] if keys else []
     return [finding for row in sheets.wrong_rows() for finding in found[row]]
 
 
-def _keys(held: Mapping[WrongRow, Sequence[_Key] | None]) -> Iterator[_Key]:
-    for keys in held.values():
-        yield from keys or ()
+def _assigned(
+    options: Mapping[WrongRow, Sequence[tuple[_Key, ...]]], missing: Sequence[_Missing]
+) -> dict[WrongRow, tuple[_Key, ...]] | None:
+    """Take one option of each block, those with the fewest first, so that each missing contribution is held once."""
+    left, held = Counter(each.key for each in missing), {}
+    for row in sorted(options, key=lambda row: len(options[row])):
+        fitting = next((keys for keys in options[row] if Counter(keys) <= left), None)
+        if fitting is None:
+            return None
+        held[row] = fitting
+        left -= Counter(fitting)
+    return None if left else held
 
 
 def _missing(sheets: Sheets, expert: int, rows: Sequence[WrongRow]) -> Iterator[_Missing]:
@@ -69,24 +82,25 @@ def _missing(sheets: Sheets, expert: int, rows: Sequence[WrongRow]) -> Iterator[
             yield _Missing(row, key, sheets.reading.weights[row.microbatch][row.rank][row.token][slot])
 
 
-def _held(sheets: Sheets, row: WrongRow, expert: int, missing: Sequence[_Missing]) -> tuple[_Key, ...] | None:
-    """Return the contributions of which a block is made, at most two; None if it is made of something else."""
+def _options(
+    sheets: Sheets, row: WrongRow, expert: int, missing: Sequence[_Missing], of_holder: bool
+) -> list[tuple[_Key, ...]]:
+    """List the contributions of which a block may be made, at most two."""
     actual = _block(sheets.actual, sheets, row, expert)
     if not bool(actual.any()):
-        return ()
+        return [()]
     own = {weight for weight in sheets.reading.weights[row.microbatch][row.rank][row.token] if weight}
     parts = {
         (each.key, weight): torch.tensor(each.key, dtype=torch.float64) * (weight * tags.gain(expert))
         for each in missing
-        for weight in {*own, each.weight}
+        for weight in (own if of_holder else (each.weight,))
     }
-    for (key, _), part in parts.items():
-        if torch.equal(part, actual):
-            return (key,)
-    for ((one, _), part), ((other, _), rest) in combinations(parts.items(), 2):
-        if torch.equal(part + rest, actual):
-            return (one, other)
-    return None
+    whole = [(key,) for (key, _), part in parts.items() if torch.equal(part, actual)]
+    return whole or [
+        (one, other)
+        for ((one, _), part), ((other, _), rest) in combinations_with_replacement(parts.items(), 2)
+        if torch.equal(part + rest, actual)
+    ]
 
 
 def _told(sheets: Sheets, row: WrongRow, expert: int, keys: Sequence[_Key], missing: Sequence[_Missing]) -> Finding:
