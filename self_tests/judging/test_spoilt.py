@@ -122,6 +122,15 @@ class TestSpread:
         error = caught(judge_parameters_beside, edit_final(clean(name), spread))
         assert isinstance(error, WrongGradient)
         assert "up of expert 1 on rank 0 is nan" in str(error)
+        assert str(error).endswith("claims non_finite = 'all'")
+
+    def test_no_claim_is_named_beside_a_finite_gradient_that_is_wrong(self) -> None:
+        """As it would not settle that one."""
+
+        def spread(rank: int, key: ParameterKey, gradient: Tensor) -> Tensor:
+            return {APART: gradient * torch.nan, APART + 2: gradient + 1}.get(key[1], gradient)
+
+        assert "claims" not in str(caught(judge_parameters_beside, edit_final(clean(TOKENS), spread)))
 
     def test_an_expert_of_a_bad_token_without_a_slot_is_not_free(self) -> None:
         """Where the bad token has no slot all experts are judged, those of even ids too."""

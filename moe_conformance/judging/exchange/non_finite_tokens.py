@@ -93,13 +93,32 @@ def judge_parameters_beside(reading: Reading, tally: Tally) -> None:
     if _spreads(reading):
         raise NotOffered(_SPREADS)
     outcome = replace(reading.outcome, workload=_cleaned(reading.outcome.workload))
-    experts.judge_expert_gradients(Reading(outcome, reading.ranks), tally, free=_reached(reading.outcome.workload))
+    clean, free = Reading(outcome, reading.ranks), _reached(reading.outcome.workload)
+    try:
+        experts.judge_expert_gradients(clean, tally, free=free)
+    except WrongGradient as wrong:
+        try:
+            experts.judge_expert_gradients(clean, Tally(), free=free | _not_finite(reading))
+        except Mismatch:
+            raise wrong from None
+        raise WrongGradient(wrong.stage, wrong.sentence + _DESIGN, ranks=wrong.ranks, ratio=wrong.ratio) from None
 
 
 # ---- how -----------------------------------------------------------------------------------------------------
 
 
 _SPREADS = "the backend claims non_finite = 'all': values that are not finite reach other tokens"
+
+
+_DESIGN = "; a backend that multiplies by one-hot tensors and so spreads such values claims non_finite = 'all'"
+
+
+def _not_finite(reading: Reading) -> frozenset[int]:
+    """Return the experts of which some gradient is not finite."""
+    grads = [(key, grad.value) for rank in reading.ranks for key, grad in (rank.grads_final or {}).items()]
+    return frozenset(
+        key[1] for key, value in grads if key[1] is not None and value is not None and not bool(value.isfinite().all())
+    )
 
 
 def _spreads(reading: Reading) -> bool:
@@ -112,7 +131,7 @@ def _by_design(reading: Reading) -> str:
         _judge_all(reading, Tally(), may_spread=True)
     except Mismatch:
         return ""
-    return "; a backend that multiplies by one-hot tensors and so spreads such values claims non_finite = 'all'"
+    return _DESIGN
 
 
 def _judge_all(reading: Reading, tally: Tally, *, may_spread: bool) -> int:

@@ -95,7 +95,7 @@ def _options(
         for each in missing
         for weight in (own if of_holder else (each.weight,))
     }
-    whole = [(key,) for (key, _), part in parts.items() if torch.equal(part, actual)]
+    whole: list[tuple[_Key, ...]] = [(key,) for (key, _), part in parts.items() if torch.equal(part, actual)]
     return whole or [
         (one, other)
         for ((one, _), part), ((other, _), rest) in combinations_with_replacement(parts.items(), 2)
