@@ -33,16 +33,25 @@ def in_another_order(sheets: Sheets) -> list[Finding]:
     """Tell of every wrong block whose contribution it holds, if each that is missing is at another token.
 
     All with the weights of the tokens that hold them, or all with those of their own. Nothing is told where rows were
-    not delivered as they were sent, and unless all that is missing is found.
+    not delivered as they were sent, where most tokens have the value of another one as a whole, and unless all that is
+    missing is found.
     """
     matching = sheets.reading.matching
     if matching.lost or matching.extra or matching.corrupt:
         return []
     blocks: dict[tuple[int, int], list[WrongRow]] = {}
-    for row in sheets.wrong_rows():
+    rows = list(sheets.wrong_rows())
+    if 2 * sum(_is_anothers(sheets, row) for row in rows) > len(rows):
+        return []
+    for row in rows:
         for expert in row.experts:
             blocks.setdefault((row.microbatch, expert), []).append(row)
     return _found(sheets, blocks, of_holder=True) or _found(sheets, blocks, of_holder=False)
+
+
+def _is_anothers(sheets: Sheets, row: WrongRow) -> bool:
+    actual_D = sheets.actual[row.microbatch][row.rank][row.token].double()
+    return any(bool((expected_TD == actual_D).all(1).any()) for expected_TD in sheets.expected[row.microbatch])
 
 
 def _found(sheets: Sheets, blocks: Mapping[tuple[int, int], Sequence[WrongRow]], *, of_holder: bool) -> list[Finding]:
