@@ -85,14 +85,17 @@ def _run_every(chosen: dict[str, str], pytest_arguments: tuple[str, ...]) -> int
 def replay_(example: Path, **given: str | None) -> NoReturn:
     """Run the example of a drawn failure again, from the file in which a run has left it, and judge it.
 
-    Exit status: 0 if it passes, 1 if it fails, 2 if it could not be judged. The file is data and names no code to run:
-    say which backend, as the run has printed it.
+    Exit status: 0 if it passes, 1 if it fails, 2 if it could not be judged. Without `--backend` and `--plant` the
+    backend is that which the file names: it is imported, so replay no file of others without looking at it.
     """
     require_torch()
-    from moe_conformance.plugin.replay import replay
+    from moe_conformance.plugin.replay import named_backend, replay
 
     sys.path.append(os.getcwd())  # as in `run`
     try:
+        if given["backend"] is None and given["plant"] is None:
+            given["backend"] = named_backend(example)
+            click.echo(f"backend: {given['backend']}, as {example} says")
         status = replay(example, options.from_mapping(given), click.echo)
     except options.Unusable as error:
         raise CannotRun(str(error)) from error

@@ -112,13 +112,18 @@ def ratio_names(sizes: Mapping[str, float]) -> dict[str, float]:
 def ratio_words(ratio: float, names: Mapping[str, float]) -> str:
     """Return a ratio in words, with every name whose value it is, in the order of the names.
 
+    It has three decimals, or as many more as tell it from 1.
+
     >>> ratio_words(2.0, {"ep": 2.0, "tp": 2.0, "K": 3.0}), ratio_words(0.0, {}), ratio_words(0.3, {})
     ('2.000 x the expected value: ep or tp', 'zero', '0.300 x the expected value')
+    >>> ratio_words(0.999998, {}), ratio_words(1.00002, {})
+    ('0.999998 x the expected value', '1.00002 x the expected value')
     """
     if ratio == 0:
         return "zero"
     fitting = [name for name, value in names.items() if abs(ratio - value) <= 1e-6 * abs(value)]
-    said = f"{ratio:.3f} x the expected value"
+    decimals = next((n for n in range(3, 17) if f"{ratio:.{n}f}" != f"{1:.{n}f}"), 3)
+    said = f"{ratio:.{decimals}f} x the expected value"
     return f"{said}: {' or '.join(fitting)}" if fitting else said
 
 

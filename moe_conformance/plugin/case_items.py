@@ -37,6 +37,11 @@ class CaseFunction:
         """The ids of the requirements that it decides."""
         return tuple(self.mark.args)
 
+    @property
+    def compares_runs(self) -> bool:
+        """Whether it compares the case with other runs, so that it cannot say what is wrong in either."""
+        return "twins" in self.arguments
+
     def bound(self) -> Callable[..., None]:
         """Return what is called with the arguments."""
         return self.function if self.owner is None else getattr(self.owner(), self.name)
@@ -112,6 +117,7 @@ class CaseItem(pytest.Item):
         self.case = case
         self.checks: list[Check] = []
         self.crashes: set[str] = set()  # the messages of those that were reported under EXCH-09
+        self.failed = False  # a check that reads this case alone
         self._run = run
         self._telling: Check | None = None
 
@@ -167,7 +173,7 @@ def checks_of(collector: pytest.Collector, asked: CaseFunction, cases: Sequence[
 def by_case(items: Iterable[pytest.Item], run: Callable[[CaseItem], None]) -> Iterator[pytest.Item]:
     """Yield one item per case, where the first of its checks was, and all other items where they were.
 
-    Of the checks of a case those of a SHOULD come last.
+    Of the checks of a case those of a SHOULD come last, and of one level those that compare runs.
     """
     found: dict[str, CaseItem] = {}
     grouped: list[pytest.Item] = []
@@ -183,8 +189,12 @@ def by_case(items: Iterable[pytest.Item], run: Callable[[CaseItem], None]) -> It
             grouped.append(made)
         found[item.case.id].checks.append(item)
     for made in found.values():  # -x ends a case with its first failure
-        made.checks.sort(key=lambda check: only_should(check.asked.requirements))
+        made.checks.sort(key=_last)
     yield from grouped
+
+
+def _last(check: Check) -> tuple[bool, bool]:
+    return only_should(check.asked.requirements), check.asked.compares_runs
 
 
 def each_check(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:

@@ -23,7 +23,7 @@ from moe_conformance.plugin.outcomes import Kept, Outcomes
 from moe_conformance.plugin.recording import as_of_a_crash, attach, record_of, translate
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial, ending, refusal_of
-from moe_conformance.report.records import EVERY_RANK_FINISHES
+from moe_conformance.report.records import EVERY_RANK_FINISHES, FAILING, FOLLOWS
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records.features import broken
 from moe_conformance.workloads.records.runs import ON_SESSION
@@ -126,6 +126,9 @@ class CaseRun:
             stop=call.stop,
         )
         attach(report, record, item.config)
+        item.failed |= record.verdict in FAILING and not check.asked.compares_runs
+        if item.failed and record.verdict == "fail" and check.asked.compares_runs:
+            report.user_properties.append((FOLLOWS, True))
         translate(report, record, self.run)
         return call, report
 

@@ -1,6 +1,6 @@
 """Runs one drawn workload from a file on ranks and judges it: the smallest example of a failure, seen again.
 
-The file is data; which code runs is said on the command line alone.
+The file is data. It names the backend that failed, which runs unless the command line names another or a plant.
 """
 
 from __future__ import annotations
@@ -22,9 +22,21 @@ from moe_conformance.plugin.trial import Trial, refusal_of
 from moe_conformance.report.records import FAILING
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.workloads.drawn.reading_example import BadExample, load
+from moe_conformance.workloads.drawn.reading_example import BadExample, backend_of, load
 from moe_conformance.workloads.records.features import broken
 from moe_conformance.workloads.records.workload import Workload
+
+
+def named_backend(path: Path) -> str:
+    """Return the backend that an example in a file failed on.
+
+    Raises:
+        Unusable: the file holds no example, or names none.
+    """
+    try:
+        return backend_of(path)
+    except BadExample as error:
+        raise Unusable(f"{path} holds no example: {error}") from error
 
 
 def replay(path: Path, options: Options, tell: Callable[[str], None]) -> int:

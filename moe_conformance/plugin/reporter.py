@@ -24,7 +24,7 @@ from moe_conformance.report.floor import sentence
 from moe_conformance.report.journal import Journal
 from moe_conformance.report.live import Live
 from moe_conformance.report.progress import Progress
-from moe_conformance.report.records import FAILING, PROPERTY, Record, all_of_report, of_report
+from moe_conformance.report.records import FAILING, FOLLOWS, PROPERTY, Record, all_of_report, of_report
 from moe_conformance.report.standing import places, standings
 
 _LETTERLESS = ""  # the progress line stands for pytest's letters
@@ -118,8 +118,9 @@ class Reporter:
         if records and self._journal is not None:
             self._journal.write(records)
         self._records += records
+        follows = any(name == FOLLOWS for name, _ in report.user_properties)
         for record in records:
-            self._tell(self._live.lines(record))
+            self._tell(() if follows else self._live.lines(record))
             if self._progress is not None:
                 self._progress.step(record.case or record.check, failed=record.verdict in FAILING, runs=record.runs)
 

@@ -24,6 +24,7 @@ _PRECEDENCE: tuple[Verdict, ...] = (
 )  # fmt: skip
 
 PROPERTY = "moe-conformance"
+FOLLOWS = "moe-conformance-follows"  # property of a failure that another of its case explains: told at the end only
 
 EVERY_RANK_FINISHES = ("EXCH-09",)  # what a case violates of which a rank raised, died or hung
 CASE_CRASHED = "CaseCrashed"  # the kind of what was not run since a rank of its case crashed or hung

@@ -61,6 +61,8 @@ def tell(
         terminal.write_line(f"INFRASTRUCTURE: {len(lost)} items have no result, since the machine failed", red=True)
     for problem in head["problems"]:
         terminal.write_line(f"FAILS THE RUN: {problem}", red=True)
+    for line in words.not_kept(records):
+        terminal.write_line(line)
     requirements = spec.load()
     decidable = [each for each in requirements if each in checked()]
     wanted = head["only"] or decidable

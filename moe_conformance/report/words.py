@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,9 @@ from moe_conformance.report.records import FAILING, Record
 from moe_conformance.waiving import only_should
 
 IN_FULL = 5  # distinct failures that the terminal tells in full
+_ADVISED = 20  # lines at most on what should be and is not
+# How a message names a claim under which what it tells is right.
+_CLAIMED = re.compile(r"; (?:a backend|a router|one) that [^;,]*? claims? \w+ = '\w+'")
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,35 @@ def tell(found: Sequence[Group], again: str, told: Collection[tuple[str, ...]] =
     return first
 
 
+def not_kept(records: Iterable[Record]) -> list[str]:
+    """Return a line for each requirement of the level SHOULD that is not kept, most cases first.
+
+    It says how many cases, what the first of them showed, and the claims that would settle it: those that all cases
+    name, else those that any does.
+    """
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        if record.verdict == "not kept":
+            for each in record.requirements:
+                found.setdefault(each, []).append(record)
+    cases = {each: sum(record.cases for record in own) for each, own in found.items()}
+    ids = sorted(found, key=lambda each: -cases[each])
+    told = ids if len(ids) <= _ADVISED else ids[: _ADVISED - 1]
+    lines = [_not_kept(each, cases[each], found[each]) for each in told]
+    if rest := ids[len(told) :]:
+        lines.append(f"{len(rest)} more SHOULD requirements not kept: {', '.join(rest)}")
+    return lines
+
+
+def _not_kept(requirement: str, cases: int, records: Sequence[Record]) -> str:
+    message = records[0].message.removeprefix("SHOULD, not kept: ").partition("\n")[0]
+    named = Counter(hint.strip("; ") for record in records for hint in set(_CLAIMED.findall(record.message)))
+    hints = [hint for hint, times in named.items() if times == len(records)] or list(named)
+    sentence = _cut(_CLAIMED.sub("", message), 160)
+    number = f"{cases} case" if cases == 1 else f"{cases} cases"
+    return "; ".join([f"SHOULD, not kept: {requirement} in {number}: {sentence}", *hints])
+
+
 def _in_full(group: Group, again: str, told: bool) -> str:
     lines = [group.first.item, failure(replace(group.first, detail="") if told else group.first, again)]
     if more := len(group.records) - 1:
@@ -114,5 +147,8 @@ def _in_full(group: Group, again: str, told: bool) -> str:
 
 
 def _one_line(record: Record) -> str:
-    line = record.message.partition("\n")[0]
-    return line if len(line) <= 100 else line[:97] + "..."
+    return _cut(record.message.partition("\n")[0], 100)
+
+
+def _cut(line: str, most: int) -> str:
+    return line if len(line) <= most else line[: most - 3] + "..."

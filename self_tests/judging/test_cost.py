@@ -78,6 +78,25 @@ class TestHanded:
         with pytest.raises(Costly, match=r"for 4 experts with at most \d+ routed pairs"):
             judge_handed(read(claiming(padded(1, 5), Claims(handed="batched"))), Tally())
 
+    def test_a_claim_is_named_where_it_would_hold(self) -> None:
+        """A fixed number of rows where all ranks deliver as many; all tokens where that is their number."""
+
+        def delivering(*rows: int) -> str:
+            outcome = broken(workload(tokens=20, top_k=1))
+            for rank, number in enumerate(rows):
+                outcome = edit_handed(
+                    outcome, rank, lambda call, n=number: replace(call, rows_RD=call.rows_RD.new_zeros(n, 32))
+                )
+            with pytest.raises(Costly) as raised:
+                judge_handed(read(outcome), Tally())
+            return raised.value.sentence.partition(";")[2]
+
+        static = " a backend that delivers a fixed number of rows claims handed = 'static'"
+        tokens = " a backend that delivers all tokens claims handed = 'tokens'"
+        assert static == delivering(400, 400)
+        assert "" == delivering(400, 401)
+        assert f"{tokens};{static}" == delivering(20 + 19, 20 + 19)
+
     def test_what_the_backend_claims_decides(self) -> None:
         """A static number is as large on all ranks, and judged elsewhere."""
         claims = Claims(handed="static")

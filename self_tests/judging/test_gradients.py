@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.exchange.outputs import judge_outputs
@@ -64,6 +66,22 @@ class TestOutGradients:
         )
         assert "expected: rank 0 token 1" in str(fault)
         assert (1,) == fault.ranks
+
+    def test_gradients_in_another_order_are_told_as_such(self) -> None:
+        """Where all are there; not where one is another's as well, and not where they are of the token's other slot."""
+        cause = "; likely cause: gradients came back in another order than the rows were sent"
+
+        def told(change: Callable[[Tensor], Tensor]) -> str:
+            def changed(handed: Handed) -> Handed:
+                assert handed.out_grad_RD is not None
+                return replace(handed, out_grad_RD=change(handed.out_grad_RD))
+
+            return str(caught(judge_out_gradients, edit_handed(broken(ROUTING), 1, changed)))
+
+        assert cause in told(exchange(0, 3))
+        assert cause in told(lambda grad_RD: grad_RD.roll(1, 0))
+        assert cause not in told(lambda grad_RD: grad_RD[:1].expand_as(grad_RD))
+        assert cause not in told(lambda grad_RD: grad_RD * torch.arange(2, len(grad_RD) + 2)[:, None])
 
     def test_weights_applied_at_combine_are_in_its_backward(self) -> None:
         """A backward that forgets the weight of combine is told by the missing factor."""

@@ -198,6 +198,25 @@ class TestOutputs:
         outcome = broken(work, outputs=on(0, put(0, lambda y: torch.cat([y[0][:4] + y[other][:4], y[0][4:]]))))
         assert f"is its own answer plus that of rank 0 token {other}" in str(caught(judge_outputs, outcome))
 
+    @pytest.mark.parametrize("weights_at", ["input", "expert", "combine"])
+    def test_answers_in_another_order_are_told_as_such(self, weights_at: str) -> None:
+        """Also where two of them reach one token; not as answers that were left out, for they are all there."""
+        work = workload(ids=[[[4, 5], [4, 6], [5, 7], [4, 7]], [[6, 7], [5, 4]]])
+        fault = caught(judge_outputs, broken(work, answers=on(1, lambda rows: rows.roll(1, 0)), weights_at=weights_at))
+        assert "is the answer for rank" in str(fault)
+        assert "; likely cause: rows came back in another order than they were sent" in str(fault)
+        assert "left out" not in str(fault)
+        assert "Also" not in str(fault)
+        assert (0, 1) == fault.ranks
+
+    def test_an_order_does_not_explain_an_answer_that_is_gone(self) -> None:
+        """Where one of the answers that moved is lost as well, it is told."""
+        work = workload(ids=[[[4, 5], [4, 6], [5, 7], [4, 7]], [[6, 7], [5, 4]]])
+        moved = on(1, lambda rows: torch.cat([rows[:1] * 0, rows[1:]]).roll(1, 0))
+        fault = caught(judge_outputs, broken(work, answers=moved))
+        assert "another order" not in str(fault)
+        assert "was left out" in str(fault)
+
     def test_what_dispatch_lost_is_not_blamed_on_combine(self) -> None:
         """A row that never reached its expert cannot be in y: the stage is dispatch."""
         fault = caught(judge_outputs, broken(ROUTING, sent=lambda rank, sent: sent[1:]))

@@ -94,6 +94,22 @@ class TestClaimed:
         assert isinstance(error, WrongOutput)
         assert "y of rank 0 token 4 is" in str(error)
 
+    def test_the_claim_is_named_where_it_would_hold(self) -> None:
+        """If all that is wrong is not finite; not beside a finite value that is wrong, and not to who claims it."""
+        hint = "claims non_finite = 'all'"
+        outcome = clean(TOKENS)
+        y_TD = value(outcome, 0, "y")
+        y_TD[3] = torch.nan
+        assert str(caught(judge_other_tokens, edit(outcome, 0, y=y_TD))).endswith(hint)
+        y_TD[4] += 1
+        assert hint not in str(caught(judge_other_tokens, edit(outcome, 0, y=y_TD)))
+        y_TD = value(outcome, 0, "y")
+        y_TD[3] = torch.nan
+        dx_TD = value(outcome, 0, "dx_TD")
+        dx_TD[3] += 1
+        wrong = edit(outcome, 0, y=y_TD, dx_TD=Grad(dx_TD))
+        assert hint not in str(caught(judge_other_tokens, wrong))
+
 
 class TestSpread:
     @pytest.mark.parametrize("name", [TOKENS, UPSTREAM, DROPPED])
@@ -106,6 +122,15 @@ class TestSpread:
         error = caught(judge_parameters_beside, edit_final(clean(name), spread))
         assert isinstance(error, WrongGradient)
         assert "up of expert 1 on rank 0 is nan" in str(error)
+        assert str(error).endswith("claims non_finite = 'all'")
+
+    def test_no_claim_is_named_beside_a_finite_gradient_that_is_wrong(self) -> None:
+        """As it would not settle that one."""
+
+        def spread(rank: int, key: ParameterKey, gradient: Tensor) -> Tensor:
+            return {APART: gradient * torch.nan, APART + 2: gradient + 1}.get(key[1], gradient)
+
+        assert "claims" not in str(caught(judge_parameters_beside, edit_final(clean(TOKENS), spread)))
 
     def test_an_expert_of_a_bad_token_without_a_slot_is_not_free(self) -> None:
         """Where the bad token has no slot all experts are judged, those of even ids too."""

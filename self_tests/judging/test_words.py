@@ -54,6 +54,12 @@ class TestRatio:
         """Sizes that coincide are all named."""
         assert "4.000 x the expected value: ep or dp" == ratio_words(4.0, {"ep": 4.0, "dp": 4.0, "tp": 2.0})
 
+    def test_a_factor_near_1_is_told_from_it(self) -> None:
+        """In as many decimals as that takes; any other factor has three."""
+        factors = (0.999998, 1.00002, 0.9994, 1 - 2**-24, 1.5)
+        expected = ["0.999998", "1.00002", "0.999", "0.9999999", "1.500"]
+        assert expected == [ratio_words(factor, {}).partition(" ")[0] for factor in factors]
+
     def test_ranks_are_looked_at_one_by_one_where_they_differ(self) -> None:
         """A factor of one rank is found though the others are right or otherwise wrong."""
         one = torch.tensor([1.0, 2.0])

@@ -49,6 +49,29 @@ def test_forgotten(outcome, tally):
 """
 
 
+# A check that compares runs, before one that reads the case alone and fails on `wrong`.
+ORDERED = """
+from moe_conformance.judging.exchange.outputs import judge_outputs
+from moe_conformance.judging.verdict import Mismatch
+from moe_conformance.spec import requirement
+from moe_conformance.workloads.records.runs import ExchangeStep
+
+
+def even(workload):
+    return workload.name == "even"
+
+
+@requirement("EXCH-13", run=ExchangeStep(), when=even)
+def test_compared(outcome, twins, tally):
+    raise Mismatch("combine", "the runs differ")
+
+
+@requirement("EXCH-05", run=ExchangeStep(), when=even)
+def test_alone(reading, tally):
+    judge_outputs(reading, tally)
+"""
+
+
 def judged(folder: Path, *arguments: str, file: str = CHECKS) -> Finished:
     """Judge the toy on one rank."""
     asked = ("-q", "--moe-backend", TOY, "--moe-ranks", "1", "--moe-report", str(folder))
@@ -109,6 +132,25 @@ class TestTelling:
         assert "checks.py::test_finished[wrong-single-even] PASS" in done.output
         assert "case[" not in done.output
         assert "1 passed" in done.output
+
+
+class TestOrder:
+    @pytest.mark.parametrize(
+        ("variant", "live"),
+        [
+            ("wrong", ["EXCH-05: fail in combine", "test_alone[wrong-single-even]"]),
+            ("right", ["EXCH-13: fail in combine", "test_compared[right-single-even]"]),
+        ],
+    )
+    def test_what_a_case_shows_alone_is_told_first(self, tmp_path, variant, live):
+        """A check that compares runs comes after those that read one, and is told at the end if one of these fails."""
+        (tmp_path / "ordered.py").write_text(ORDERED)
+        done = judged(tmp_path, "-k", f"single and {variant}", file=str(tmp_path / "ordered.py"))
+        told, _, end = done.output.partition("-----")
+        assert live == [
+            line for line in told.splitlines() if line.startswith(("EXCH-05: fail", "EXCH-13: fail", "test_"))
+        ]
+        assert f"test_compared[{variant}-single-even]" in end
 
 
 class TestMemory:

@@ -58,6 +58,47 @@ class TestWords:
         assert all("reproduce: again --only" in full for _, full in told[:-1])
 
 
+class TestNotKept:
+    def test_each_requirement_has_a_line(self):
+        """Most cases first, with the words of its first case and each claim that one of its cases names."""
+        hint = "; a backend that sends every rank's capacity to every expert by design claims wire = 'capacity'"
+        long = f"run: dispatch:0 moves {'1' * 200} rows"
+        records = [
+            record("COST-01", "not kept", message="SHOULD, not kept: run: rank 0 calls all_reduce"),
+            record("COST-03", "not kept", message=f"SHOULD, not kept: {long}"),
+            record("COST-03", "not kept", "ep4", message=f"SHOULD, not kept: run: dispatch:0 moves 16 rows{hint}"),
+            record("EXCH-01", "fail", message=f"run: dispatch:0 moves 16 rows{hint}"),
+        ]
+        assert [
+            f"SHOULD, not kept: COST-03 in 2 cases: {long[:157]}...{hint}",
+            "SHOULD, not kept: COST-01 in 1 case: run: rank 0 calls all_reduce",
+        ] == words.not_kept(records)
+        assert [] == words.not_kept(records[3:])
+
+    def test_a_claim_is_told_once(self):
+        """Not in the words of the first case and behind them."""
+        message = (
+            "dispatch: 8 rows; one that pads claims handed = 'batched'; one that is static claims handed = 'static'"
+        )
+        (line,) = words.not_kept([record("COST-10", "not kept", message=f"SHOULD, not kept: {message}")])
+        assert f"SHOULD, not kept: COST-10 in 1 case: {message}" == line
+
+    def test_a_claim_that_all_cases_name_stands_alone(self):
+        """Another, which fits some of them by chance, is left out."""
+        static = "; a backend that is static claims handed = 'static'"
+        told = [f"dispatch: 8 rows; a backend that pads claims handed = 'batched'{static}", f"dispatch: 9 rows{static}"]
+        (line,) = words.not_kept([record("COST-10", "not kept", message=message) for message in told])
+        assert f"SHOULD, not kept: COST-10 in 2 cases: dispatch: 8 rows{static}" == line
+
+    def test_there_are_twenty_lines_at_most(self):
+        """The last one names the others."""
+        many = [record(each, "not kept") for each in list(SPEC)[:25]]
+        lines = words.not_kept(many)
+        assert 20 == len(lines)
+        assert f"6 more SHOULD requirements not kept: {', '.join(list(SPEC)[19:25])}" == lines[-1]
+        assert 20 == len(words.not_kept(many[:20]))
+
+
 class TestLive:
     def test_the_first_failure_of_a_kind_is_told(self):
         """With what was required and the command; a second one of the kind, and a pass, are not told."""

@@ -77,8 +77,27 @@ class TestReplay:
     def test_it_passes_where_the_bug_is_not(self, judged):
         """The same file, another backend: native without the bug."""
         path = shlex.split(judged.record.replay[0])[2]
-        done = plugin_runs.cli("replay", path, cwd=judged.folder)
+        done = plugin_runs.cli("replay", path, "--backend", "native", cwd=judged.folder)
         assert (0, "pass\n") == (done.status, done.output)
+
+    def test_it_is_run_on_the_backend_that_failed(self, judged):
+        """Without a backend on the command line, that which the file names; a line says so."""
+        path = shlex.split(judged.record.replay[0])[2]
+        named = json.loads((judged.folder / path).read_text("utf-8"))["said"]["backend"]
+        done = plugin_runs.cli("replay", path, cwd=judged.folder)
+        told = f"backend: {named}, as {path} says\nfail\n{judged.record.message}\n{judged.record.detail}\n"
+        assert (1, told) == (done.status, done.output)
+
+    @pytest.mark.parametrize("said", [{}, {"backend": 3}, "native"])
+    def test_a_file_that_names_no_backend_is_refused(self, judged, tmp_path, said):
+        """With its path and what it says instead."""
+        path = shlex.split(judged.record.replay[0])[2]
+        content = json.loads((judged.folder / path).read_text("utf-8"))
+        other = tmp_path / "other.json"
+        other.write_text(json.dumps(content | {"said": said}), "utf-8")
+        done = CliRunner().invoke(cli.main, ["replay", str(other)])
+        assert 2 == done.exit_code
+        assert f"{other} holds no example: said.backend" in done.output
 
     @pytest.mark.parametrize(
         ("arguments", "words"),

@@ -181,45 +181,79 @@ def judge_handed(reading: Reading, tally: Tally) -> None:
         Costly: they receive more.
         NotOffered: the backend claims a fixed number of rows.
     """
-    workload, found = reading.outcome.workload, []
-    handed, multiple = reading.claims.handed, reading.claims.multiple
+    handed = reading.claims.handed
     if handed == "static":
-        _require_static(reading)
+        if uneven := _uneven(reading):
+            raise Costly("dispatch", f"the backend claims handed = 'static', and {uneven}; expected: equally many")
         raise NotOffered("the backend claims handed = 'static', a fixed number of delivered rows")
+    excess = [each for each in _handed(reading, handed) if each.rows > each.allowed]
+    if excess:
+        raise Costly("dispatch", some(each.sentence for each in excess) + _by_design(reading, excess))
+    for rank in reading.ranks:
+        tally.add(pairs=len(reading.batches), rank=rank.rank)
+
+
+class _Handed(NamedTuple):
+    """The rows that a rank delivers to its experts in a microbatch, as many as a claim says, and the most it allows."""
+
+    m: int
+    rank: int
+    rows: int
+    claimed: int
+    allowed: int
+    what: str  # they are allowed for
+
+    @property
+    def sentence(self) -> str:
+        told = f"rank {self.rank} delivers {self.rows} rows to its experts in microbatch {self.m}"
+        return f"{told} instead of at most {self.allowed}, for {self.what}"
+
+
+def _handed(reading: Reading, claimed: str) -> Iterator[_Handed]:
+    """List what every rank delivers, under a claim other than "static"."""
     for m, pairs in enumerate(reading.pairs):
         routed = Counter((pair.destination, pair.expert) for pair in pairs)
-        for group in workload.layout.groups()["ep_etp"]:
+        for group in reading.outcome.workload.layout.groups()["ep_etp"]:
             tokens = sum(len(reading.batches[m][rank].x_TD) for rank in group)
             for rank in group:
                 rows_N = [routed[rank, expert] for expert in reading.ranks[rank].local_experts]
-                rows = sum(len(call.rows_RD) for call in reading.ranks[rank].microbatches[m].exchange.handed)
-                if handed == "batched":
+                what = f"{tokens} tokens" if claimed == "tokens" else f"{sum(rows_N)} routed pairs"
+                if claimed == "batched":
+                    what = f"{len(rows_N)} experts with at most {max(rows_N)} routed pairs"
                     rows_N = [max(rows_N)] * len(rows_N)
-                allowed = tokens if handed == "tokens" else wire_bytes.most_rows(rows_N, multiple)
-                if rows > allowed:
-                    some_of = f"{tokens} tokens" if handed == "tokens" else f"{sum(rows_N)} routed pairs"
-                    if handed == "batched":
-                        some_of = f"{len(rows_N)} experts with at most {rows_N[0]} routed pairs"
-                    told = f"rank {rank} delivers {rows} rows to its experts in microbatch {m}"
-                    design = "; a backend that delivers all tokens by design claims handed = 'tokens'"
-                    if rows == len(rows_N) * max(rows_N):
-                        design = "; a backend that pads its experts to the largest load claims handed = 'batched'"
-                    elif rows != tokens:
-                        design = ""
-                    found.append(f"{told} instead of at most {allowed}, for {some_of}{design}")
-                tally.add(pairs=1, rank=rank)
-    if found:
-        raise Costly("dispatch", some(found))
+                number = tokens if claimed == "tokens" else sum(rows_N)
+                allowed = tokens if claimed == "tokens" else wire_bytes.most_rows(rows_N, reading.claims.multiple)
+                yield _Handed(m, rank, _delivered(reading, m, rank), number, allowed, what)
 
 
-def _require_static(reading: Reading) -> None:
-    """Raise unless all ranks of an exchange group deliver as many rows, as `handed = "static"` claims."""
+_DESIGNS = {"tokens": "delivers all tokens", "batched": "pads its experts to the largest load"}
+
+
+def _by_design(reading: Reading, excess: Sequence[_Handed]) -> str:
+    """Name the claims under which all delivered rows are right, and those in excess as many as it says."""
+    told, places = "", {(each.m, each.rank) for each in excess}
+    for claim, design in _DESIGNS.items():
+        handed = list(_handed(reading, claim))
+        full = all(each.rows == each.claimed for each in handed if (each.m, each.rank) in places)
+        if full and all(each.rows <= each.allowed for each in handed):
+            told += f"; a backend that {design} claims handed = {claim!r}"
+    if not _uneven(reading):
+        told += "; a backend that delivers a fixed number of rows claims handed = 'static'"
+    return told
+
+
+def _uneven(reading: Reading) -> str:
+    """Say which ranks of an exchange group deliver different numbers of rows; "" if none do."""
     for m in range(len(reading.batches)):
         for group in reading.outcome.workload.layout.groups()["ep_etp"]:
-            rows = [sum(len(call.rows_RD) for call in reading.seen(m, rank).exchange.handed) for rank in group]
+            rows = [_delivered(reading, m, rank) for rank in group]
             if len(set(rows)) > 1:
-                told = f"the backend claims handed = 'static', and ranks {some(group)} deliver {some(rows)} rows"
-                raise Costly("dispatch", f"{told} in microbatch {m}; expected: equally many")
+                return f"ranks {some(group)} deliver {some(rows)} rows in microbatch {m}"
+    return ""
+
+
+def _delivered(reading: Reading, m: int, rank: int) -> int:
+    return sum(len(call.rows_RD) for call in reading.seen(m, rank).exchange.handed)
 
 
 class Half(NamedTuple):

@@ -57,25 +57,7 @@ def judge_other_tokens(reading: Reading, tally: Tally) -> None:
         AbsentGradient, WrongForm: y or a gradient is None, or of another shape.
         WrongOutput, WrongGradient: an element differs: with the suite's experts at all, else beyond its rounding.
     """
-    targets = _targets(reading)
-
-    def bad(batch: Batch) -> Tensor:
-        return _bad_x(batch) | _bad_upstream(batch)
-
-    spread = _judge(reading, tally, "y", lambda seen: seen.y, targets["y"], _bad_x, WrongOutput, "combine")
-    of_x, of_weights = "dx", "the gradient of the weights"
-    spread += _judge(reading, tally, of_x, lambda seen: seen.dx_TD.value, targets["dx"], bad, WrongGradient, "gradient")
-    spread += _judge(
-        reading,
-        tally,
-        of_weights,
-        lambda seen: seen.dweights_TK.value,
-        targets["dweights"],
-        bad,
-        WrongGradient,
-        "gradient",
-    )
-    if spread:
+    if _judge_all(reading, tally, may_spread=_spreads(reading)):
         raise NotOffered(_SPREADS)
 
 
@@ -111,7 +93,15 @@ def judge_parameters_beside(reading: Reading, tally: Tally) -> None:
     if _spreads(reading):
         raise NotOffered(_SPREADS)
     outcome = replace(reading.outcome, workload=_cleaned(reading.outcome.workload))
-    experts.judge_expert_gradients(Reading(outcome, reading.ranks), tally, free=_reached(reading.outcome.workload))
+    clean, free = Reading(outcome, reading.ranks), _reached(reading.outcome.workload)
+    try:
+        experts.judge_expert_gradients(clean, tally, free=free)
+    except WrongGradient as wrong:
+        try:
+            experts.judge_expert_gradients(clean, Tally(), free=free | _not_finite(reading))
+        except Mismatch:
+            raise wrong from None
+        raise WrongGradient(wrong.stage, wrong.sentence + _DESIGN, ranks=wrong.ranks, ratio=wrong.ratio) from None
 
 
 # ---- how -----------------------------------------------------------------------------------------------------
@@ -120,8 +110,53 @@ def judge_parameters_beside(reading: Reading, tally: Tally) -> None:
 _SPREADS = "the backend claims non_finite = 'all': values that are not finite reach other tokens"
 
 
+_DESIGN = "; a backend that multiplies by one-hot tensors and so spreads such values claims non_finite = 'all'"
+
+
+def _not_finite(reading: Reading) -> frozenset[int]:
+    """Return the experts of which some gradient is not finite."""
+    grads = [(key, grad.value) for rank in reading.ranks for key, grad in (rank.grads_final or {}).items()]
+    return frozenset(
+        key[1] for key, value in grads if key[1] is not None and value is not None and not bool(value.isfinite().all())
+    )
+
+
 def _spreads(reading: Reading) -> bool:
     return reading.claims.non_finite == "all"
+
+
+def _by_design(reading: Reading) -> str:
+    """Name the claim under which nothing is wrong, if it is one."""
+    try:
+        _judge_all(reading, Tally(), may_spread=True)
+    except Mismatch:
+        return ""
+    return _DESIGN
+
+
+def _judge_all(reading: Reading, tally: Tally, *, may_spread: bool) -> int:
+    """Judge y and the gradients; return how many elements are not finite where they may be."""
+    targets = _targets(reading)
+
+    def bad(batch: Batch) -> Tensor:
+        return _bad_x(batch) | _bad_upstream(batch)
+
+    kinds: tuple[tuple[str, Values, str, Callable[[Batch], Tensor], type[Mismatch], Stage], ...] = (
+        ("y", lambda seen: seen.y, "y", _bad_x, WrongOutput, "combine"),
+        ("dx", lambda seen: seen.dx_TD.value, "dx", bad, WrongGradient, "gradient"),
+        (
+            "the gradient of the weights",
+            lambda seen: seen.dweights_TK.value,
+            "dweights",
+            bad,
+            WrongGradient,
+            "gradient",
+        ),
+    )
+    return sum(
+        _judge(reading, tally, name, actual, targets[key], free, error, stage, may_spread)
+        for name, actual, key, free, error, stage in kinds
+    )
 
 
 def _judge(
@@ -133,8 +168,9 @@ def _judge(
     bad: Callable[[Batch], Tensor],
     error: type[Mismatch],
     stage: Stage,
+    may_spread: bool,
 ) -> int:
-    """Judge one kind of value of all other tokens; return how many elements are not finite where that is claimed."""
+    """Judge one kind of value of all other tokens; return how many elements are not finite where they may be."""
     findings, spread = [], 0
     non_finite = [
         f"rank {rank} token {t}"
@@ -151,7 +187,7 @@ def _judge(
         judged_T = ~(bad(batch) & _routed(batch))
         for t in judged_T.nonzero().flatten().tolist():
             value_D, expected_D = value[t], target.expected[t]
-            if _spreads(reading):
+            if may_spread:
                 reached_D = ~value_D.isfinite()
                 spread += int(reached_D.sum())
                 value_D = torch.where(reached_D, expected_D.to(value_D.dtype), value_D)
@@ -162,7 +198,7 @@ def _judge(
                 sentence = f"{name} of rank {rank} token {t} is {worst}; {others}"
                 findings.append(Finding("spread", sentence, (rank,), worst.size))
     if findings:
-        fail(error, stage, findings)
+        fail(error, stage, findings, note="" if may_spread else _by_design(reading))
     return spread
 
 

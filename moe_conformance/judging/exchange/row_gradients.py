@@ -95,7 +95,23 @@ def _judge(
         for c in left[_EXPLAINED:]
     ]
     findings = [Finding(f.kind, prefix + f.sentence, f.ranks, f.size) for f in findings]
-    fail(WrongGradient, "gradient", findings, ratio=ratio, note=f"; {note(reading)}" if note else "")
+    order = "; likely cause: gradients came back in another order than the rows were sent" if _moved(left) else ""
+    fail(WrongGradient, "gradient", findings, ratio=ratio, note=order + (f"; {note(reading)}" if note else ""))
+
+
+def _moved(bad: Sequence[Compared]) -> bool:
+    """Whether wrong rows hold what is expected of other wrong rows, each once, whatever their weights."""
+    sides = [(_unweighted(each.actual_D), _unweighted(each.expected_D)) for each in bad]
+    held, asked = Counter(actual for actual, _ in sides), Counter(expected for _, expected in sides)
+    of_other_tokens = sum(actual != own for actual, own in sides)  # of the others, of another slot of the token
+    return None not in held and held == asked and 2 * of_other_tokens > len(sides)
+
+
+def _unweighted(row_D: Tensor) -> tuple[float, ...] | None:
+    """Return a row over its largest element; None if it has none, or is not finite."""
+    row_D = row_D.double()
+    largest = row_D[row_D.abs().argmax()]
+    return tuple((row_D / largest).tolist()) if bool(largest) and bool(row_D.isfinite().all()) else None
 
 
 def _told(reading: Reading, compared: Compared, what: str) -> Finding:

@@ -10,6 +10,7 @@ from moe_conformance.judging.compare.exact import wrong
 from moe_conformance.judging.explain.block_view import Sheets, WrongRow
 from moe_conformance.judging.explain.microbatch_mixup import made_by_another
 from moe_conformance.judging.explain.row import PADDING, explain_row, padded
+from moe_conformance.judging.explain.row_order import in_another_order
 from moe_conformance.judging.findings import Finding, common_ratio, likeliest, ratio_findings, ratio_words, some
 
 _EXPLAINED = 64  # wrong rows and blocks told in words; thousands of them say nothing new
@@ -40,7 +41,10 @@ def explain(sheets: Sheets) -> tuple[list[Finding], float | None]:
     faults: list[list[Finding]] = []
     while rows and len(faults) < _EXPLAINED:
         faults += explain_row(sheets, rows.pop(0))
-    findings += likeliest(faults)
+    causes = likeliest(faults)
+    if any(finding.kind == "dropped" for finding in causes) and (moved := in_another_order(sheets)):
+        return moved, None  # nothing was left out
+    findings += causes
     for row in rows:
         findings.append(Finding("not explained", f"{sheets.row_name(row)} is wrong too", (row.rank,)))
     return sorted(findings, key=lambda finding: finding.kind != PADDING), None  # which explains the others

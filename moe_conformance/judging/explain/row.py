@@ -107,17 +107,26 @@ def padded(sheets: Sheets, row: WrongRow) -> bool:
 
 
 def _explain_block(block: _Piece) -> list[Finding]:
-    row, expert = block.row, block.expert
-    ids_TK = block.sheets.reading.batches[row.microbatch][row.rank].ids_TK
-    slots = [slot for slot, routed in enumerate(ids_TK[row.token].tolist()) if routed == expert]
-    if expert == block.sheets.experts:
+    assert block.expert is not None
+    at, slots = block_words(block.sheets, block.row, block.expert), _slots(block.sheets, block.row, block.expert)
+    return [block.finding(kind, f", {at}, {holds}") for kind, holds in _held(block, slots)]
+
+
+def block_words(sheets: Sheets, row: WrongRow, expert: int) -> str:
+    """Name the block of an expert in a row: its columns, and whether a slot is routed to the expert."""
+    slots, columns = _slots(sheets, row, expert), sheets.columns(expert)
+    if expert == sheets.experts:
         whose = "no expert's"
     elif slots:
         whose = f"slot {some(slots)}, expert {expert}"
     else:
         whose = f"expert {expert}, to which no slot is routed"
-    at = column_words(range(block.columns.start, block.columns.stop))
-    return [block.finding(kind, f", {at} ({whose}), {holds}") for kind, holds in _held(block, slots)]
+    return f"{column_words(range(columns.start, columns.stop))} ({whose})"
+
+
+def _slots(sheets: Sheets, row: WrongRow, expert: int) -> list[int]:
+    ids_K = sheets.reading.batches[row.microbatch][row.rank].ids_TK[row.token].tolist()
+    return [slot for slot, routed in enumerate(ids_K) if routed == expert]
 
 
 def _held(block: _Piece, slots: Sequence[int]) -> list[_Held]:

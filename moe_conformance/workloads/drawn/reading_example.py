@@ -45,6 +45,21 @@ def load(path: Path) -> Workload:
     Raises:
         BadExample: the file cannot be read, is too large, or holds no workload.
     """
+    return from_json(_content(path)["workload"])
+
+
+def backend_of(path: Path) -> str:
+    """Return the backend that failed on the example in a file, as a run named it.
+
+    Raises:
+        BadExample: the file cannot be read, is too large, or names none.
+    """
+    said = _content(path)["said"]
+    backend = said.get("backend") if isinstance(said, dict) else None
+    return backend if isinstance(backend, str) and backend else _bad("said.backend", backend)
+
+
+def _content(path: Path) -> Mapping[str, Any]:
     try:
         with path.open("rb") as file:
             content = file.read(_LARGEST_FILE + 1)
@@ -56,7 +71,7 @@ def load(path: Path) -> Workload:
         data = json.loads(content, parse_constant=_not_a_number)
     except (ValueError, RecursionError) as error:
         raise BadExample(f"it is not JSON: {error}") from error
-    return from_json(_object(data, "the file", ("said", "workload"))["workload"])
+    return _object(data, "the file", ("said", "workload"))
 
 
 def from_json(data: object) -> Workload:
