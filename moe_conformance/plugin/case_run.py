@@ -10,22 +10,21 @@ from typing import Any
 
 import pytest
 
+from moe_conformance.alongside import Twins
 from moe_conformance.contract import Limit
-from moe_conformance.judging.verdict import Mismatch
+from moe_conformance.examining import refusal_of, require_no_limit
 from moe_conformance.plan import Case, Cell, too_large
 from moe_conformance.plugin import repeating
-from moe_conformance.plugin.alongside import Twins
 from moe_conformance.plugin.case_items import CaseItem, Check
 from moe_conformance.plugin.factors import Factors
 from moe_conformance.plugin.foreseeing import foreseen
 from moe_conformance.plugin.outcomes import Kept, Outcomes
 from moe_conformance.plugin.recording import as_of_a_crash, attach, record_of, translate
 from moe_conformance.plugin.run import Run
-from moe_conformance.plugin.trial import Ending, Trial, ending, refusal_of
+from moe_conformance.plugin.trial import Ending, Trial, ending
 from moe_conformance.report.records import EVERY_RANK_FINISHES
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records.features import broken
-from moe_conformance.workloads.records.runs import ON_SESSION
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -185,13 +184,7 @@ def _examine(trial: Trial, case: Case) -> None:
     assert trial.outcome is not None
     if refusal := refusal_of(trial.outcome):
         trial.skip(*refusal)
-    limit = limit_of(case)
-    if limit is not None and case.workload.run != ON_SESSION:  # there refusals are answers
-        raise Mismatch(
-            "run",
-            f'the backend declares a limit on {limit.on} with proof="refused" ({limit.reason}), but the library raised '
-            "nothing",
-        )
+    require_no_limit(case)
 
 
 def _python_traceback(check: Check, call: pytest.CallInfo[None]) -> str:
