@@ -19,7 +19,7 @@ from moe_conformance.topology import named
 FOLDER = "reproduce"
 MOST = 20  # scripts of a run
 _VERDICTS = ("fail", "crash", "hang", "unstable", "vacuous")  # of the backend; the others are of the suite or a machine
-_WIDE = 116
+_WIDE = 108
 
 
 class Scripts:
@@ -60,6 +60,7 @@ class Scripts:
         yield f"# {record.verdict}: {_short(record.message)}"
         yield f"# python {shlex.quote(path.name)}"
         yield f"# torchrun --nproc-per-node {layout.world} {shlex.quote(path.name)}  # each process is a rank"
+        yield f"# {record.reproduce(options.again)}  # under pytest"
         yield "# Exit status: 1 if the check fails, 0 if it passes, 2 if it cannot run here."
         yield "import sys"
         yield ""

@@ -18,6 +18,7 @@ from moe_conformance.judging.observed.run import read, require_finished
 from moe_conformance.judging.verdict import Mismatch, NotOffered, Tally
 from moe_conformance.plan import Case, Plan
 from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.topology import named as layout_named
 from moe_conformance.workloads.records.runs import Asked
 from moe_conformance.workloads.records.workload import Asynchrony, Workload
 
@@ -103,6 +104,8 @@ def prepared(named: Named, world: int) -> Prepared:
     Raises:
         CannotRun: there is no such backend, check or case here, or another number of processes is needed.
     """
+    if (needed := layout_named(named.layout).world) != named.ranks:
+        raise CannotRun(f"{named.layout} is a layout of {needed} ranks, not of {named.ranks}")
     if world != named.ranks:
         raise CannotRun(f"{named.layout} is a layout of {named.ranks} ranks, and {world} processes were launched")
     try:
@@ -137,8 +140,11 @@ def find(check: str) -> tuple[Callable[..., None], Asked]:
 
 
 def can_call(check: str) -> bool:
-    """Whether a script can give a check all that it asks for."""
-    return set(inspect.signature(find(check)[0]).parameters) <= _ARGUMENTS
+    """Whether there is a check of that name, and a script can give it all that it asks for."""
+    try:
+        return set(inspect.signature(find(check)[0]).parameters) <= _ARGUMENTS
+    except CannotRun:
+        return False
 
 
 def _no_run(workloads: Sequence[Workload]) -> list[Outcome]:
@@ -146,4 +152,4 @@ def _no_run(workloads: Sequence[Workload]) -> list[Outcome]:
 
 
 def _no_renewal() -> None:
-    raise CannotRun("the check compares runs in new processes; take the command that the report names")
+    raise CannotRun("the check compares runs in new processes; run the command of pytest that the script names")

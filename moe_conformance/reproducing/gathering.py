@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records.workload import Workload
 
 _STILL_S = 5.0  # for which all ranks stand in the same collectives before they are given up
+_PARTING_S = 5 * INTERVAL_S  # for others to end by themselves, before a launcher ends them for rank 0's status
 _SILENT_S = 5.0  # for which a rank that was given up may take to say where it stands
 
 
@@ -105,7 +107,9 @@ class Gathering:
 
     def _end(self, mailbox: Mailbox, status: int, sentence: str) -> NoReturn:
         print(sentence)
+        sys.stdout.flush()
         mailbox.say(DONE, "")
+        time.sleep(_PARTING_S)
         leave(status)
 
     def _give_up(self) -> None:

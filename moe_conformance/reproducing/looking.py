@@ -35,7 +35,9 @@ def _look(rank: Rank, stuck: Callable[[Mailbox], None] | None) -> None:
         if not rank.answered:
             text = stack()
             waits = stacks.waits_in_collective(text)
-            mailbox.say(f"{number}/stands/{rank.place.rank}", f"waits {rank.calls()}: {text}" if waits else "")
+            mailbox.say(
+                f"{number}/stands/{rank.place.rank}", f"{rank.calls()} {stacks.main_frames(text)}" if waits else ""
+            )
             why = mailbox.said(f"{number}/given up")
             if why and rank.answer(mailbox, _hung(rank, why, text, waits)) and stuck is not None:
                 stuck(mailbox)

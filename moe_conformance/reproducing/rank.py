@@ -88,7 +88,8 @@ class Rank:
             raise
         except BaseException as error:
             fault = describe(error)
-            print(f"rank {rank} raised\n{fault.traceback}", file=sys.stderr, flush=True)
+            told = f"lost its peers: {fault.error}" if fault.connection_lost else f"raised\n{fault.traceback}"
+            print(f"rank {rank} {told}", file=sys.stderr, flush=True)
             result = RankResult(
                 rank,
                 "raised",
