@@ -48,7 +48,7 @@ class Gathering:
     """What rank 0 does beside being a rank."""
 
     def __init__(self, named: Named, wanted: Prepared, rank: Rank, mailbox: Mailbox, deadline_s: float | None) -> None:
-        """Take the rank that this process is."""
+        """Take the rank that this process is, and begin to watch all of them."""
         self._named, self._wanted, self._rank, self._mailbox = named, wanted, rank, mailbox
         self._deadline_s = deadline_s
         self._running = wanted.case.workload

@@ -214,16 +214,16 @@ class TestTheEnd:
     @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
     def test_no_rank_outlives_the_script(self, tmp_path, number, status):
         """However it is ended."""
-        process = self.started(tmp_path, mark := str(tmp_path))
-        process.send_signal(number)
-        assert status == process.wait(plugin_runs.LIMIT_S)
+        with self.started(tmp_path, mark := str(tmp_path)) as process:
+            process.send_signal(number)
+            assert status == process.wait(plugin_runs.LIMIT_S)
         assert plugin_runs.comes(lambda: not list(plugin_runs.marked(mark)))
 
     def test_ctrl_c_ends_all(self, tmp_path):
         """It reaches all processes of the terminal; there is no traceback."""
-        process = self.started(tmp_path, mark := str(tmp_path))
-        os.killpg(process.pid, signal.SIGINT)
-        assert 130 == process.wait(plugin_runs.LIMIT_S)
+        with self.started(tmp_path, mark := str(tmp_path)) as process:
+            os.killpg(process.pid, signal.SIGINT)
+            assert 130 == process.wait(plugin_runs.LIMIT_S)
         assert plugin_runs.comes(lambda: not list(plugin_runs.marked(mark)))
 
 
