@@ -17,6 +17,7 @@ from moe_conformance.plugin.options import Options
 from moe_conformance.plugin.run import prepare
 from moe_conformance.plugin.scripts import MOST, Scripts
 from moe_conformance.report.records import Record
+from moe_conformance.reproducing.checks import CannotRun, Named, prepared
 from self_tests.plugin import plugin_runs
 from self_tests.plugin.plugin_runs import TOY, Finished
 from self_tests.plugin.simulated_records import record
@@ -25,6 +26,15 @@ PLANT = "expert-gradients-times-ep"
 NAME = "GRAD-05-alltoall-ep2-own-even.py"
 FINISHES = "test_exchange:TestBehaviour.test_every_rank_finishes"
 
+TOYS: dict[str, Any] = {
+    "backend": TOY,
+    "requirement": "EXCH-09",
+    "check": FINISHES,
+    "variant": "right",
+    "layout": "ep2",
+    "workload": "even",
+    "ranks": 2,
+}
 ADAPTER = """
 import os
 import time
@@ -65,17 +75,8 @@ def by_torchrun(script: Path, ranks: int) -> Finished:
 
 def written(folder: Path, **changed: object) -> Path:
     """Write a script of the toy."""
-    values: dict[str, object] = {
-        "backend": TOY,
-        "requirement": "EXCH-09",
-        "check": FINISHES,
-        "variant": "right",
-        "layout": "ep2",
-        "workload": "even",
-        "ranks": 2,
-    }
     path = folder / "script.py"
-    given = ", ".join(f"{name}={value!r}" for name, value in {**values, **changed}.items())
+    given = ", ".join(f"{name}={value!r}" for name, value in {**TOYS, **changed}.items())
     path.write_text(f"from moe_conformance.reproducing import reproduce\n\nreproduce({given})\n")
     return path
 
@@ -147,11 +148,10 @@ class TestRanksThatFail:
         )
 
     def test_all_wait_for_each_other(self, tmp_path):
-        """That is noticed without a deadline, by torchrun's ranks too, and rank 0 tells it although it waits."""
-        sentence = "rank 0 hung: waits in a collective that cannot complete: in wait, from "
+        """That is noticed without a deadline, and rank 0 tells it although it waits itself."""
         done = ran(tmp_path, variant="waits")
-        assert (1, True) == (done.status, sentence in done.output)
-        assert sentence in by_torchrun(written(tmp_path, variant="waits"), 2).output
+        assert 1 == done.status
+        assert "rank 0 hung: waits in a collective that cannot complete: in wait, from " in done.output
 
     def test_one_dies(self, tmp_path):
         """Rank 0 tells which, and by which signal."""
@@ -171,17 +171,25 @@ class TestWhatCannotRun:
     @pytest.mark.parametrize(
         ("changed", "sentence"),
         [
-            ({"backend": "nowhere:Backend"}, "cannot run: backend nowhere:Backend: "),
-            ({"workload": "nothing"}, "cannot run: there is no case right-ep2-nothing of "),
-            ({"check": "test_exchange:test_nothing"}, "cannot run: there is no check test_exchange:test_nothing "),
-            ({"ranks": 1}, "cannot run: ep2 is a layout of 2 ranks, not of 1\n"),
-            ({"variant": "refuses"}, "cannot run: refused by the library: the toy does not like it\n"),
+            ({"backend": "nowhere:Backend"}, "backend nowhere:Backend: "),
+            ({"workload": "nothing"}, "there is no case right-ep2-nothing of "),
+            ({"check": "test_exchange:test_nothing"}, "there is no check test_exchange:test_nothing "),
+            ({"ranks": 1}, "ep2 is a layout of 2 ranks, not of 1"),
+            ({"layout": "ep4", "ranks": 4}, "ep4 is a layout of 4 ranks, and 2 processes were launched"),
         ],
     )
-    def test_it_says_why(self, tmp_path, changed, sentence):
-        """Rank 0 says it once, and the status is 2."""
-        done = ran(tmp_path, **changed)
-        assert (2, 1, 1) == (done.status, done.output.count(sentence), done.output.count("\n"))
+    def test_it_says_why(self, changed, sentence):
+        """Whatever is not here is told in a sentence."""
+        named = Named(**{**TOYS, "device": "cpu", "profile": "quick", "asynchrony": "plain", **changed})
+        with pytest.raises(CannotRun, match=f"^{sentence}"):
+            prepared(named, 2)
+
+    def test_rank_0_says_it_once(self, tmp_path):
+        """The status is 2, of what is not here and of what a library refuses."""
+        found = [ran(tmp_path, **changed) for changed in ({"workload": "nothing"}, {"variant": "refuses"})]
+        assert [2, 2] == [each.status for each in found]
+        assert found[0].output.startswith("cannot run: there is no case right-ep2-nothing of ")
+        assert "cannot run: refused by the library: the toy does not like it\n" == found[1].output
 
     def test_a_check_in_new_processes(self, tmp_path):
         """Runs that a check asks for in new processes are pytest's alone."""
