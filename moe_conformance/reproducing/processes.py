@@ -9,8 +9,8 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
+from moe_conformance.engine import store
 from moe_conformance.engine.launcher import describe_exit
-from moe_conformance.engine.store import StoreServer
 from moe_conformance.reproducing.mailbox import Mailbox
 
 ADDRESS = "127.0.0.1"
@@ -22,7 +22,8 @@ def start(ranks: int) -> int | None:
 
     No rank outlives this process, however it ends.
     """
-    store = StoreServer(ADDRESS)
+    listener = store.listen(ADDRESS)
+    port: int = listener.getsockname()[1]
     sys.stdout.flush()
     living: dict[int, int] = {}  # ranks by the ids of their processes
     before = signal.signal(signal.SIGTERM, _terminated)
@@ -32,10 +33,14 @@ def start(ranks: int) -> int | None:
             pid = os.fork()
             if pid == 0:
                 signal.signal(signal.SIGTERM, before)
-                _be(rank, ranks, store.port, parent)
+                listener.close()
+                _be(rank, ranks, port, parent)
                 return None
             living[pid] = rank
-        return _wait(living, Mailbox(ADDRESS, store.port))
+        server = store.serve(listener)  # not before: its thread would not be in the ranks
+        status = _wait(living, Mailbox(ADDRESS, port))
+        del server
+        return status
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:

@@ -122,4 +122,4 @@ def _hosted(place: Place) -> object:
     """Return the store where no launcher has one, on rank 0 alone; it is there as long as what is returned."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or place.rank > 0:
         return None
-    return store.host(place.address, place.port)
+    return store.serve(store.listen(place.address, place.port))
