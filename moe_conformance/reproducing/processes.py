@@ -37,10 +37,8 @@ def start(ranks: int) -> int | None:
                 _be(rank, ranks, port, parent)
                 return None
             living[pid] = rank
-        server = store.serve(listener)  # not before: its thread would not be in the ranks
-        status = _wait(living, Mailbox(ADDRESS, port))
-        del server
-        return status
+        served = store.serve(listener)  # not before: its thread would not be in the ranks
+        return _wait(living, Mailbox(ADDRESS, port), served)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:
@@ -68,8 +66,8 @@ def _be(rank: int, ranks: int, port: int, parent: int) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
 
 
-def _wait(living: dict[int, int], mailbox: Mailbox) -> int:
-    """Return rank 0's exit status once it has ended; tell it of others that end before."""
+def _wait(living: dict[int, int], mailbox: Mailbox, served: object) -> int:
+    """Return rank 0's exit status once it has ended; tell it of others that end before. The store is held meanwhile."""
     while True:
         pid, status = os.wait()
         rank, code = living.pop(pid), os.waitstatus_to_exitcode(status)
