@@ -302,6 +302,13 @@ class Plan:
         asked = (case.workload.run, case.workload.name)
         return [other for other in pool if (other.workload.run, other.workload.name) == asked]
 
+    def find(self, run: Asked, variant: str, layout: str, name: str) -> Case | None:
+        """Return the case of a workload by names, selected or not; None if there is none."""
+        cells = [cell for cell in self.cells if (cell.variant, cell.layout.name) == (variant, layout)]
+        numbers = [number for number, source in enumerate(self._sources) if run in source.runs]
+        pool = (case for cell in cells for number in numbers for case in self._pool_of(number, cell))
+        return next((case for case in pool if (case.workload.run, case.workload.name) == (run, name)), None)
+
     def drawing(self, run: DrawnStep) -> tuple[Cell, ...]:
         """Return the cells for which Hypothesis draws workloads of a run.
 

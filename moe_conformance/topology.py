@@ -8,6 +8,7 @@ that coordinate only. Whether a layout exists is decided by `Layout.problem` alo
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -100,6 +101,17 @@ def _split(fold: Mapping[str, int], varying: set[str]) -> RankLists:
                 key.append(coordinate)
         buckets.setdefault(tuple(key), []).append(rank)
     return tuple(sorted(tuple(ranks) for ranks in buckets.values()))
+
+
+def named(name: str) -> Layout:
+    """Return the layout with that `Layout.name`, all of whose axes it tells.
+
+    >>> named("tp2-ep2-edp2")
+    Layout(world=4, tp=2, cp=1, pp=1, ep=2, etp=1)
+    """
+    sizes = {axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", name)}
+    world = sizes.pop("edp", 1) * math.prod(sizes.get(axis, 1) for axis in ("pp", "ep", "etp"))
+    return Layout(world, **sizes)
 
 
 def layouts(world: int) -> Iterator[Layout]:

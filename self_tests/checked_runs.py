@@ -8,10 +8,10 @@ from functools import partial
 
 import pytest
 
+from moe_conformance.alongside import Twins
 from moe_conformance.backends import registry
 from moe_conformance.backends.native import Native
 from moe_conformance.judging.verdict import Mismatch, Tally
-from moe_conformance.plugin.alongside import Twins
 from moe_conformance.scenarios.group_lists import group_lists
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.topology import Layout

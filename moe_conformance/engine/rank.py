@@ -115,7 +115,7 @@ def _as_under_torchrun(station: Station) -> dict[str, str]:
 def _work(channel: wire.Channel, station: Station, ledger: int) -> None:
     """Answers until there is an answer after which the rank must not go on."""
     try:
-        home = _Home(station)
+        home = Home(station)
         book = Book(ledger)
         tap = Tap(book.write)
     except BaseException as error:
@@ -131,7 +131,7 @@ def _work(channel: wire.Channel, station: Station, ledger: int) -> None:
         channel.send([*wire.dumps(answer), *values])
 
 
-def _do(home: _Home, tap: Tap, message: list[bytearray]) -> tuple[Answer, list[wire.Buffer]]:
+def _do(home: Home, tap: Tap, message: list[bytearray]) -> tuple[Answer, list[wire.Buffer]]:
     """Returns the answer, and after it the buffers of all values."""
     assignment: Assignment = wire.loads(message[:1])
     returned: list[Returned] = []
@@ -157,7 +157,7 @@ class _Failed(NamedTuple):
 
 
 def _run(
-    home: _Home, tap: Tap, task: Task, payload: list[bytearray], own: list[bytearray]
+    home: Home, tap: Tap, task: Task, payload: list[bytearray], own: list[bytearray]
 ) -> tuple[Returned, list[wire.Buffer]] | _Failed:
     """Runs one job; returns what is to be said of it with the buffers of its value."""
     began = time.monotonic()
@@ -212,7 +212,7 @@ def find(function: str) -> Callable[[RankContext, Any], Any]:
     return found
 
 
-class _Home:
+class Home:
     """A rank's process group, its device, and the groups made so far."""
 
     def __init__(self, station: Station) -> None:

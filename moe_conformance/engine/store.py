@@ -20,16 +20,10 @@ class StoreServer:
     """The driver's store at one of its numeric addresses; it closes when this object is dropped."""
 
     def __init__(self, address: str) -> None:
-        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        listener = listen(address)
         self._generation = 0
         self.port: int = listener.getsockname()[1]
-        self._server = TCPStore(
-            address,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        self._server = serve(listener)
 
     def fresh_prefix(self) -> str:
         """Returns a prefix that no ranks have used: gloo would connect to addresses of ranks that are gone."""
@@ -41,3 +35,14 @@ def join(address: str, port: int, prefix: str) -> Store:
     """Connects a rank to the driver's store; all its keys begin with `prefix`."""
     client = TCPStore(address, port, timeout=FOREVER, wait_for_workers=False)
     return PrefixStore(prefix, client)
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """Opens the socket of a store; whoever connects waits until it is served. Port 0 is any that is free."""
+    return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+
+
+def serve(listener: socket.socket) -> Store:
+    """Serves a store, in a thread, for as long as what is returned lives."""
+    address, port = listener.getsockname()[:2]
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

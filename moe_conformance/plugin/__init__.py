@@ -19,6 +19,7 @@ Every pytest run of an environment in which the suite is installed imports this 
     scheduling.py which xdist worker judges what
     roster.py     which items there are, for those that never end
     stopping.py   how a run ends early, in order
+    scripts.py    failures into scripts that run without pytest
     reporter.py   records into progress, matrix, result.json and the exit status
 """
 

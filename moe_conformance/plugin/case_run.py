@@ -10,23 +10,21 @@ from typing import Any
 
 import pytest
 
+from moe_conformance.alongside import Twins
 from moe_conformance.contract import Limit
-from moe_conformance.judging.findings import some
-from moe_conformance.judging.verdict import Mismatch
+from moe_conformance.examining import refusal_by_limit, refusal_of
 from moe_conformance.plan import Case, Cell, too_large
 from moe_conformance.plugin import repeating
-from moe_conformance.plugin.alongside import Twins
 from moe_conformance.plugin.case_items import CaseItem, Check
 from moe_conformance.plugin.factors import Factors
 from moe_conformance.plugin.foreseeing import foreseen
 from moe_conformance.plugin.outcomes import Kept, Outcomes
 from moe_conformance.plugin.recording import as_of_a_crash, attach, record_of, translate
 from moe_conformance.plugin.run import Run
-from moe_conformance.plugin.trial import Ending, Trial, ending, refusal_of
+from moe_conformance.plugin.trial import Ending, Trial, ending
 from moe_conformance.report.records import EVERY_RANK_FINISHES, FAILING, FOLLOWS
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records.features import broken
-from moe_conformance.workloads.records.runs import ON_SESSION
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -187,19 +185,8 @@ def limit_of(case: Case) -> Limit | None:
 def _examine(trial: Trial, case: Case) -> None:
     """End the check where the outcome alone decides it: the backend refused, or should have."""
     assert trial.outcome is not None
-    if refusal := refusal_of(trial.outcome):
+    if refusal := refusal_of(trial.outcome) or refusal_by_limit(case, trial.outcome):
         trial.skip(*refusal)
-    limit = limit_of(case)
-    if limit is None or case.workload.run == ON_SESSION:  # there refusals are answers
-        return
-    ranks = trial.outcome.ranks
-    if all(rank.status == "raised" and not rank.secondary for rank in ranks):
-        trial.skip("refused", f"refused by the library in {ranks[0].reached}: {ranks[0].error}")
-    declared = f'the backend declares a limit on {limit.on} with proof="refused" ({limit.reason})'
-    if all(rank.status == "ok" for rank in ranks):
-        raise Mismatch("run", f"{declared}, but the library raised nothing")
-    others = some([f"rank {rank.rank}" for rank in ranks if rank.status != "raised" or rank.secondary])
-    raise Mismatch("run", f'{declared}, but {others} did not raise by itself; then it is proof="undefined"')
 
 
 def _python_traceback(check: Check, call: pytest.CallInfo[None]) -> str:

@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 from _pytest.runner import runtestprotocol
 
+from moe_conformance.examining import refusal_of
 from moe_conformance.judging.observed import probe_expected, stage_expected
 from moe_conformance.judging.verdict import RunFailed, Tally
 from moe_conformance.plan import Cell, Plan
@@ -23,7 +24,7 @@ from moe_conformance.plugin.garbage import collected_once
 from moe_conformance.plugin.outcomes import MOST_AHEAD, Outcomes
 from moe_conformance.plugin.recording import attach, record_of, translate
 from moe_conformance.plugin.run import Run
-from moe_conformance.plugin.trial import Trial, ending, forget, refusal_of, trial_of
+from moe_conformance.plugin.trial import Trial, ending, forget, trial_of
 from moe_conformance.report.standing import Place, places
 from moe_conformance.scenarios.group_lists import CannotTell
 from moe_conformance.scenarios.outcome import Told

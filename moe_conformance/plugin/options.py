@@ -61,7 +61,11 @@ OPTIONS = (
     Option("plant", "NAME", "run native with a planted bug, which must be detected"),
     Option("waivers", "FILE", "waivers of a backend that is given by dotted path"),
     Option("against", "DIR", "fail if less passes or is judged than in the report in this folder"),
-    Option("report", "DIR", "write result.json into this folder, and records.jsonl while the run lasts"),
+    Option(
+        "report",
+        "DIR",
+        "write result.json and scripts that reproduce failures into this folder, and records.jsonl while the run lasts",
+    ),
     Option("deadline", "SECONDS", "give a case up as hanging after this time (default: 60)"),
     Option(
         "matrix",

@@ -17,6 +17,7 @@ from moe_conformance import spec
 from moe_conformance.plugin import agenda, gpus, roster
 from moe_conformance.plugin.case_items import each_check
 from moe_conformance.plugin.driver import Driver
+from moe_conformance.plugin.scripts import Scripts
 from moe_conformance.plugin.stopping import Stopping
 from moe_conformance.report import not_run, problems, result, summary
 from moe_conformance.report.comparison import compare
@@ -46,6 +47,7 @@ class Reporter:
         self._progress: Progress | None = None
         self._journal: Journal | None = None
         self._live = Live(driver.run.options.again)
+        self._scripts = Scripts(driver.run)
 
     # ---- while it runs -----------------------------------------------------------------------------------------
 
@@ -120,7 +122,8 @@ class Reporter:
         self._records += records
         follows = any(name == FOLLOWS for name, _ in report.user_properties)
         for record in records:
-            self._tell(() if follows else self._live.lines(record))
+            script = self._scripts.write(record)
+            self._tell(() if follows else self._live.lines(record, str(script or "")))
             if self._progress is not None:
                 self._progress.step(record.case or record.check, failed=record.verdict in FAILING, runs=record.runs)
 
@@ -269,6 +272,7 @@ class Reporter:
             whole=self._run.options.matrix == "all",
             propose=self._run.options.propose_waivers,
             told=self._live.told,
+            scripts=self._scripts.written,
         )
         if self._written is not None:
             terminalreporter.write_line(f"report: {self._written}")

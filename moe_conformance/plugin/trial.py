@@ -85,19 +85,6 @@ class Ending:
     crashed: bool = False  # a rank of the case did not finish: no check of it has anything to judge
 
 
-def refusal_of(outcome: Outcome) -> tuple[Verdict, str] | None:
-    """Return verdict and reason if building was refused; a rank that went on, failed or hung makes it a failure.
-
-    What an adapter refuses proves nothing about the library.
-    """
-    refusal = outcome.refusal
-    if refusal is None or outcome.blamed or any(rank.status == "ok" for rank in outcome.ranks):
-        return None
-    if refusal.error_by == "library":
-        return "refused", f"refused by the library: {refusal.error}"
-    return "not adapted", f"not adapted: {refusal.error}"
-
-
 def ending(trial: Trial, error: BaseException | None) -> Ending:
     """Return how the item ended, given the exception that ended it."""
     if error is None:

@@ -23,15 +23,18 @@ class Live:
         """The kinds of which one failure was told."""
         return frozenset(list(self._seen)[:MOST_TOLD])
 
-    def lines(self, record: Record) -> tuple[str, ...]:
-        """Return a title and what belongs to it; nothing for what did not fail, or failed as another did."""
+    def lines(self, record: Record, script: str = "") -> tuple[str, ...]:
+        """Return a title and what belongs to it; nothing for what did not fail, or failed as another did.
+
+        `script` is the path of the script that repeats it, if there is one.
+        """
         if record.verdict not in FAILING:
             return ()
         kind = words.kind(record)
         self._seen[kind] += 1
         if self._seen[kind] > 1 or len(self._seen) > MOST_TOLD:
             return ()
-        told = [words.Group((record,)).title, record.item, *words.failure(record, self._again).splitlines()]
+        told = [words.Group((record,)).title, record.item, *words.failure(record, self._again, script).splitlines()]
         if len(self._seen) == MOST_TOLD:
             told.append("further kinds of failure are told at the end")
         return tuple(told)

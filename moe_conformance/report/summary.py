@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from moe_conformance import spec
@@ -35,6 +36,7 @@ def tell(
     whole: bool = False,
     propose: bool = False,
     told: Collection[tuple[str, ...]] = (),
+    scripts: Mapping[tuple[str, ...], Path] | None = None,
 ) -> None:
     """Tell a run whose report begins with `head`; one that was asked for some requirements shows no others.
 
@@ -48,9 +50,10 @@ def tell(
         whole: Show every requirement, what was sent between ranks, and all reasons why cases were not judged.
         propose: Print a proposal for a waiver beside each kind of failure.
         told: The kinds of failure that were told while the run went on.
+        scripts: The paths of scripts that repeat failures, by kind.
     """
     found = words.groups(records)
-    for title, text in words.tell(found, head["again"], told):
+    for title, text in words.tell(found, head["again"], told, scripts):
         terminal.write_sep("-", title, red=True)
         terminal.write_line(text)
     if propose:

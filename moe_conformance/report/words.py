@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from moe_conformance import spec
 from moe_conformance.report.records import FAILING, Record
@@ -38,18 +39,20 @@ class Group:
         return f"{shown}: {first.verdict}{stage}"
 
 
-def failure(record: Record, again: str) -> str:
+def failure(record: Record, again: str, script: str = "") -> str:
     """Return the diagnosis, what belongs to it, what is required, and the command that repeats exactly this item.
 
     Args:
         record: Of the item.
         again: The command that repeats the run, see `Record.reproduce`.
+        script: The path of the script that repeats a failure of this kind without pytest; "" if there is none.
     """
     lines = [record.message]
     if record.detail:
         lines.append(record.detail)
     lines += required(record)
     lines.append(f"reproduce: {record.reproduce(again)}")
+    lines += [f"script: {script}"] if script else []
     lines += [f"replay: {command}" for command in record.replay]
     return "\n".join(lines)
 
@@ -93,15 +96,24 @@ def shape(message: str) -> str:
     return re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "#", clause)
 
 
-def tell(found: Sequence[Group], again: str, told: Collection[tuple[str, ...]] = ()) -> list[tuple[str, str]]:
+def tell(
+    found: Sequence[Group],
+    again: str,
+    told: Collection[tuple[str, ...]] = (),
+    scripts: Mapping[tuple[str, ...], Path] | None = None,
+) -> list[tuple[str, str]]:
     """Return (title, text) of the groups to tell in full, and one last entry that lists the others.
 
     Args:
         found: All groups.
         again: The command that repeats the run, see `Record.reproduce`.
         told: The kinds whose first failure was told in full while the run went on: their detail is not repeated.
+        scripts: The paths of scripts, by kind.
     """
-    first = [(group.title, _in_full(group, again, kind(group.first) in told)) for group in found[:IN_FULL]]
+    first: list[tuple[str, str]] = []
+    for group in found[:IN_FULL]:
+        of_kind = kind(group.first)
+        first.append((group.title, _in_full(group, again, of_kind in told, str((scripts or {}).get(of_kind, "")))))
     if rest := found[IN_FULL:]:
         lines = [f"{group.title}: {len(group.records)} x {_one_line(group.first)}" for group in rest]
         first.append((f"{len(rest)} more kinds of failure", "\n".join(lines)))
@@ -137,8 +149,8 @@ def _not_kept(requirement: str, cases: int, records: Sequence[Record]) -> str:
     return "; ".join([f"SHOULD, not kept: {requirement} in {number}: {sentence}", *hints])
 
 
-def _in_full(group: Group, again: str, told: bool) -> str:
-    lines = [group.first.item, failure(replace(group.first, detail="") if told else group.first, again)]
+def _in_full(group: Group, again: str, told: bool, script: str) -> str:
+    lines = [group.first.item, failure(replace(group.first, detail="") if told else group.first, again, script)]
     if more := len(group.records) - 1:
         cases = sorted({record.case or record.item for record in group.records[1:]} - {group.first.case})
         also = f", on {', '.join(cases[:4])}{' ...' if len(cases) > 4 else ''}" if cases else ""

@@ -11,7 +11,7 @@ from typing import Literal
 
 from moe_conformance.backends.registry import load
 from moe_conformance.contract import Malformed, Unsupported
-from moe_conformance.engine import Engine, Job, RankContext, RankResult, Running
+from moe_conformance.engine import Engine, Job, JobResult, RankContext, RankResult, Running
 from moe_conformance.scenarios.lifetime import Lifetime
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
 from moe_conformance.scenarios.overlapped_steps import OverlappedSteps
@@ -45,24 +45,22 @@ class Step:
 
     def outcome(self) -> Outcome:
         """Wait for every rank and return what they returned. Never raises for a rank's fault."""
-        result = self.running.result()
-        deserted = any(rank.status == "hung" for rank in result.ranks)
-        ranks = tuple(_rank_outcome(rank, deserted) for rank in result.ranks)
-        return Outcome(self.backend, self.workload, ranks, result.seconds, result.disagreements)
+        return outcome_of(self.backend, self.workload, self.running.result())
 
 
 def start(engine: Engine, backend: str, workload: Workload, deadline_s: float = 60.0) -> Step:
     """Send a workload to the ranks and return while it runs there."""
-    return Step(backend, workload, engine.start(_job(engine, backend, workload, deadline_s)))
+    return Step(backend, workload, engine.start(job(engine.device, backend, workload, deadline_s)))
 
 
 def start_many(engine: Engine, backend: str, workloads: Sequence[Workload], deadline_s: float = 60.0) -> list[Step]:
     """Send workloads for one world to the ranks together; each outcome is what it would be alone."""
-    jobs = [_job(engine, backend, workload, deadline_s) for workload in workloads]
+    jobs = [job(engine.device, backend, workload, deadline_s) for workload in workloads]
     return [Step(backend, *each) for each in zip(workloads, engine.start_many(jobs), strict=True)]
 
 
-def _job(engine: Engine, backend: str, workload: Workload, deadline_s: float = 60.0) -> Job:
+def job(device: str, backend: str, workload: Workload, deadline_s: float = 60.0) -> Job:
+    """Return what is sent to the ranks: `run`, with what all of them are given and what is for one alone."""
     world = workload.layout.world
     return Job(
         function="moe_conformance.scenarios.moe_step:run",
@@ -70,7 +68,7 @@ def _job(engine: Engine, backend: str, workload: Workload, deadline_s: float = 6
         world=world,
         groups=workload.layout.groups(),
         deadline_s=deadline_s,
-        asynchrony=_on(engine.device, workload.asynchrony),
+        asynchrony=_on(device, workload.asynchrony),
         own=[part(workload, rank) for rank in range(world)],
     )
 
@@ -83,6 +81,13 @@ def _on(device: str, asynchrony: Asynchrony) -> Asynchrony | Literal["delayed_co
 def moe_step(engine: Engine, backend: str, workload: Workload, deadline_s: float = 60.0) -> Outcome:
     """Run a workload through a backend and return what every rank returned. Never raises for a rank's fault."""
     return start(engine, backend, workload, deadline_s).outcome()
+
+
+def outcome_of(backend: str, workload: Workload, result: JobResult) -> Outcome:
+    """Return what every rank returned, as the judge reads it."""
+    deserted = any(rank.status == "hung" for rank in result.ranks)
+    ranks = tuple(_rank_outcome(rank, deserted) for rank in result.ranks)
+    return Outcome(backend, workload, ranks, result.seconds, result.disagreements)
 
 
 def _rank_outcome(result: RankResult, deserted: bool) -> RankOutcome:

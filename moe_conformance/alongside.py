@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from moe_conformance.contract import Backend
+from moe_conformance.examining import refusal_of
 from moe_conformance.judging.equivalence.runs import Ran
-from moe_conformance.plugin.trial import refusal_of
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.corpus.equivalence.twins import Twin
 from moe_conformance.workloads.records.features import broken

@@ -1,0 +1,154 @@
+"""Finds a case and a check by name, and calls the check on what the ranks saw."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from moe_conformance.alongside import Twins
+from moe_conformance.backends import registry
+from moe_conformance.contract import Backend, Unsupported
+from moe_conformance.examining import refusal_by_limit, refusal_of
+from moe_conformance.judging.observed.run import read, require_finished
+from moe_conformance.judging.verdict import Mismatch, NotOffered, Tally
+from moe_conformance.plan import Case, Plan
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.topology import named as layout_named
+from moe_conformance.workloads.records.runs import Asked
+from moe_conformance.workloads.records.workload import Asynchrony, Workload
+
+CHECKS = "moe_conformance.distributed_tests"
+_ARGUMENTS = frozenset({"outcome", "reading", "tally", "twins"})
+
+Verdict = tuple[int, str]  # exit status and sentence
+RunAll = Callable[[Sequence[Workload]], list[Outcome]]
+
+
+class CannotRun(Exception):
+    """What was asked for cannot run here; one sentence."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a script names."""
+
+    backend: str
+    requirement: str
+    check: str
+    variant: str
+    layout: str
+    workload: str
+    ranks: int
+    device: str
+    profile: str
+    asynchrony: str
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The case and the check."""
+
+    named: Named
+    backend: Backend
+    case: Case
+    check: Callable[..., None]
+    tally: Tally = field(default_factory=Tally)
+
+    def verdict(self, outcome: Outcome, run: RunAll | None) -> Verdict:
+        """Call the check on what the ranks saw; `run` runs equivalent workloads for it."""
+        try:
+            if refusal := refusal_of(outcome) or refusal_by_limit(self.case, outcome):
+                return 2, f"cannot run: {refusal[1]}"
+            self.check(**self._arguments(outcome, run))
+        except Mismatch as mismatch:
+            return 1, self._fails(str(mismatch))
+        except (NotOffered, CannotRun) as error:
+            return 2, f"cannot run: {error}"
+        except Exception:
+            return 2, f"error in the suite: {traceback.format_exc()}"
+        if self.tally.vacuous:
+            return 1, self._fails("vacuous: the check compared nothing")
+        return 0, f"{self.named.requirement} passes"
+
+    def unfinished(self, outcome: Outcome) -> Verdict:
+        """Return the verdict on an equivalent run that did not finish."""
+        try:
+            require_finished(outcome)
+        except Mismatch as mismatch:
+            return 1, self._fails(str(mismatch))
+        return 2, "cannot run: an equivalent run was given up"
+
+    def _fails(self, sentence: str) -> str:
+        return f"{self.named.requirement} fails: {sentence}"
+
+    def _arguments(self, outcome: Outcome, run: RunAll | None) -> dict[str, Any]:
+        """Return what the check asks for."""
+        offered: dict[str, Callable[[], Any]] = {
+            "outcome": lambda: outcome,
+            "reading": lambda: read(outcome),
+            "tally": lambda: self.tally,
+            "twins": lambda: Twins(self.backend, self.named.device, run or _no_run, _no_renewal),
+        }
+        return {name: offered[name]() for name in inspect.signature(self.check).parameters}
+
+
+def prepared(named: Named, world: int) -> Prepared:
+    """Return what a script names, without starting anything.
+
+    Raises:
+        CannotRun: there is no such backend, check or case here, or another number of processes is needed.
+    """
+    if (needed := layout_named(named.layout).world) != named.ranks:
+        raise CannotRun(f"{named.layout} is a layout of {needed} ranks, not of {named.ranks}")
+    if world != named.ranks:
+        raise CannotRun(f"{named.layout} is a layout of {named.ranks} ranks, and {world} processes were launched")
+    try:
+        backend = registry.load(named.backend)
+        backend.versions()
+    except (registry.NoBackend, Unsupported) as error:
+        raise CannotRun(f"backend {named.backend}: {error}") from error
+    os.environ.update(getattr(backend, "environment", {}))
+    function, run = find(named.check)
+    plan = Plan(backend, named.device, named.profile, asynchrony=cast(Asynchrony, named.asynchrony))
+    case = plan.find(run, named.variant, named.layout, named.workload)
+    if case is None:
+        raise CannotRun(f"there is no case {named.variant}-{named.layout}-{named.workload} of {run} in this suite")
+    return Prepared(named, backend, case, function)
+
+
+def find(check: str) -> tuple[Callable[..., None], Asked]:
+    """Return a check, of a class bound, and the run that it reads.
+
+    Raises:
+        CannotRun: there is no such check.
+    """
+    file, _, name = check.partition(":")
+    try:
+        found = importlib.import_module(f"{CHECKS}.{file}")
+        for part in name.split("."):
+            found = getattr(found() if inspect.isclass(found) else found, part)
+        (mark,) = (mark for mark in found.pytestmark if mark.name == "requirement")
+    except (ImportError, AttributeError) as error:
+        raise CannotRun(f"there is no check {check} in this suite: {error}") from error
+    return cast(Callable[..., None], found), mark.kwargs["run"]
+
+
+def can_call(check: str) -> bool:
+    """Whether there is a check of that name, and a script can give it all that it asks for."""
+    try:
+        return set(inspect.signature(find(check)[0]).parameters) <= _ARGUMENTS
+    except CannotRun:
+        return False
+
+
+def _no_run(workloads: Sequence[Workload]) -> list[Outcome]:
+    raise CannotRun("the case did not finish")
+
+
+def _no_renewal() -> None:
+    raise CannotRun("the check compares runs in new processes; run the command of pytest that the script names")
