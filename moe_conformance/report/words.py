@@ -142,7 +142,7 @@ def not_kept(records: Iterable[Record]) -> list[str]:
 
 def _not_kept(requirement: str, cases: int, records: Sequence[Record]) -> str:
     message = records[0].message.removeprefix("SHOULD, not kept: ").partition("\n")[0]
-    named = Counter(hint.strip("; ") for record in records for hint in set(_CLAIMED.findall(record.message)))
+    named = Counter(hint.strip("; ") for record in records for hint in dict.fromkeys(_CLAIMED.findall(record.message)))
     hints = [hint for hint, times in named.items() if times == len(records)] or list(named)
     sentence = _cut(_CLAIMED.sub("", message), 160)
     number = f"{cases} case" if cases == 1 else f"{cases} cases"
