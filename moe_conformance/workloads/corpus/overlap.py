@@ -50,7 +50,7 @@ STEPS = (
     StepRecipe("overlap-one-microbatch-uneven", microbatches=1, profile="full"),
     StepRecipe("overlap-poisoned-uneven", _SHARED, asynchrony="poisoned"),
     StepRecipe("overlap-watched-uneven", {**_SHARED, **_DEFERRED}, microbatches=2, asynchrony="watched"),
-    StepRecipe("overlap-delayed-uneven", {**_SHARED, **_DEFERRED}, asynchrony="poisoned", late=0.0005),
+    StepRecipe("overlap-delayed-uneven", {**_SHARED, **_DEFERRED}, asynchrony="poisoned", late=0.0002),
     StepRecipe("overlap-deferred-one-microbatch-uneven", {**_SHARED, **_DEFERRED}, microbatches=1),
     StepRecipe("overlap-deferred-uneven", {**_GATED, **_DEFERRED}, microbatches=2),
     StepRecipe("overlap-deferred-rank-without-tokens", {**_SHARED, **_DEFERRED}, tokens=ONE_WITHOUT, microbatches=4),

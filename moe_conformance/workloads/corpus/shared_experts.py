@@ -175,14 +175,14 @@ LAYERS = (*_LAYERS, *in_float16(_LAYERS), *_crossed())
 _TIGHT_BARE = {"capacity.factor": 0.5, "capacity.drop_policy": "position"}
 _TIGHT = {"shared.ffn": (24,), **_TIGHT_BARE}
 
-_GSHARD = {"capacity.factor": 1.0, "capacity.drop_policy": "position", "routing.normalise": True}
+_GSHARD = {"capacity.factor": 0.5, "capacity.drop_policy": "position", "routing.normalise": True}
 _ALONE = {"capacity.factor": 0.5}  # without shared experts, which not every layer has
 
 # Their tokens lose slots, so that they are no `LAYERS`: see `dropping_layers.py`.
 DROPPING = (
     LayerRecipe("layer-dropped-even", _ALONE, tokens=(22,)),  # 22 K / 2 E is no whole number for 8 experts
     LayerRecipe("layer-dropped-normalised-even", {**_ALONE, "routing.normalise": True}, tokens=(22,)),
-    LayerRecipe("layer-dropped-gshard-even", _GSHARD, tokens=(24,)),
+    LayerRecipe("layer-dropped-gshard-even", _GSHARD, tokens=(22,)),
     LayerRecipe("layer-dropped-position-even", {**_ALONE, "capacity.drop_policy": "position"}, tokens=(22,)),
     LayerRecipe("dropping-half-even", _TIGHT, tokens=(24,)),
     LayerRecipe("dropping-half-inference-even", _TIGHT, tokens=(24,), schedule="N0 F1 I2 B1"),
