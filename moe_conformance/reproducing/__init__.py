@@ -5,6 +5,7 @@ Each process is one rank, in which the backend runs as in any program: a debugge
     __init__.py    what a script calls
     processes.py   the ranks as processes of one script, where no launcher has started them
     mailbox.py     how ranks send each other what they saw
+    secrets.py     the secret with which they sign it
     rank.py        what each rank does
     looking.py     the thread of a rank that says where it stands
     gathering.py   rank 0: sends a workload to all ranks, and puts together what came of it

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
 
-from moe_conformance.engine import NO_ANSWER, JobResult, RankResult, blame
+from moe_conformance.engine import NO_ANSWER, EngineError, JobResult, RankResult, blame
 from moe_conformance.engine.blame import Finding
 from moe_conformance.reproducing.checks import CannotRun, Named, Prepared, prepared
 from moe_conformance.reproducing.looking import DONE, look
@@ -33,8 +33,12 @@ def work(named: Named, deadline_s: float | None) -> NoReturn:
         if place.rank == 0:
             print(f"cannot run: {error}")
         leave(2 if place.rank == 0 else 0)
-    rank = Rank(place, named.device)
-    mailbox = place.mailbox()
+    try:
+        rank = Rank(place, named.device)
+    except EngineError as error:
+        print(f"cannot run: rank {place.rank}: {error}")
+        leave(2)
+    mailbox = rank.place.mailbox()
     if place.rank == 0:
         Gathering(named, wanted, rank, mailbox, deadline_s).judge()
     look(rank)

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from moe_conformance.engine import store
 from moe_conformance.engine.launcher import describe_exit
+from moe_conformance.reproducing import secrets
 from moe_conformance.reproducing.mailbox import Mailbox
 
 ADDRESS = "127.0.0.1"
@@ -27,18 +28,19 @@ def start(ranks: int) -> int | None:
     sys.stdout.flush()
     living: dict[int, int] = {}  # ranks by the ids of their processes
     before = signal.signal(signal.SIGTERM, _terminated)
-    parent = os.getpid()
+    parent, secret = os.getpid(), secrets.new()
     try:
         for rank in range(ranks):
             pid = os.fork()
             if pid == 0:
                 signal.signal(signal.SIGTERM, before)
                 listener.close()
+                os.environ[secrets.VARIABLE] = secret
                 _be(rank, ranks, port, parent)
                 return None
             living[pid] = rank
         served = store.serve(listener)  # not before: its thread would not be in the ranks
-        return _wait(living, Mailbox(ADDRESS, port), served)
+        return _wait(living, Mailbox(ADDRESS, port, secret.encode()), served)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:

@@ -18,6 +18,7 @@ from moe_conformance.engine.ledger.entry import decode
 from moe_conformance.engine.ledger.tap import Tap
 from moe_conformance.engine.rank import Home, Station, find, flush
 from moe_conformance.engine.transport import device_of
+from moe_conformance.reproducing import secrets
 from moe_conformance.reproducing.mailbox import Mailbox
 
 
@@ -29,6 +30,7 @@ class Place:
     world: int
     address: str
     port: int
+    secret: bytes = b""  # of the ranks, once they have agreed on one
 
     @classmethod
     def here(cls) -> Place:
@@ -38,7 +40,7 @@ class Place:
 
     def mailbox(self) -> Mailbox:
         """Return a mailbox of its own for each thread."""
-        return Mailbox(self.address, self.port)
+        return Mailbox(self.address, self.port, self.secret)
 
 
 class Rank:
@@ -47,12 +49,12 @@ class Rank:
     def __init__(self, place: Place, device: str) -> None:
         """Join the others; all of them have to."""
         torch.set_num_threads(1)
-        self.place = place
         self.number = 0  # of the workload that runs or ran last, from 1
         self.answered = True
         self._answering = threading.Lock()
         self._lines: list[bytes] = []
         self._store = _hosted(place)
+        self.place = replace(place, secret=secrets.agreed(place.rank, place.world, place.address, place.port))
         self._home = Home(_station(place, device))
         self._tap = Tap(self._lines.append)
 

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
+from moe_conformance.engine import EngineError, store
 from moe_conformance.plugin.options import Options
 from moe_conformance.plugin.run import prepare
 from moe_conformance.plugin.scripts import MOST, Scripts
 from moe_conformance.report.records import Record
 from moe_conformance.reproducing.checks import CannotRun, Named, prepared
+from moe_conformance.reproducing.mailbox import Mailbox
 from self_tests.plugin import plugin_runs
 from self_tests.plugin.plugin_runs import TOY, Finished
 from self_tests.plugin.simulated_records import record
@@ -278,3 +280,19 @@ class TestScripts:
         assert name == arguments(path)["variant"]
         assert "# crash: a import nothing  " in path.read_text().splitlines()
         assert tmp_path / "reproduce" == path.parent
+
+
+class TestMailbox:
+    @pytest.mark.parametrize("secret", [b"another", b""])
+    def test_what_no_rank_has_signed_is_not_read(self, secret: bytes) -> None:
+        """Whoever reaches the store can write to it; a pickle of theirs is not loaded."""
+        listener = store.listen("127.0.0.1")
+        port = listener.getsockname()[1]
+        served = store.serve(listener)
+        own = Mailbox("127.0.0.1", port, b"of the ranks")
+        own.put("1/answer/0", {"right": True})
+        Mailbox("127.0.0.1", port, secret).put("1/answer/1", {"right": False})
+        assert {"right": True} == own.take("1/answer/0")
+        with pytest.raises(EngineError, match="'1/answer/1' in the store was put there by no rank"):
+            own.take("1/answer/1")
+        del served
