@@ -204,7 +204,7 @@ JITTERED_TOO = LayerRecipe("layer-recomputed-jitter-even", {"jitter": 0.5}, sche
 def layers(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the layer workloads of a variant on a layout."""
     for recipe in LAYERS:
-        if recipe.name in PLAIN or (profile == "quick" and recipe.profile == "full"):
+        if profile == "quick" and recipe.profile == "full":
             continue
         if layout.world > USUAL_RANKS or (recipe.asynchrony != "plain" and layout.world == 1):
             continue
@@ -212,9 +212,13 @@ def layers(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
 
 
 def plain(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the layers that have nothing but a router, the exchange and experts."""
-    if layout.world <= USUAL_RANKS:
-        yield from (layer_workload(recipe, variant, layout) for recipe in LAYERS if recipe.name in PLAIN)
+    """Yield the layers that are judged on more layouts than the others."""
+    yield from (workload for workload in layers(variant, layout, profile) if workload.name in PLAIN)
+
+
+def others(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield the other layers."""
+    yield from (workload for workload in layers(variant, layout, profile) if workload.name not in PLAIN)
 
 
 def repeated(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
@@ -379,7 +383,7 @@ CHAPTERS = (
     Chapter(
         (LayerStep(),),
         tuple(recipe.name for recipe in LAYERS if recipe.name not in PLAIN),
-        layers,
+        others,
         "every",
         (SINGLE, EP2, EP2_ETP2, TP2_EP2),
     ),
