@@ -208,8 +208,8 @@ class TestWhatCannotRun:
 
 class TestTheEnd:
     def started(self, folder: Path, mark: str) -> subprocess.Popen[str]:
-        """Return a script that waits for ever, once its ranks are at work."""
-        (folder / "adapter.py").write_text(ADAPTER.format("print('at work', flush=True); time.sleep(600)"))
+        """Return a script that waits for ever, once its ranks are at work: each says so in one write."""
+        (folder / "adapter.py").write_text(ADAPTER.format("os.write(1, b'at work\\n'); time.sleep(600)"))
         process = subprocess.Popen(
             [sys.executable, str(written(folder, backend="adapter:Toy"))],
             env=plugin_runs.environment(mark),
