@@ -73,6 +73,8 @@ def _wait(living: dict[int, int], mailbox: Mailbox, served: object) -> int:
     while True:
         pid, status = os.wait()
         rank, code = living.pop(pid), os.waitstatus_to_exitcode(status)
+        if code == -signal.SIGINT:  # Ctrl-C, which reaches this process as well
+            return 128 + signal.SIGINT
         if rank > 0:
             mailbox.put(f"ended/{rank}", describe_exit(code) + ("" if code < 0 else " before it answered"))
         elif code >= 0:
