@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -85,8 +86,9 @@ def _run_every(chosen: dict[str, str], pytest_arguments: tuple[str, ...]) -> int
 def replay_(example: Path, **given: str | None) -> NoReturn:
     """Run the example of a drawn failure again, from the file in which a run has left it, and judge it.
 
-    Exit status: 0 if it passes, 1 if it fails, 2 if it could not be judged. Without `--backend` and `--plant` the
-    backend is that which the file names: it is imported, so replay no file of others without looking at it.
+    Exit status: 0 if it passes, 1 if it fails, 2 if it could not be judged. Without `--backend` and `--plant` it is run
+    on the registered backend that the file names. The file is data, and no module is imported for it: a backend that is
+    given by dotted path has to be said.
     """
     require_torch()
     from moe_conformance.plugin.replay import named_backend, replay
@@ -94,8 +96,10 @@ def replay_(example: Path, **given: str | None) -> NoReturn:
     sys.path.append(os.getcwd())  # as in `run`
     try:
         if given["backend"] is None and given["plant"] is None:
-            given["backend"] = named_backend(example)
-            click.echo(f"backend: {given['backend']}, as {example} says")
+            given["backend"] = named = named_backend(example)
+            if ":" in named:
+                raise CannotRun(f"{example} is of the backend {named}; add --backend {shlex.quote(named)}")
+            click.echo(f"backend: {named}, as {example} says")
         status = replay(example, options.from_mapping(given), click.echo)
     except options.Unusable as error:
         raise CannotRun(str(error)) from error

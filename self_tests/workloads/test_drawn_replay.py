@@ -80,13 +80,22 @@ class TestReplay:
         done = plugin_runs.cli("replay", path, "--backend", "native", cwd=judged.folder)
         assert (0, "pass\n") == (done.status, done.output)
 
-    def test_it_is_run_on_the_backend_that_failed(self, judged):
-        """Without a backend on the command line, that which the file names; a line says so."""
+    def test_a_registered_backend_is_taken_from_the_file(self, judged, tmp_path):
+        """Without a backend on the command line; a line says so."""
+        path = shlex.split(judged.record.replay[0])[2]
+        content = json.loads((judged.folder / path).read_text("utf-8"))
+        other = tmp_path / "other.json"
+        other.write_text(json.dumps(content | {"said": content["said"] | {"backend": "native"}}), "utf-8")
+        done = plugin_runs.cli("replay", str(other), cwd=judged.folder)
+        assert (0, f"backend: native, as {other} says\npass\n") == (done.status, done.output)
+
+    def test_no_module_is_imported_for_a_file(self, judged):
+        """One that names a backend by dotted path is not run without it on the command line, which is told."""
         path = shlex.split(judged.record.replay[0])[2]
         named = json.loads((judged.folder / path).read_text("utf-8"))["said"]["backend"]
         done = plugin_runs.cli("replay", path, cwd=judged.folder)
-        told = f"backend: {named}, as {path} says\nfail\n{judged.record.message}\n{judged.record.detail}\n"
-        assert (1, told) == (done.status, done.output)
+        assert ":" in named
+        assert (2, True) == (done.status, f"is of the backend {named}; add --backend {named}" in done.output)
 
     @pytest.mark.parametrize("said", [{}, {"backend": 3}, "native"])
     def test_a_file_that_names_no_backend_is_refused(self, judged, tmp_path, said):
