@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from .faults import Fault
 from .ledger.crosscheck import cross_check
 from .ledger.disagreement import Disagreement
 from .ledger.entry import MOST_CALLS
@@ -39,6 +40,19 @@ class Finding:
     def fails(self) -> bool:
         """True where the rank itself failed, for a reason of its own as far as it can be seen there."""
         return self.result.status != "ok" and not self.suffers
+
+
+def raised(rank: int, fault: Fault) -> Finding:
+    """Returns what is found of a rank whose job ended with an exception."""
+    result = RankResult(
+        rank,
+        "raised",
+        error=fault.error,
+        error_type=fault.error_type,
+        error_attributes=fault.error_attributes,
+        traceback=fault.traceback,
+    )
+    return Finding(result, connection_lost=fault.connection_lost)
 
 
 def assign(findings: Sequence[Finding], disagreements: Sequence[Disagreement] = ()) -> tuple[RankResult, ...]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 
 from . import stacks, wire
-from .blame import Finding
+from .blame import Finding, raised
 from .deadlock import DeadlockWatch
 from .faults import one_line, type_name
 from .host import Host, RankProcess
@@ -196,17 +196,7 @@ class Vigil:
         if answer.outcome == "unprepared" and not fault.connection_lost:
             function = self.jobs[0].function
             raise EngineError(f"rank {rank} cannot run {function}: {fault.error}\n{fault.traceback}")
-        return Finding(
-            RankResult(
-                rank,
-                "raised",
-                error=fault.error,
-                error_type=fault.error_type,
-                error_attributes=fault.error_attributes,
-                traceback=fault.traceback,
-            ),
-            connection_lost=fault.connection_lost,
-        )
+        return raised(rank, fault)
 
     def _bury(self) -> None:
         """Settles ranks that have ended; their last words first."""

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from moe_conformance.engine import Job, RankResult, store
-from moe_conformance.engine.blame import Finding
+from moe_conformance.engine.blame import Finding, raised
 from moe_conformance.engine.faults import describe
 from moe_conformance.engine.ledger.entry import decode
 from moe_conformance.engine.ledger.tap import Tap
@@ -92,15 +92,7 @@ class Rank:
             fault = describe(error)
             told = f"lost its peers: {fault.error}" if fault.connection_lost else f"raised\n{fault.traceback}"
             print(f"rank {rank} {told}", file=sys.stderr, flush=True)
-            result = RankResult(
-                rank,
-                "raised",
-                error=fault.error,
-                error_type=fault.error_type,
-                error_attributes=fault.error_attributes,
-                traceback=fault.traceback,
-            )
-            return Finding(result, connection_lost=fault.connection_lost)
+            return raised(rank, fault)
         return Finding(RankResult(rank, "ok", value))
 
 

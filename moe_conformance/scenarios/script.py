@@ -258,6 +258,9 @@ def _by_field(returned: Any) -> dict[str, Any]:
     named = {"": returned} if names is None else {name: getattr(returned, name) for name in names}
     if hasattr(returned, "local_experts"):  # a surface that was built
         named = {"local_experts": tuple(returned.local_experts)}
+    elif hasattr(returned, "named"):
+        windows = returned.named(lambda parameter: parameter.detach())
+        named = {"local_experts": tuple(dict.fromkeys(each.expert for each in windows if each.expert is not None))}
     data = {name: _data(value) for name, value in named.items()}
     return {name: value for name, value in data.items() if value is not _OPAQUE}
 

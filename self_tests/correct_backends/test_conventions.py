@@ -241,6 +241,16 @@ class TestConventions:
         with pytest.raises(NotOffered, match="this meter has no"):
             checked.verdicts(backend, requirement, "alltoall", EP2, "load-recomputed")
 
+    def test_experts_may_be_placed_unevenly(self, checked: CheckedRuns) -> None:
+        """A backend that accepts numbers that ep does not divide passes if exchange and experts hold all of them."""
+        backend = "self_tests.correct_backends.gathered_tokens:Gathered"
+        checked.check_passes(backend, "GROUP-03", "default", EP2, "indivisible-experts")
+        backend = "self_tests.correct_backends.uneven_experts:FewerParameters"
+        (mismatch,) = checked.verdicts(backend, "GROUP-03", "default", EP2, "indivisible-experts")
+        assert isinstance(mismatch, Mismatch)
+        assert "experts accepted a configuration with E = 3 experts over ep = 2" in mismatch.sentence
+        assert "and expert 2 is on no rank" in mismatch.sentence
+
     @pytest.mark.parametrize("layout", [EP2, EP2_EDP2], ids=lambda layout: layout.name)
     def test_a_step_may_run_all_forwards_first(self, checked: CheckedRuns, layout: Layout) -> None:
         """A backend that overlaps nothing, and says so, passes; deferral it refuses."""

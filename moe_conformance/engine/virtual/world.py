@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from .. import blame, stacks, wire
-from ..blame import Finding
+from ..blame import Finding, raised
 from ..faults import one_line, type_name
 from ..host import Host, RankProcess
 from ..infrastructure import classify
@@ -222,15 +222,7 @@ def _judge(rank: int, end: End, value: Sequence[bytearray], job: Job) -> Finding
             return Finding(RankResult(rank, "raised", error=sentence, error_type=type_name(type(error))))
     if end.answer.outcome == "unprepared":
         raise EngineError(f"rank {rank} cannot run {job.function}: {fault.error}\n{fault.traceback}")
-    result = RankResult(
-        rank,
-        "raised",
-        error=fault.error,
-        error_type=fault.error_type,
-        error_attributes=fault.error_attributes,
-        traceback=fault.traceback,
-    )
-    return Finding(result, connection_lost=fault.connection_lost)
+    return raised(rank, fault)
 
 
 def _running_block(text: str) -> str:

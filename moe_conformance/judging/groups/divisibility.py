@@ -27,7 +27,6 @@ def judge_indivisible(outcome: Outcome, tally: Tally) -> None:
     """
     layout = outcome.workload.layout
     findings: list[Finding] = []
-    placed: set[int] = set()  # numbers of experts
     calls = range(len(outcome.workload.calls))
     by_adapter = [all(answer.error_by == "adapter" for answer in answers(outcome, call)) for call in calls]
     if all(by_adapter):
@@ -39,10 +38,7 @@ def judge_indivisible(outcome: Outcome, tally: Tally) -> None:
         reason = indivisible(config.experts, config.ffn, layout.ep, layout.etp)
         assert reason is not None, config  # the corpus asks for nothing else
         if config.experts % layout.ep and _all_placed(outcome, number, reason, tally):
-            placed.add(config.experts)
             continue
-        if config.experts in placed and not any(answer.raised for answer in answers(outcome, number)):
-            continue  # parameters of experts that the exchange has placed
         for rank, said in enumerate(
             judge_refused(outcome, number, tally, stage="run", asked=f"a configuration with {reason}")
         ):

@@ -155,20 +155,6 @@ class AnswersReadInTokenOrder(AllToAllExchange):
         return super()._unpermute(rows_PD, replace(permuted, pairs=in_token_order))
 
 
-@planted(
-    Expectation(
-        *("EXCH-05", "even", "combine", "y of rank 0 token 0", "is the answer for rank"),
-        "likely cause: rows came back in another order than they were sent",
-    ),
-    Expectation("GRAD-01", "even", "gradient", "likely cause: gradients came back in another order than the rows"),
-)
-class OrderAppliedTwice(AllToAllExchange):
-    """The answers are put in the order of the experts once more, in place of the order in which rows arrived."""
-
-    def _ungroup(self, rows_RD: Tensor, order_R: Tensor) -> Tensor:
-        return rows_RD.index_select(0, order_R)
-
-
 # ---- empty slots ---------------------------------------------------------------------------------------------------
 
 
