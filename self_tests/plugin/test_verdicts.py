@@ -42,6 +42,7 @@ VERDICTS = {
     "limited": ("limit", "limit"),
     "proves": ("refused", "refused"),
     "proves_late": ("refused", "refused"),
+    "stumbles": ("fail", "fail"),
     "boasts": ("fail", "fail"),
 }
 
@@ -165,6 +166,11 @@ class TestRecord:
         told = record(report, "test_outputs[proves_late-ep2-even]").message
         assert told.startswith("refused by the library in forward:0: ")
 
+    def test_a_mistake_is_no_refusal(self, report):
+        """What a program raises by mistake proves no limit, and is told."""
+        told = record(report, "test_outputs[stumbles-ep2-even]").message
+        assert "and rank 0 raised AttributeError: 'Routing' object has no attribute 'renamed'" in told
+
     def test_the_run_is_described(self, report):
         """The report says what was judged, where and how."""
         assert (TOY, "cpu", 2, "quick", 1) == tuple(
@@ -210,12 +216,12 @@ class TestTerminal:
     def test_the_matrix_has_a_column_per_layout(self, judged):
         """Requirement by layout, with how many items of a cell failed."""
         (row,) = [line.split() for line in judged.output.splitlines() if line.startswith("   EXCH-09 ")]
-        assert ["EXCH-09", "✗2", "✗3", "-", "-", "-", "-"] == row
+        assert ["EXCH-09", "✗3", "✗4", "-", "-", "-", "-"] == row
 
     def test_cases_are_counted_once(self, judged, report):
-        """A case is one run on ranks, however many checks read it: nine variants run on two layouts."""
-        assert 18 == report["cases"]
-        assert "18 cases in" in judged.output
+        """A case is one run on ranks, however many checks read it: ten variants run on two layouts."""
+        assert 20 == report["cases"]
+        assert "20 cases in" in judged.output
 
     def test_a_waiver_is_proposed_where_it_is_asked_for(self, judged, folder):
         """The proposal leaves to a person what only a person can say, and is not written anywhere."""

@@ -43,6 +43,14 @@ class Refusing(AllToAllExchange):
         raise TypeError(f"the toy does not take {x.dtype}")
 
 
+class Stumbling(AllToAllExchange):
+    """Has a mistake in its code."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        """Ask for what is not there."""
+        return super().dispatch(x, routing.renamed)  # type: ignore[attr-defined]
+
+
 class Waiting(AllToAllExchange):
     """Waits on one rank for the others, which do not come."""
 
@@ -76,6 +84,7 @@ EXCHANGES = {
     "wrong": Doubled,
     "raises": Raising,
     "proves_late": Refusing,
+    "stumbles": Stumbling,
     "waits": Waiting,
     "moody": Moody,
     "unlucky": Unlucky,
@@ -109,14 +118,14 @@ class Toy(Native):
     name = "toy"
     variants = (
         *("right", "wrong", "raises", "waits", "refuses", "unadapted"),
-        *("limited", "proves", "proves_late", "boasts"),
+        *("limited", "proves", "proves_late", "stumbles", "boasts"),
     )
     session_class = ToySession
     library_modules = (__name__,)
 
     def limits(self, variant: str) -> Sequence[Limit]:
         """Return what the variants declare; one of them boasts."""
-        proved = dict.fromkeys(("proves", "proves_late", "boasts"), (PROVED,))
+        proved = dict.fromkeys(("proves", "proves_late", "stumbles", "boasts"), (PROVED,))
         return {"limited": (UNPROVED,), **proved}.get(variant, ())
 
 
