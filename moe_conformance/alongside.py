@@ -21,7 +21,7 @@ class Twins:
     backend: Backend
     device: str
     run: Callable[[Sequence[Workload]], Sequence[Outcome]]  # of one world, one after the other on the same ranks
-    renew: Callable[[], None]  # ends all ranks: the next run has new ones
+    renew: Callable[[int], None]  # ends all ranks of a world of that size: the next run has new ones
     taken: dict[str, Ran] = field(default_factory=dict)  # of this case, by how they differ: checks share their runs
     imported: set[str] = field(default_factory=set)  # backends whose import was looked at
 
@@ -47,7 +47,7 @@ class Twins:
         limits = {id(twin): limit_of_twin(self.backend, self.device, twin) for twin in twins}
         within = [twin for twin in twins if limits[id(twin)] is None]
         if within and within[0].fresh:
-            self.renew()
+            self.renew(within[0].workload.layout.world)
         outcomes = dict(zip(map(id, within), self.run([self._once(twin.workload) for twin in within]), strict=True))
         return [
             Ran(twin, None, reason) if (reason := limits[id(twin)]) is not None else self._ran(twin, outcomes[id(twin)])
@@ -65,14 +65,14 @@ class Twins:
         if twin.workload.twist.beside and not _finished(outcome) and (why := self._unfinished_alone(twin)):
             return Ran(twin, None, why)
         if twin.workload.twist.lifetime:  # what it leaves behind is no other run's
-            self.renew()
+            self.renew(twin.workload.layout.world)
         refusal = refusal_of(outcome) if twin.anew else None
         return Ran(twin, outcome) if refusal is None else Ran(twin, None, refusal[1])
 
     def _unfinished_alone(self, twin: Twin) -> str:
         """Say what of that which a twin takes turns with does not finish by itself; nothing if all of it does."""
         for other in twin.workload.twist.beside:
-            self.renew()
+            self.renew(other.layout.world)
             (outcome,) = self.run([other])
             if not _finished(outcome):
                 error = next((rank.error for rank in outcome.ranks if rank.status != "ok"), None)

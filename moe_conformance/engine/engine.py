@@ -65,7 +65,7 @@ class Engine:
         self._numbers = itertools.count(1)
         self._worlds: dict[int, World | VirtualWorld] = {}
         self._closed = False
-        self._running: Batch | None = None
+        self._running: dict[int, Batch] = {}  # by the size of its world
         self._host: Host | None = self._site.open(self._preload, self._environment)
         self._store = StoreServer(self._host.address)
 
@@ -76,8 +76,10 @@ class Engine:
     def start(self, job: Job) -> Running:
         """Sends a job to its ranks and returns while it runs there; a fault on a rank will be in the result.
 
-        Waits for what ran before, if its result was not taken. What is still to be read of that is read while the ranks
-        run this job: to start a job first, and then take the result of the one before, is quicker than the reverse.
+        Waits for what ran before in a world of this size, if its result was not taken. What is still to be read of that
+        is read while the ranks run this job: to start a job first, and then take the result of the one before, is
+        quicker than the reverse. Worlds of different sizes run at the same time, unless their ranks share GPUs or a
+        process: then it waits for those as well.
 
         Raises:
             EngineError: the job is malformed, ranks cannot be started, or the engine is closed.
@@ -106,15 +108,21 @@ class Engine:
         if self._virtual and len(jobs) > 1:
             batch = Batch(jobs, None, self._collect, self.start)
         else:
-            batch = self._running = Batch(jobs, self._begin(parcels), self._collect, self.start)
+            batch = Batch(jobs, self._begin(parcels), self._collect, self.start)
+            self._running[jobs[0].world] = batch
         return [Running(batch, number) for number in range(len(jobs))]
 
     def _begin(self, parcels: Sequence[Parcel]) -> Begun:
         """Sends jobs when what ran before has made way."""
-        previous = self._running
+        size = parcels[0].job.world
+        if self._virtual or self.device != "cpu":  # ranks of other worlds share a process or GPUs with these
+            with self._unharmed():
+                for batch in [batch for other, batch in self._running.items() if other != size]:
+                    batch.finish()
+        previous = self._running.get(size)
         if previous is not None:
             with self._unharmed():
-                previous.make_way(parcels[0].job.world)
+                previous.make_way()
         world, begun = self._send(parcels)
         if previous is not None and not previous.finished:
             stops = world.stops
@@ -123,21 +131,18 @@ class Engine:
                 _, begun = self._send(parcels)
         return begun
 
-    def renew(self) -> None:
-        """Ends all ranks; the next job has new ones. What runs is dropped."""
-        if self._running is not None:
-            self._running.drop("the ranks were renewed")
-            self._running = None
-        for world in self._worlds.values():
-            world.stop()
+    def renew(self, world: int) -> None:
+        """Ends the ranks of a world of that size; its next job has new ones. What they run is dropped."""
+        batch = self._running.pop(world, None)
+        if batch is not None:
+            batch.drop("the ranks were renewed")
+        if world in self._worlds:
+            self._worlds[world].stop()
 
     def close(self) -> None:
         """Ends all ranks and the process that forks them; idempotent."""
         self._closed = True
-        if self._running is not None:
-            self._running.drop("the engine was closed")
-            self._running = None
-        self._release()
+        self._release("the engine was closed")
 
     def __enter__(self) -> Engine:
         return self
@@ -153,8 +158,8 @@ class Engine:
             return world, world.start(next(self._numbers), parcels)
 
     def _collect(self, batch: Batch) -> list[JobResult] | None:
-        if self._running is batch:
-            self._running = None
+        if self._running.get(batch.jobs[0].world) is batch:
+            del self._running[batch.jobs[0].world]
         assert batch.begun is not None
         with self._unharmed():
             return batch.begun.collect()
@@ -166,7 +171,7 @@ class Engine:
             yield
         except BaseException as error:
             if isinstance(error, HostLostError) or not isinstance(error, EngineError):
-                self._release()
+                self._release("all ranks were ended")
             raise
 
     def _world(self, size: int) -> World | VirtualWorld:
@@ -180,7 +185,10 @@ class Engine:
             )
         return self._worlds[size]
 
-    def _release(self) -> None:
+    def _release(self, why: str) -> None:
+        for batch in self._running.values():
+            batch.drop(why)
+        self._running.clear()
         for world in self._worlds.values():
             world.stop()
         self._worlds.clear()

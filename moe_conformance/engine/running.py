@@ -13,6 +13,10 @@ from .records import EngineError, Job, JobResult
 class Begun(Protocol):
     """Jobs that ranks were given."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether `settle` would not wait."""
+
     def settle(self) -> bool:
         """Tells whether the ranks can have other jobs before these are collected; may wait for them."""
 
@@ -67,8 +71,13 @@ class Batch:
                 self._by_itself(number + 1)
         return running.result()
 
-    def make_way(self, world: int) -> None:
-        """Waits until the ranks can have jobs for a world of that size; finishes unless that can wait."""
+    @property
+    def ready(self) -> bool:
+        """Whether nothing is to be waited for before ranks can have other jobs."""
+        return self.finished or (self.begun is not None and self.begun.ready)
+
+    def make_way(self) -> None:
+        """Waits until the ranks can have other jobs; finishes unless that can wait."""
         if self.finished:
             return
         assert self.begun is not None
@@ -77,7 +86,7 @@ class Batch:
         except BaseException:  # Ctrl-C
             self.drop("waiting for it failed")
             raise
-        if not settled or world != self.jobs[0].world:
+        if not settled:
             self.finish()
 
     def finish(self) -> None:
@@ -121,6 +130,11 @@ class Running:
     def finished(self) -> bool:
         """Whether it runs no longer. One of several that must run again, alone, does when its result is asked for."""
         return self._batch.finished
+
+    @property
+    def ready(self) -> bool:
+        """Whether the ranks are done with it, and with all that was sent with it, or have failed at it."""
+        return self._batch.ready
 
     def finish(self) -> None:
         """Waits until the ranks are done with it, and with all that was sent with it."""

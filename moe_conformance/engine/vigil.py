@@ -66,6 +66,11 @@ class Vigil:
         self._failure: EngineError | None = None
         self._ended = 0.0
 
+    @property
+    def ready(self) -> bool:
+        """Whether every rank has something to say, so that there is nothing to wait for."""
+        return bool(self._ended) or all(process.channel.readable(0.0) for process in self._ranks)
+
     def settle(self) -> bool:
         """Waits, the first time; tells whether all ranks returned and left nothing behind."""
         if not self._ended:
@@ -141,9 +146,9 @@ class Vigil:
         watch: DeadlockWatch | None = None
         while self._pending and not self._spoilt:
             left = self._until - time.monotonic()
-            if len(self.jobs) == 1 and time.monotonic() - self.began > _NOTICE_S:
-                self._tell()
             events = selector.select(max(0.0, min(left, INTERVAL_S if watch else _QUIET_S)))
+            if not events and len(self.jobs) == 1 and time.monotonic() - self.began > _NOTICE_S:
+                self._tell()
             if left <= 0 and not events:  # an answer in time may be taken in late: the driver has other work
                 return
             for key, _ in events:

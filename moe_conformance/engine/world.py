@@ -141,6 +141,10 @@ class _Begun:
     world: World
     vigil: Vigil
 
+    @property
+    def ready(self) -> bool:
+        return self.vigil.ready
+
     def settle(self) -> bool:
         return self.vigil.settle()
 

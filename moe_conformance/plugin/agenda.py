@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
 from math import inf
 from typing import Any
 
@@ -83,49 +84,63 @@ def sort(items: list[pytest.Item], examples: Collection[str]) -> None:
     """Sort by case in running order, a cell's own items after its cases; in place.
 
     Cases of which `examples` names an item come first, and that item first of all: those of waivers are to be seen
-    before anything else.
+    before anything else. The others of each number of ranks are spread over the whole run: while ranks of one number
+    wait for each other, those of another and the driver have the processors. Items without a case come last.
     """
-    urgent = {place for item in items if item.name in examples and (place := _place(item)) is not None}
+    placed = [(place, item) for item in items if (place := _place(item)) is not None]
+    placed.sort(key=lambda each: (each[0], each[1].name not in examples))
+    urgent = {place for place, item in placed if item.name in examples}
+    first = [item for place, item in placed if place in urgent]
+    last = [item for item in items if _place(item) is None]
+    items[:] = [*first, *_spread([each for each in placed if each[0] not in urgent]), *last]
 
-    def key(item: pytest.Item) -> tuple[bool, tuple[float, ...], bool]:
-        place = _place(item)
-        if place is None:  # no case: where it was, after those that have one
-            return (True, (inf,), True)
-        return (place not in urgent, place, item.name not in examples)
 
-    items.sort(key=key)
+def _spread(placed: Iterable[tuple[tuple[float, ...], pytest.Item]]) -> Iterator[pytest.Item]:
+    """Yield items that are sorted by place so that those of every number of ranks are evenly among the others."""
+    by_ranks: dict[int, list[list[pytest.Item]]] = {}
+    for _, of_place in groupby(placed, key=lambda each: each[0]):
+        together = [item for _, item in of_place]
+        cell = cell_of(together[0])
+        assert cell is not None  # it has a place
+        by_ranks.setdefault(cell.layout.world, []).append(together)
+    spread = [
+        (number / len(groups), world, together)
+        for world, groups in by_ranks.items()
+        for number, together in enumerate(groups)
+    ]
+    for *_, together in sorted(spread, key=lambda each: each[:2]):
+        yield from together
 
 
 def followers(items: Sequence[pytest.Item], runs: Callable[[Case], bool], most: int) -> dict[str, tuple[Case, ...]]:
-    """Return by node id, for items of a case, the cases that the ranks will run next: nothing else comes in between.
+    """Return by node id, for items of a case, the cases that the ranks will run next.
 
     Args:
         items: All items, in running order.
         runs: Whether a case is run at all.
-        most: How many cases are returned at most.
+        most: How many cases of each number of ranks are returned at most.
     """
     found: dict[str, tuple[Case, ...]] = {}
-    current: object = None
-    following: tuple[Case, ...] = ()
+    current: Case | None = None
+    following: dict[int, tuple[Case, ...]] = {}  # by number of ranks
     for item in reversed(items):
-        need = _need(item, runs)
-        if need is None:
+        case = _run_case(item, runs)
+        if case is None:
             continue
-        if need is not current:
-            following = (current, *following)[:most] if isinstance(current, Case) else ()
-            current = need
-        if isinstance(need, Case):
-            found[item.nodeid] = following
+        if case is not current:
+            if current is not None:
+                world = current.workload.layout.world
+                following[world] = (current, *following.get(world, ()))[:most]
+            current = case
+        found[item.nodeid] = tuple(chain.from_iterable(following.values()))
     return found
 
 
-def _need(item: pytest.Item, runs: Callable[[Case], bool]) -> object:
-    """Return what an item needs the ranks for: its case, something else (itself), or nothing (None)."""
-    names = getattr(item, "fixturenames", ())
+def _run_case(item: pytest.Item, runs: Callable[[Case], bool]) -> Case | None:
+    """Return the case that ranks run for an item; None if none is."""
     case = case_of(item)
-    if case is not None:
-        return case if {"outcome", "reading"} & set(names) and runs(case) else None
-    return item if {"drive", "group_lists", "group_answers", "size_answers"} & set(names) else None
+    reads = {"outcome", "reading"} & set(getattr(item, "fixturenames", ()))
+    return case if case is not None and reads and runs(case) else None
 
 
 def _place(item: pytest.Item) -> tuple[float, ...] | None:

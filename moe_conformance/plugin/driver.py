@@ -13,9 +13,8 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from moe_conformance.examining import refusal_of
-from moe_conformance.judging.observed import probe_expected, stage_expected
 from moe_conformance.judging.verdict import RunFailed, Tally
-from moe_conformance.plan import Cell, Plan
+from moe_conformance.plan import Case, Cell, Plan
 from moe_conformance.plugin import agenda, case_items, repeating, roster
 from moe_conformance.plugin.case_items import CaseItem
 from moe_conformance.plugin.case_run import CaseRun, limit_of
@@ -54,7 +53,7 @@ class Driver:
         self.other_cells = agenda.other_cells(self.plan, run.options)
         self.outcomes = Outcomes(run, lambda case: self.cases.foreseen(case))
         self.cases = CaseRun(run, self.outcomes)
-        self._layout: Layout | None = None  # of the latest item that has one
+        self._tried: dict[str, Sequence[Case]] = {}  # by node id of an item that draws: see `_tried_first`
         self.in_part: set[Place] = set()  # of these some items were not selected
 
     def pytest_sessionfinish(self) -> None:
@@ -142,7 +141,19 @@ class Driver:
             }
         self.cases.followers = followers
         self.cases.checks = {item.case.id: item.checks for item in session.items if isinstance(item, CaseItem)}
+        drawing = [item for item in session.items if "drive" in getattr(item, "fixturenames", ())]
+        self._tried = {item.nodeid: self._tried_first(item) for item in drawing}
         self.plan.forget()  # items hold the cases that run, which are few of those drawn
+
+    def _tried_first(self, item: pytest.Item) -> Sequence[Case]:
+        """Return cases within the limits of which a backend refuses all if it refuses whatever an item would draw.
+
+        All of a router, which may refuse some configurations and not others.
+        """
+        run, cell = _drawn(item), agenda.cell_of(item)
+        assert cell is not None
+        allowed = [case for case in self.plan.in_cell(run, cell) if not limit_of(case)]
+        return allowed if isinstance(run, RouterStep) else allowed[:1]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
@@ -152,10 +163,6 @@ class Driver:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         """Run a case as any item; its checks report for it, unless it fails without them."""
-        cell = agenda.cell_of(item)
-        if cell is not None and cell.layout != self._layout:
-            self._layout = cell.layout
-            self._forget()
         if not isinstance(item, CaseItem):
             return None
         for report in runtestprotocol(item, nextitem=nextitem, log=False):
@@ -163,12 +170,6 @@ class Driver:
                 item.ihook.pytest_runtest_logreport(report=report)
         self.cases.end(item)
         return True
-
-    def _forget(self) -> None:
-        """Let go of what belongs to the layout that has ended."""
-        self.plan.forget()
-        probe_expected.forget()
-        stage_expected.forget()
 
     # ---- fixtures ------------------------------------------------------------------------------------------------
 
@@ -190,12 +191,9 @@ class Driver:
         trial = trial_of(request.node)
         run = _drawn(request.node)
         self.cases.require_ranks(trial, cell)
-        allowed = [case for case in self.plan.in_cell(run, cell) if not limit_of(case)]
-        if not allowed:
+        asked = self._tried.pop(request.node.nodeid)
+        if not asked:
             trial.skip("limit", f"limit, unproved: every workload is outside a declared limit of {cell.variant}")
-        asked = (
-            allowed if isinstance(run, RouterStep) else allowed[:1]
-        )  # a router may refuse some configurations and not others
         refusals = list(takewhile(bool, (refusal_of(self.cases.step(trial, case.workload)) for case in asked)))
         if len(refusals) == len(asked) and refusals[0]:
             trial.skip(*refusals[0])

@@ -30,7 +30,7 @@ _R = TypeVar("_R")
 
 MOST_REPEATS = 50  # of a run; each takes new ranks, and more cases than that fail for a reason that they share
 MOST_TOGETHER = 16  # cases in a message to the ranks
-MOST_AHEAD = 2 * MOST_TOGETHER  # cases that may have been begun before their items
+MOST_AHEAD = 3 * MOST_TOGETHER  # cases of one number of ranks that may have been begun before their items
 _USAGE_ERROR = int(pytest.ExitCode.USAGE_ERROR)
 
 
@@ -59,6 +59,20 @@ class _Ahead:
     begun: dict[str, Step] = field(default_factory=dict)  # equivalent runs of it, by workload
 
 
+@dataclass
+class _Lane:
+    """What was begun on one number of ranks."""
+
+    ahead: deque[_Ahead] = field(default_factory=deque)  # not yet taken, in running order
+    batch: int = 0  # the latest
+    size: int = 1  # of that; 0 once a case has failed since
+
+    @property
+    def idle(self) -> bool:
+        """Whether its ranks have nothing to do, and not too much was begun that nobody has taken."""
+        return not self.ahead or (len(self.ahead) <= MOST_AHEAD - MOST_TOGETHER and self.ahead[-1].step.running.ready)
+
+
 def _ends_with_its_site(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Make the session end where a machine is lost: no item could run any more."""
 
@@ -79,9 +93,9 @@ def _nothing(case: Case) -> Sequence[Workload]:
 class Outcomes:
     """Runs cases on ranks of its own, which start with the first.
 
-    Holds the latest case. Those after it run in batches: while the cases of one are judged the ranks run the next. The
-    first is small, so that its verdicts come early, and each has twice as many cases as the one before. After a case
-    that failed they begin anew with one.
+    Holds the latest case. Those after it run in batches, a batch on each number of ranks at the same time: while the
+    cases of one are judged those ranks run the next. The first is small, so that its verdicts come early, and each has
+    twice as many cases as the one before. After a case that failed they begin anew with one.
     """
 
     def __init__(self, run: Run, foreseen: Callable[[Case], Sequence[Workload]] = _nothing) -> None:
@@ -92,9 +106,8 @@ class Outcomes:
         self._foreseen = foreseen
         self._opened: Future[Engine] | None = None
         self._kept: Kept | None = None
-        self._ahead: deque[_Ahead] = deque()
+        self._lanes: dict[int, _Lane] = {}  # by number of ranks
         self._batches = 0
-        self._size = 1  # of the latest batch; 0 once a case has failed since
         self._repeated: Kept | None = None
         self._repeats = 0
 
@@ -118,12 +131,16 @@ class Outcomes:
         """Return what a case returned; of those that follow it, in running order, some are begun."""
         if self._kept is None or self._kept.case is not case:
             self._kept = self._repeated = None
+            first = not self._batches
             taken = self._take(case)
-            if taken.batch == self._batches:  # before the outcome is read: so that the ranks need not wait for it
-                self._begin([other for other in following if all(other is not each.case for each in self._ahead)])
+            # Before the outcome is read: so that the ranks need not wait for it.
+            for world in sorted({_world(each) for each in following}):
+                lane = self._lane(world)
+                if lane.batch == taken.batch or (lane.idle and not first):  # no verdict waits for others to start
+                    self._begin(lane, [each for each in following if _world(each) == world])
             self._kept = Kept(case, taken.step.outcome(), begun=taken.begun)
             if not all(rank.status in ("ok", "refused") for rank in self._kept.outcome.ranks):
-                self._size = 0  # a backend that fails fails often, and each time its batch runs in vain
+                self._lane(_world(case)).size = 0  # a backend that fails fails often, and each time a batch in vain
         return self._kept
 
     @_ends_with_its_site
@@ -147,10 +164,10 @@ class Outcomes:
         return [begun[id(each)].outcome() if id(each) in begun else ran[id(each)] for each in workloads]
 
     @_ends_with_its_site
-    def renew(self) -> None:
-        """End all ranks, once what ran ahead is there: what comes next has new ones."""
-        self._finish()
-        self._started.renew()
+    def renew(self, world: int) -> None:
+        """End the ranks of that many, once what ran ahead on them is there: what comes next there has new ones."""
+        self._finish(world)
+        self._started.renew(world)
 
     @_ends_with_its_site
     def again(self, case: Case | None, workload: Workload) -> Kept | None:
@@ -162,7 +179,7 @@ class Outcomes:
             if self._repeats == MOST_REPEATS:
                 return None
             self._repeats += 1
-            self.renew()
+            self.renew(workload.layout.world)
             self._repeated = Kept(case, start(self._started, self._run.target, workload, self._deadline_s).outcome())
         return self._repeated
 
@@ -177,23 +194,28 @@ class Outcomes:
 
     def close(self) -> None:
         """End the ranks, if there are any, and what runs on them."""
-        self._ahead.clear()
+        self._lanes.clear()
         opened, self._opened = self._opened, None
         if opened is not None and opened.exception() is None:
             opened.result().close()
 
+    def _lane(self, world: int) -> _Lane:
+        return self._lanes.setdefault(world, _Lane())
+
     def _take(self, case: Case) -> _Ahead:
-        while self._ahead:
-            if (ahead := self._ahead.popleft()).case is case:
+        lane = self._lane(_world(case))
+        while lane.ahead:
+            if (ahead := lane.ahead.popleft()).case is case:
                 return ahead
         self._batches += 1
-        self._size = 1
-        return _Ahead(case, start(self._started, self._run.target, case.workload, self._deadline_s), self._batches)
+        lane.batch, lane.size = self._batches, 1
+        return _Ahead(case, start(self._started, self._run.target, case.workload, self._deadline_s), lane.batch)
 
-    def _begin(self, cases: Sequence[Case]) -> None:
-        """Begin the first of some cases, as many as may run together."""
-        self._size = min(2 * self._size, MOST_TOGETHER) or 1
-        together = _together(cases[: self._size])
+    def _begin(self, lane: _Lane, following: Sequence[Case]) -> None:
+        """Begin the first of some cases of a lane, as many as may run together; what is begun already is left."""
+        cases = [case for case in following if all(case is not each.case for each in lane.ahead)]
+        lane.size = min(2 * lane.size, MOST_TOGETHER) or 1
+        together = _together(cases[: lane.size])
         if not together:
             return
         chosen: list[tuple[Case, Sequence[Workload]]] = []
@@ -210,13 +232,14 @@ class Outcomes:
         except EngineError:  # the item of the case at fault will meet it again, and tell it
             return
         self._batches += 1
+        lane.batch = self._batches
         for case, twins in chosen:
             step = next(steps)
-            self._ahead.append(_Ahead(case, step, self._batches, {twin.name: next(steps) for twin in twins}))
+            lane.ahead.append(_Ahead(case, step, lane.batch, {twin.name: next(steps) for twin in twins}))
 
-    def _finish(self) -> None:
-        """Wait for what runs ahead, so that it outlives its ranks."""
-        steps = [ahead.step for ahead in self._ahead]
+    def _finish(self, world: int) -> None:
+        """Wait for what runs ahead on that many ranks, so that it outlives them."""
+        steps = [ahead.step for ahead in self._lane(world).ahead]
         if self._kept is not None:
             steps += self._kept.begun.values()
         for step in steps:
@@ -253,11 +276,13 @@ class Outcomes:
             opened.set_result(engine)
 
 
+def _world(case: Case) -> int:
+    return case.workload.layout.world
+
+
 def _together(cases: Sequence[Case]) -> Sequence[Case]:
     """Return the first of some cases that may run on the same ranks; one that changes its process runs alone."""
     for number, case in enumerate(cases):
-        if case.workload.layout.world != cases[0].workload.layout.world:
-            return cases[:number]
         if case.workload.twist.lifetime:
             return cases[: max(number, 1)]
     return cases

@@ -99,7 +99,7 @@ class Drill:
             good = self._run_good(world)
         except BadCaseError as error:
             wrong.append(str(error))
-            self._engine.renew()
+            self._engine.renew(world)
             good = self._run_good(world)
         again = time.monotonic()
         if [one.state for one in good] != self._states[world]:

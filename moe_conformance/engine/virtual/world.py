@@ -33,6 +33,11 @@ class _Begun:
     job: Job
     began: float
 
+    @property
+    def ready(self) -> bool:
+        """Never, as for `settle`."""
+        return False
+
     def settle(self) -> bool:
         """Never: one process answers for all of its ranks, and what they left behind is known once that is read."""
         return False

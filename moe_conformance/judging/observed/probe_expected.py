@@ -44,12 +44,7 @@ def expect(workload: Workload, parts: Sequence[float]) -> Expected:
     return _expect(Drawn(workload), tuple(parts))
 
 
-def forget() -> None:
-    """Let go of all answers: no workload of another layout is of the same drawn data."""
-    _expect.cache_clear()
-
-
-@lru_cache(maxsize=256)  # as in `stage_answers`
+@lru_cache(maxsize=96)  # as in `stage_answers`
 def _expect(drawn: Drawn, parts: tuple[float, ...]) -> Expected:
     workload = drawn.workload
     config = workload.config

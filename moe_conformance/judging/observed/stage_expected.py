@@ -148,12 +148,6 @@ class StageAnswers(ABC, Generic[S]):
         return bounds.allowed(error, config.dtype, addends=longest + tokens)
 
 
-def forget() -> None:
-    """Let go of all answers: no workload of another layout is of the same drawn data."""
-    _small.cache_clear()
-    _large.cache_clear()
-
-
 def _of_one_shape(parameters: Mapping[ParameterKey, Tensor]) -> Iterable[list[ParameterKey]]:
     """Return the keys of the parameters that have the same shape."""
     of_shape: dict[tuple[int, ...], list[ParameterKey]] = {}
@@ -166,5 +160,5 @@ def _answers(kind: type[StageAnswers[Any]], drawn: Drawn, weights_at: WeightsAt,
     return kind(drawn.workload, weights_at, divisor)
 
 
-_small = lru_cache(maxsize=256)(_answers)  # more than a cell has: the next variant finds what the one before it left
+_small = lru_cache(maxsize=96)(_answers)  # checks of a case and its equivalent runs share them
 _large = lru_cache(maxsize=4)(_answers)  # the checks of one case share it; an answer takes 50 bytes an element
