@@ -196,6 +196,8 @@ class Plan:
 
         def of(chapter: Chapter) -> _Source:
             def draw(layout: Layout) -> Sequence[Workload]:
+                if not any(self._wanted(layout, name) for name in chapter.names):
+                    return []
                 drawn = chapter.draw if layout in self._beside else chapter.drawn
                 return self._named(layout, drawn(variant, layout, profile))
 

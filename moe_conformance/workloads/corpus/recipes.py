@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from moe_conformance.contract import Config
 from moe_conformance.topology import Layout
@@ -37,7 +38,16 @@ from moe_conformance.workloads.records.routes import (
     one_rank,
 )
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
-from moe_conformance.workloads.records.workload import Asynchrony, Batch, Drawn, Lead, Twist, Workload
+from moe_conformance.workloads.records.workload import (
+    Asynchrony,
+    Batch,
+    Drawn,
+    DrawnParameters,
+    Lead,
+    ParameterKey,
+    Twist,
+    Workload,
+)
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile, likened_layouts
 
 # Tokens of rank r: the entry r modulo the length.
@@ -373,9 +383,9 @@ def exchange_workload(recipe: Recipe, run: ExchangeStep | ExpertsStep, variant: 
         real = draw.real_batch(ids_TK, config, generator)
         return replace(real, weights_TK=torch.ones_like(real.weights_TK)) if recipe.weights == "ones" else real
 
-    parameters = {}
-    if isinstance(run, ExpertsStep):
-        parameters = draw.expert_parameters(config, draw.generator(recipe.name, layout.name, "experts"))
+    def experts() -> dict[ParameterKey, Tensor]:
+        return draw.expert_parameters(config, draw.generator(recipe.name, layout.name, "experts"))
+
     return Workload(
         recipe.name,
         run,
@@ -383,7 +393,7 @@ def exchange_workload(recipe: Recipe, run: ExchangeStep | ExpertsStep, variant: 
         layout,
         Drawn(tokens, batch),
         recipe.schedule,
-        parameters,
+        DrawnParameters(experts) if isinstance(run, ExpertsStep) else {},
         recipe.lead,
         recipe.asynchrony,
         recipe.memory,

@@ -7,7 +7,7 @@ clear margin between the experts that it chooses and the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
@@ -26,7 +26,16 @@ from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.covering import pairwise
 from moe_conformance.workloads.records.half_precision import in_float16
 from moe_conformance.workloads.records.runs import LayerStep
-from moe_conformance.workloads.records.workload import Asynchrony, Batch, Drawn, Lead, ParameterKey, Twist, Workload
+from moe_conformance.workloads.records.workload import (
+    Asynchrony,
+    Batch,
+    Drawn,
+    DrawnParameters,
+    Lead,
+    ParameterKey,
+    Twist,
+    Workload,
+)
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 
 MARGIN = 1 / 16  # in selection scores: more than rounding to bfloat16 can move them
@@ -247,9 +256,14 @@ def _drawn(recipe: LayerRecipe, layout: Layout) -> Workload:
     if config.experts % layout.ep or config.experts < 2 * layout.ep:
         E = 3 * layout.ep
         config = replace(config, experts=E, top_k=E if config.top_k == config.experts else config.top_k)
-    parameters = layer_parameters(config, draw.generator(recipe.name, layout.name, "layer"))
-    if recipe.silent:
-        parameters |= {key: torch.zeros_like(value) for key, value in parameters.items() if key[0] in _SILENCED}
+
+    def of_layer() -> dict[ParameterKey, Tensor]:
+        drawn = layer_parameters(config, draw.generator(recipe.name, layout.name, "layer"))
+        if recipe.silent:
+            drawn |= {key: torch.zeros_like(value) for key, value in drawn.items() if key[0] in _SILENCED}
+        return drawn
+
+    parameters = DrawnParameters(of_layer)
     microbatches = len({item[1:] for item in recipe.schedule.split()})
     numbers = [[(rank + m) % len(recipe.tokens) for rank in range(layout.world)] for m in range(microbatches)]
     tokens = tuple(tuple(recipe.tokens[number] for number in ranks) for ranks in numbers)
@@ -307,7 +321,7 @@ def leaves_a_bias(workload: Workload) -> bool:
 def layer_batch(
     T: int,
     config: Config,
-    parameters: dict[ParameterKey, Tensor],
+    parameters: Mapping[ParameterKey, Tensor],
     generator: torch.Generator,
     margin: float = MARGIN,
 ) -> Batch:
@@ -332,7 +346,7 @@ def layer_batch(
     return Batch(clear_TD[:T].contiguous(), none.long(), none, normal(T))
 
 
-def margins(x_TD: Tensor, config: Config, parameters: dict[ParameterKey, Tensor]) -> Tensor:
+def margins(x_TD: Tensor, config: Config, parameters: Mapping[ParameterKey, Tensor]) -> Tensor:
     """Return how clearly every token chooses, in selection scores, (T,)."""
     logits_TE = x_TD.double() @ parameters["router", None].double().T
     return routes.margins(
@@ -345,7 +359,7 @@ def margins(x_TD: Tensor, config: Config, parameters: dict[ParameterKey, Tensor]
     )
 
 
-def drop_margin(x_TD: Tensor, config: Config, parameters: dict[ParameterKey, Tensor]) -> float:
+def drop_margin(x_TD: Tensor, config: Config, parameters: Mapping[ParameterKey, Tensor]) -> float:
     """Return by how much the lightest kept slot of an expert outweighs its heaviest dropped one, the least of all.
 
     By weights or by scores (`Claims.drop_by`), with the capacity rounded up or down. Infinite where nothing is dropped,
