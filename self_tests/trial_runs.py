@@ -74,10 +74,10 @@ class Runs:
         self._uses[run] -= 1
         return self._outcomes[run] if self._uses[run] > 0 else self._outcomes.pop(run)
 
-    def renew(self) -> None:
-        """End all ranks, but for what they have begun."""
+    def renew(self, world: int) -> None:
+        """End the ranks of that many, but for what they have begun."""
         self.settle()
-        self.engine.renew()
+        self.engine.renew(world)
 
     def settle(self) -> None:
         """Wait for what was begun ahead."""

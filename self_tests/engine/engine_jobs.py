@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -245,6 +246,18 @@ def sleep(context: RankContext, seconds: float) -> str:
     """Sleeps on all ranks; the answer comes late."""
     time.sleep(seconds)
     return "late"
+
+
+def make_file(context: RankContext, path: str) -> None:
+    """Make a file, on whichever rank comes first."""
+    Path(path).touch()
+
+
+def wait_for_file(context: RankContext, path: str) -> str:
+    """Return once there is a file, and say which."""
+    while not Path(path).exists():
+        time.sleep(0.01)
+    return path
 
 
 def sleep_on_a_thread(context: RankContext, payload: Any) -> None:

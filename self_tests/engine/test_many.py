@@ -140,7 +140,7 @@ class TestUse:
     def test_ranks_that_are_renewed_drop_what_runs(self, engine):
         """There will be no result of any of the jobs."""
         running = engine.start_many([job("echo", 1), job("echo", 2)])
-        engine.renew()
+        engine.renew(2)
         for each in running:
             with pytest.raises(EngineError, match="the ranks were renewed before it was taken"):
                 each.result()
@@ -151,7 +151,7 @@ class TestUse:
         assert running[0].result().ok
         for each in running:
             each.finish()
-        engine.renew()
+        engine.renew(2)
         assert [(), (1,), ()] == [each.result().blamed for each in running]
 
     def test_virtual_ranks_run_them_one_by_one(self):

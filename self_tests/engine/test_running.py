@@ -109,10 +109,31 @@ class TestLater:
         """Renewing the ranks drops what runs; the next job has new ranks."""
         before = pids(engine)
         running = engine.start(job("spin_before_meeting", 0))
-        engine.renew()
+        engine.renew(2)
         with pytest.raises(EngineError, match="has no result: the ranks were renewed before it was taken"):
             running.result()
         assert set(before).isdisjoint(pids(engine))
+
+    def test_worlds_of_different_sizes_run_at_the_same_time(self, engine, tmp_path):
+        """The ranks of one wait here for what those of another do, whose job starts later."""
+        path = str(tmp_path / "made")
+        waiting = engine.start(job("wait_for_file", path, 2))
+        assert not waiting.ready
+        assert engine.run(job("make_file", path, 1)).ok
+        assert [path, path] == [rank.value for rank in waiting.result().ranks]
+        assert waiting.ready
+
+    @pytest.mark.parametrize(("function", "payload", "status"), FAULTS)
+    def test_a_job_of_another_size_does_not_suffer(self, engine, tmp_path, function, payload, status):
+        """What becomes of the ranks of one world leaves those of another at work."""
+        path = str(tmp_path / "made")
+        before = pids(engine, 1)
+        waiting = engine.start(job("wait_for_file", path, 1))
+        assert status == [rank.status for rank in engine.run(job(function, payload, deadline_s=0.5)).ranks]
+        engine.renew(2)
+        assert engine.run(job("make_file", path, 2)).ok
+        assert [path] == [rank.value for rank in waiting.result().ranks]
+        assert before == pids(engine, 1)
 
     def test_worlds_of_every_size_stay_up_together(self, engine):
         """Going from one size to another and back restarts nothing."""

@@ -25,6 +25,7 @@ from self_tests.plugin.plugin_runs import PROJECT, TOY
 RUN = prepare(Options(ranks=2))
 ALL = [case for case in Plan(RUN.backend, "cpu", "quick").cases if case.cell.layout.name == "ep2"]
 CASES = ALL[:4]
+SINGLE = [case for case in Plan(RUN.backend, "cpu", "quick").cases if case.cell.layout.name == "single"]
 
 
 @dataclass
@@ -34,6 +35,11 @@ class Item:
     nodeid: str
     case: Case | None = None
     fixturenames: tuple[str, ...] = ("outcome", "tally")
+
+    @property
+    def name(self) -> str:
+        """The end of the id."""
+        return self.nodeid
 
 
 class TestFollowers:
@@ -65,15 +71,43 @@ class TestFollowers:
         assert [CASES[1], CASES[2]] == list(self.followers(*items)["0"])
         assert [CASES[1]] == list(self.followers(*items, most=1)["0"])
 
-    def test_nothing_follows_where_another_item_needs_the_ranks_first(self):
-        """A drawn check is not told its workloads before it runs, and what follows it is asked for after it."""
+    def test_cases_follow_over_an_item_that_draws(self):
+        """It is not told its workloads before it runs, and the ranks take them between two batches of cases."""
         items = (Item("a", CASES[0]), Item("drawn", None, ("drive",)), Item("b", CASES[1]), Item("c", CASES[2]))
-        assert {"a": (), "b": (CASES[2],), "c": ()} == self.followers(*items)
+        assert {"a": (CASES[1], CASES[2]), "b": (CASES[2],), "c": ()} == self.followers(*items)
+
+    def test_the_next_cases_of_every_number_of_ranks_follow(self):
+        """Each number of ranks has as many as may be begun."""
+        one, two = SINGLE[:3], CASES[:3]
+        mixed = (one[0], one[1], two[0], one[2], two[1], two[2])
+        items = [Item(str(number), case) for number, case in enumerate(mixed)]
+        assert {case.id for case in (*one[1:], *two[:2])} == {case.id for case in self.followers(*items)["0"]}
+        assert {one[1].id, two[0].id} == {case.id for case in self.followers(*items, most=1)["0"]}
 
     def test_a_case_may_come_twice(self):
         """Examples of waivers run first, and the other items of their cases later."""
         items = (Item("a1", CASES[0]), Item("b1", CASES[1]), Item("a2", CASES[0]))
         assert {"a1": (CASES[1], CASES[0]), "b1": (CASES[0],), "a2": ()} == self.followers(*items)
+
+
+class TestOrder:
+    def sorted(self, *cases: Case, examples: tuple[str, ...] = ()) -> list[str]:
+        """Return the names of items, two for each case, that come one behind the other where they are collected."""
+        items = [Item(f"{check}[{case.id}]", case) for check in ("a", "b") for case in cases]
+        agenda.sort(items, examples)  # type: ignore[arg-type]
+        return [item.name for item in items]
+
+    def test_cases_of_each_number_of_ranks_are_spread_over_the_run(self):
+        """Each in running order, with the items of a case together."""
+        one, two = SINGLE[:2], CASES[:4]
+        expected = [one[0], two[0], two[1], one[1], two[2], two[3]]
+        names = [f"{check}[{case.id}]" for case in expected for check in ("a", "b")]
+        assert names == self.sorted(*one, *two)
+
+    def test_cases_of_waivers_come_first(self):
+        """And of these the items that the waivers name."""
+        name = f"b[{CASES[2].id}]"
+        assert [name, f"a[{CASES[2].id}]"] == self.sorted(*SINGLE[:2], *CASES[:4], examples=(name,))[:2]
 
 
 @pytest.fixture
@@ -95,6 +129,13 @@ class TestOutcomes:
             assert case.workload is kept.outcome.workload
             assert kept is outcomes.of(case, following)
 
+    def test_cases_of_other_numbers_of_ranks_run_beside_them(self, outcomes):
+        """Whatever order they come in, each gets its own outcome."""
+        cases = [SINGLE[0], CASES[0], CASES[1], SINGLE[1], CASES[2], SINGLE[2], CASES[3]]
+        for number, case in enumerate(cases):
+            kept = outcomes.of(case, cases[number + 1 :])
+            assert (case.workload, "ok") == (kept.outcome.workload, kept.outcome.ranks[0].status)
+
     def test_what_nobody_came_for_is_dropped(self, outcomes):
         """Another case, a drawn workload and the end of the run do without it."""
         outcomes.of(CASES[0], [CASES[1]])
@@ -107,7 +148,7 @@ class TestOutcomes:
         first = outcomes.of(CASES[0], CASES[1:])
         assert CASES[0].workload is outcomes.again(CASES[0], first.outcome.workload).outcome.workload
         for case in CASES[1:]:
-            outcomes.renew()
+            outcomes.renew(2)
             assert ["ok", "ok"] == [rank.status for rank in outcomes.of(case, CASES).outcome.ranks]
 
 
@@ -151,7 +192,7 @@ class TestForeseen:
             made.of(first, [LIKENED])
             kept = made.of(LIKENED, [])
             assert [twin.workload.name] == list(kept.begun)
-            made.renew()  # as for a check that needs new processes, before one that asks for it
+            made.renew(2)  # as for a check that needs new processes, before one that asks for it
             once, again = (made.beside(kept, [twin.workload])[0] for _ in range(2))
             assert {} == kept.begun
             assert ["ok", "ok"] == [rank.status for rank in once.ranks]
@@ -181,4 +222,4 @@ class TestRuns:
         """With -x the first failure ends the run; nothing hangs and the case ahead is not counted."""
         status, cases, _ = judged(tmp_path, str(PROJECT / "checks.py"), "-x", "-k", "wrong or right or refuses")
         assert 1 == status
-        assert 2 == cases
+        assert 3 == cases  # what is right on each number of ranks, then what is wrong
