@@ -19,6 +19,7 @@ from moe_conformance.workloads.corpus.exchange.golden import NAME as GOLDEN
 from moe_conformance.workloads.corpus.exchange.golden import golden_workload
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.covering import pairwise
+from moe_conformance.workloads.records.drawn_parameters import DrawnParameters
 from moe_conformance.workloads.records.model_sizes import SIZES as SIZES_OF_MODELS
 from moe_conformance.workloads.records.routes import (
     Route,
@@ -38,16 +39,7 @@ from moe_conformance.workloads.records.routes import (
     one_rank,
 )
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
-from moe_conformance.workloads.records.workload import (
-    Asynchrony,
-    Batch,
-    Drawn,
-    DrawnParameters,
-    Lead,
-    ParameterKey,
-    Twist,
-    Workload,
-)
+from moe_conformance.workloads.records.workload import Asynchrony, Batch, Drawn, Lead, ParameterKey, Twist, Workload
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile, likened_layouts
 
 # Tokens of rank r: the entry r modulo the length.

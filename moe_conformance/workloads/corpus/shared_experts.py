@@ -24,18 +24,10 @@ from moe_conformance.workloads.corpus.chapter import EP2, EP2_EDP2, EP2_ETP2, SI
 from moe_conformance.workloads.corpus.recipes import EVEN, ONE_WITHOUT, SIX_IN_FLIGHT, UNEVEN
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.covering import pairwise
+from moe_conformance.workloads.records.drawn_parameters import DrawnParameters
 from moe_conformance.workloads.records.half_precision import in_float16
 from moe_conformance.workloads.records.runs import LayerStep
-from moe_conformance.workloads.records.workload import (
-    Asynchrony,
-    Batch,
-    Drawn,
-    DrawnParameters,
-    Lead,
-    ParameterKey,
-    Twist,
-    Workload,
-)
+from moe_conformance.workloads.records.workload import Asynchrony, Batch, Drawn, Lead, ParameterKey, Twist, Workload
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 
 MARGIN = 1 / 16  # in selection scores: more than rounding to bfloat16 can move them

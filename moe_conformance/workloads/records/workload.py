@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, overload
@@ -58,30 +58,6 @@ class Drawn(Sequence[tuple[Batch, ...]]):
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return tuple, (self._batches,)
-
-
-class DrawnParameters(Mapping[ParameterKey, Tensor]):
-    """Parameters by key that are drawn when they are first looked at, and pickled as a dictionary."""
-
-    def __init__(self, draw: Callable[[], Mapping[ParameterKey, Tensor]]) -> None:
-        """Take what draws them all."""
-        self._draw = draw
-
-    @cached_property
-    def _parameters(self) -> Mapping[ParameterKey, Tensor]:
-        return self._draw()
-
-    def __len__(self) -> int:
-        return len(self._parameters)
-
-    def __iter__(self) -> Iterator[ParameterKey]:
-        return iter(self._parameters)
-
-    def __getitem__(self, key: ParameterKey) -> Tensor:
-        return self._parameters[key]
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return dict, (dict(self._parameters),)
 
 
 @dataclass(frozen=True)
