@@ -212,9 +212,10 @@ class TestExactness:
 
 
 class TestRouting:
-    @pytest.mark.parametrize("field", ["balance_bias", "groups"])
-    def test_bias_and_groups_change_some_choice(self, field: str) -> None:
-        """In every workload with a bias or a group limit some token chooses otherwise than without, on every layout."""
+    # Rounding leaves open what some tokens choose among groups of nearly the same score.
+    @pytest.mark.parametrize(("field", "least"), [("balance_bias", 1), ("groups", 6)])
+    def test_bias_and_groups_change_some_choice(self, field: str, least: int) -> None:
+        """In every workload with a bias or a group limit so many tokens choose otherwise than without."""
         layouts = [layout for layout in full_layouts() if layout.world <= USUAL_RANKS]
         drawn = [w for layout in layouts for w in routing_corpus("any", layout, "full")]
         judged = [w for w in drawn if getattr(w.config.routing, field)]
@@ -227,7 +228,7 @@ class TestRouting:
                 workload.config.routing.groups if field == "balance_bias" else None,
                 None if field == "balance_bias" else bias_E,
             )
-            assert with_it != without, workload
+            assert least <= sum(one != other for one, other in zip(with_it, without, strict=True)), workload
 
     def test_near_ties_are_ties_in_bfloat16_alone(self) -> None:
         """Every token's last choice beats its twin by a margin that float32 can tell and bfloat16 cannot."""

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import cache
 
 from moe_conformance.backends.native import Native
 from moe_conformance.plan import Case, Plan
 from moe_conformance.workloads.records.features import cell_limits
+from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep, RouterStep
+from moe_conformance.workloads.records.workload import Drawn, Workload
 from moe_conformance.workloads.selection import turns
 from moe_conformance.workloads.selection.stored import read
+
+STEPS = (ExchangeStep, ExpertsStep, RouterStep, LayerStep)
 
 
 @cache
@@ -23,6 +28,12 @@ def stands_for(case: Case) -> str:
     return "sampled" if case.cell.variant in Native.sampled else case.cell.variant
 
 
+def tokens(workload: Workload) -> Sequence[Sequence[int]]:
+    """Return T of every microbatch and rank."""
+    batches = workload.batches
+    return batches.tokens if isinstance(batches, Drawn) else [[len(each.x_TD) for each in ranks] for ranks in batches]
+
+
 class TestFullProfile:
     def test_every_workload_runs_on_each_number_of_ranks(self) -> None:
         """With each variant, or one of those that are sampled, wherever the workload can run at all."""
@@ -34,6 +45,12 @@ class TestFullProfile:
         run = {(case.cell.variant, case.cell.layout.name, case.workload.name) for case in plan().cases}
         stored = {(v, at, name) for v, names in read("native").items() for name, ats in names.items() for at in ats}
         assert set() == stored - run
+
+    def test_every_step_has_a_token(self) -> None:
+        """A step in which no rank ever has any would compare nothing, and be a failure of whoever is right."""
+        steps = [w for w in (case.workload for case in plan().cases) if isinstance(w.run, STEPS)]
+        assert steps
+        assert [] == [w.name for w in steps if not any(map(any, tokens(w)))]
 
     def test_it_is_a_part(self) -> None:
         """Less than a fourth of the pool runs; of cells that refuse everything, all of what is left of it."""

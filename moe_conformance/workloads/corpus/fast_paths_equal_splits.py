@@ -35,7 +35,7 @@ EXCHANGES = (
     Recipe("equal-splits-even", config=_EQUAL, schedule="F0 F1 B1 B0"),
     Recipe("equal-splits-rank-without-tokens", tokens=ONE_WITHOUT, config=_EQUAL),
     Recipe("equal-splits-one-rank-even", one_rank, config=_EQUAL, profile="full"),
-    Recipe("equal-splits-no-tokens", tokens=(0,), config=_EQUAL, profile="full"),
+    Recipe("equal-splits-no-tokens", turns=((0,), (3,)), config=_EQUAL, schedule="F0 B0 F1 B1", profile="full"),
 )
 
 

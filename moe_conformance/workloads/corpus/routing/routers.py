@@ -50,6 +50,13 @@ _GROUPS = {
     "routing.groups": (4, 2),
 }  # enough slots for the limit to bind; more experts than groups
 
+
+def _of_model(name: str, options: dict[str, Any], profile: Profile = "quick") -> RouterRecipe:
+    """Return a router of a published size, with more tokens where groups seldom change the one choice."""
+    seldom = options["top_k"] == 1 and "routing.groups" in options
+    return RouterRecipe(name, options, tuple(4 * T for T in TOKENS) if seldom else TOKENS, profile=profile)
+
+
 ROUTERS = (
     RouterRecipe("route-softmax"),
     RouterRecipe("route-softmax-normalised", _NORMAL, likened=True),
@@ -112,8 +119,8 @@ ROUTERS = (
     RouterRecipe("route-bfloat16", {"dtype": torch.bfloat16}, likened=True),
     RouterRecipe("route-float16", {"dtype": torch.float16}),
     RouterRecipe("route-float64", {"dtype": torch.float64}),
-    *(RouterRecipe(name, options) for name, options in model_sizes.QUICK.items()),
-    *(RouterRecipe(name, options, profile="full") for name, options in model_sizes.FULL.items()),
+    *(_of_model(name, options) for name, options in model_sizes.QUICK.items()),
+    *(_of_model(name, options, "full") for name, options in model_sizes.FULL.items()),
 )
 
 
