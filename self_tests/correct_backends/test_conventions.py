@@ -261,6 +261,11 @@ class TestConventions:
         with pytest.raises(NotOffered, match="overlap = 'no'"):
             checked.verdicts(backend, "OVLP-12", "alltoall", layout, "overlap-even")
 
+    def test_tokens_may_be_gathered_over_etp_before_anything_else_runs(self, checked: CheckedRuns) -> None:
+        """A backend that overlaps where tokens go to other experts has none in flight where all experts are at hand."""
+        with pytest.raises(NotOffered, match="overlap is unproved"):
+            checked.verdicts("native", "OVLP-12", "alltoall", Layout(2, etp=2), "overlap-even")
+
     @pytest.mark.parametrize("requirement", ["DROP-08", "DROP-12"])
     def test_a_lossless_capacity_may_divide_over_tp(self, checked: CheckedRuns, requirement: str) -> None:
         """A backend that rounds it up for that passes."""

@@ -18,15 +18,18 @@ def judge_overlapping(reading: Reading, tally: Tally) -> None:
     """Decide whether exchanges were in flight while other work ran, one for every layer at least on every rank.
 
     Work is a product of matrices, between the call of a collective and its wait: whatever that needs, it is not the
-    collective. A rank on which no product ran (no rows) has nothing to show.
+    collective. A rank on which no product ran (no rows) has nothing to show. With ep = 1 all experts are at hand, and
+    gathering the tokens of an expert that is cut over etp may block.
 
     Raises:
-        NotOffered: the backend claims that it does not overlap; no rank has a collective or a product.
+        NotOffered: the backend claims that it does not overlap; no rank has a collective or a product; with ep = 1
+            nothing was in flight.
         Costly: fewer exchanges than layers were in flight during a product.
     """
     if reading.claims.overlap == "no":
         raise NotOffered("the backend claims overlap = 'no'")
-    layers, findings = reading.outcome.workload.config.overlap.layers, []
+    workload, findings = reading.outcome.workload, []
+    layers = workload.config.overlap.layers if workload.layout.ep > 1 else 0
     for rank in reading.ranks:
         entries = _entries(rank, seen(rank).overlapped[0])
         if not entries or not seen(rank).worked:
@@ -38,7 +41,7 @@ def judge_overlapping(reading: Reading, tally: Tally) -> None:
     if findings:
         fail(Costly, "run", findings)
     if tally.vacuous:
-        raise NotOffered("the ledger has no collective of any rank with something to compute: overlap is unproved")
+        raise NotOffered("no rank has a collective that has to be in flight while it computes: overlap is unproved")
 
 
 def _said(rank: RankOutcome, entries: list[Entry], exchanges: list[Entry], layers: int) -> str:
