@@ -248,6 +248,14 @@ def sleep(context: RankContext, seconds: float) -> str:
     return "late"
 
 
+def meet_twice(context: RankContext, payload: Any) -> int:
+    """Wait for all ranks before a collective and behind it, and count the calls so far."""
+    context.meet()
+    dist.all_reduce(torch.ones(1))
+    context.meet()
+    return context.calls()
+
+
 def make_file(context: RankContext, path: str) -> None:
     """Make a file, on whichever rank comes first."""
     Path(path).touch()
