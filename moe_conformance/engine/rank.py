@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -96,6 +95,8 @@ def serve(channel: wire.Channel, station: Station, ledger: int) -> NoReturn:
     """
     torch.set_num_threads(1)
     os.environ.update(_as_under_torchrun(station))
+    # Otherwise new_group returns while other ranks still connect, and one that raises then, and ends, fails these too.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     offspring.adopt()  # so that it is seen what a function leaves behind
     with contextlib.suppress(EOFError, OSError):  # of the channel: the driver has closed its end
         _work(channel, station, ledger)
@@ -194,13 +195,6 @@ class UnsendableResultError(TypeError):
         super().__init__(f"the function's result, a {type(value).__qualname__}, cannot be sent: {reason}")
 
 
-def _meet(world: int, tap: Tap) -> None:
-    """Waits for all ranks, which the ledger does not tell."""
-    if world > 1:
-        with tap.aside():
-            dist.barrier()
-
-
 def flush() -> None:
     """Writes out what the function printed: `os._exit` would drop it."""
     for stream in (sys.stdout, sys.stderr):
@@ -257,15 +251,10 @@ class Home:
     def context(self, partitions: Mapping[str, Partition], tap: Tap, own: Any) -> RankContext:
         """Makes the groups that do not exist yet: all of them, on all ranks, in the same order."""
         mine: dict[str, dist.ProcessGroup] = {}
-        known = len(self._groups)
         for name, partition in partitions.items():
             for ranks in partition:
                 if ranks not in self._groups:
                     self._groups[ranks] = dist.new_group(list(ranks), timeout=store.FOREVER)
                 if self._rank in ranks:
                     mine[name] = self._groups[ranks]
-        # new_group returns while other ranks still connect: one that raised and ended now would fail these as well.
-        meet = partial(_meet, self._world, tap)
-        if len(self._groups) > known:
-            meet()
-        return RankContext(self._rank, self._world, self._device, mine, self._kept, tap.calls, own, tap.in_flight, meet)
+        return RankContext(self._rank, self._world, self._device, mine, self._kept, tap.calls, own, tap.in_flight)

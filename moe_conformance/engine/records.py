@@ -67,7 +67,6 @@ class RankContext:
         calls: Returns how many collectives this job has called on this rank so far: the next one's `Entry.order`.
         own: What the job has for this rank alone, None if nothing.
         in_flight: Returns the `Entry.order` of every asynchronous collective that was not waited for yet.
-        meet: Waits for all ranks, unseen by the ledger. Virtual ranks have no connections to wait for, and do not.
     """
 
     rank: int
@@ -78,7 +77,6 @@ class RankContext:
     calls: Callable[[], int]
     own: Any = None
     in_flight: Callable[[], tuple[int, ...]] = tuple
-    meet: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)

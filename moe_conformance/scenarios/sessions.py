@@ -49,7 +49,7 @@ def opened(context: RankContext, name: str, layout: Layout) -> Opened:
     """Return the session of a backend on a layout; one that was open for anything else is closed first.
 
     One object of the backend opens all sessions of a process, as a trainer's would: what it keeps from one layout shows
-    on the next. All ranks have opened theirs when it returns.
+    on the next.
     """
     key = (name, layout, str(context.device), torch.are_deterministic_algorithms_enabled())  # it may choose by them
     kept: Opened | None = context.kept.get(_SESSION)
@@ -63,5 +63,4 @@ def opened(context: RankContext, name: str, layout: Layout) -> Opened:
     topology = Topology(layout, context.rank, context.groups)
     kept = Opened(key, backend, backend.open(topology, context.device), topology)
     context.kept[_SESSION] = kept
-    context.meet()  # a rank that raises and ends would fail those that still connect to the groups that it made
     return kept

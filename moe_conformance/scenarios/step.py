@@ -91,9 +91,6 @@ class TrainingStep:
             self.beside = [TrainingStep(self.context, other) for other in self.workload.twist.beside]
             for other in self.beside:
                 other._build(kept)
-            if self.workload.twist.strides:
-                # Who refuses them ends at once; a rank that is still connecting to it would have no chance to refuse.
-                dist.barrier(kept.topology.group("world"))
             return self._observed()
 
     def _observed(self) -> RankOutcome:

@@ -248,12 +248,16 @@ def sleep(context: RankContext, seconds: float) -> str:
     return "late"
 
 
-def meet_twice(context: RankContext, payload: Any) -> int:
-    """Wait for all ranks before a collective and behind it, and count the calls so far."""
-    context.meet()
-    dist.all_reduce(torch.ones(1))
-    context.meet()
-    return context.calls()
+def make_a_group(context: RankContext, payload: Any) -> tuple[float, float]:
+    """Make a group of ranks 0 and 1, rank 0 later than the others; return when it was begun and when it was there."""
+    if context.rank == 0:
+        time.sleep(0.3)
+    began = time.monotonic()
+    group = dist.new_group([0, 1])
+    made = time.monotonic()
+    if context.rank < 2:
+        dist.destroy_process_group(group)
+    return began, made
 
 
 def make_file(context: RankContext, path: str) -> None:

@@ -135,11 +135,11 @@ class TestLater:
         assert [path] == [rank.value for rank in waiting.result().ranks]
         assert before == pids(engine, 1)
 
-    def test_ranks_meet_unseen_by_the_ledger(self, engine):
-        """What a function waits for through its context is none of the collectives that are judged."""
-        result = engine.run(job("meet_twice", world=4))
-        assert [1] * 4 == [rank.value for rank in result.ranks]
-        assert [["all_reduce"]] * 4 == [[entry.op for entry in rank.ledger] for rank in result.ranks]
+    def test_a_group_is_there_when_all_ranks_have_made_it(self, engine):
+        """Those that are not in it wait too: whoever goes on may end, and others must not be connecting then."""
+        ranks = engine.run(job("make_a_group", world=3)).ranks
+        assert ["ok"] * 3 == [rank.status for rank in ranks]
+        assert max(rank.value[0] for rank in ranks) < min(rank.value[1] for rank in ranks)
 
     def test_worlds_of_every_size_stay_up_together(self, engine):
         """Going from one size to another and back restarts nothing."""

@@ -65,15 +65,6 @@ class Tap:
             self._session = None
             self._unwaited = [handle for handle in (*self._unwaited, *session.close()) if not handle.settled]
 
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Records nothing of what is called inside."""
-        session, self._session = self._session, None
-        try:
-            yield
-        finally:
-            self._session = session
-
     def calls(self) -> int:
         """Returns how many calls were made since the recording began."""
         return self._session.calls() if self._session is not None else 0
