@@ -261,10 +261,14 @@ class TestConventions:
         with pytest.raises(NotOffered, match="overlap = 'no'"):
             checked.verdicts(backend, "OVLP-12", "alltoall", layout, "overlap-even")
 
-    def test_tokens_may_be_gathered_over_etp_before_anything_else_runs(self, checked: CheckedRuns) -> None:
-        """A backend that overlaps where tokens go to other experts has none in flight where all experts are at hand."""
-        with pytest.raises(NotOffered, match="overlap is unproved"):
-            checked.verdicts("native", "OVLP-12", "alltoall", Layout(2, etp=2), "overlap-even")
+    def test_a_step_may_overlap_with_ep_alone(self, checked: CheckedRuns) -> None:
+        """A backend that gathers over etp, and waits, passes on a layout with ep = 1 if it claims no overlap there."""
+        layout, backend = Layout(2, etp=2), "self_tests.correct_backends.unusual_overlap:ClaimsMore"
+        with pytest.raises(NotOffered, match="overlap = 'no'"):
+            checked.verdicts("native", "OVLP-12", "alltoall", layout, "overlap-even")
+        (mismatch,) = checked.verdicts(backend, "OVLP-12", "alltoall", layout, "overlap-even")
+        assert isinstance(mismatch, Mismatch)
+        assert "rank 0 has 0 collectives in flight while it computes" in mismatch.sentence
 
     @pytest.mark.parametrize("requirement", ["DROP-08", "DROP-12"])
     def test_a_lossless_capacity_may_divide_over_tp(self, checked: CheckedRuns, requirement: str) -> None:

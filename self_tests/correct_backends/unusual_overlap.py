@@ -1,4 +1,4 @@
-"""Steps of several microbatches on another schedule, without overlap, which they say: they must pass."""
+"""Steps of several microbatches that do not overlap: those that say so must pass, and `ClaimsMore` must fail."""
 
 from __future__ import annotations
 
@@ -46,3 +46,15 @@ class AllForwardsFirst(Native):
     """All forwards run first, then all backwards, that of the last microbatch first; no exchange is in flight."""
 
     session_class = _Session
+
+
+class _ClaimedEverywhere(OverlappedStep):
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, overlap="yes")
+
+
+class ClaimsMore(Native):
+    """Claims overlap on every layout; with ep = 1 and etp > 1 it waits for each collective where it calls it."""
+
+    session_class = NativeSession.building(_ClaimedEverywhere)

@@ -18,18 +18,15 @@ def judge_overlapping(reading: Reading, tally: Tally) -> None:
     """Decide whether exchanges were in flight while other work ran, one for every layer at least on every rank.
 
     Work is a product of matrices, between the call of a collective and its wait: whatever that needs, it is not the
-    collective. A rank on which no product ran (no rows) has nothing to show. With ep = 1 all experts are at hand, and
-    gathering the tokens of an expert that is cut over etp may block.
+    collective. A rank on which no product ran (no rows) has nothing to show.
 
     Raises:
-        NotOffered: the backend claims that it does not overlap; no rank has a collective or a product; with ep = 1
-            nothing was in flight.
+        NotOffered: the backend claims that it does not overlap; no rank has a collective or a product.
         Costly: fewer exchanges than layers were in flight during a product.
     """
     if reading.claims.overlap == "no":
         raise NotOffered("the backend claims overlap = 'no'")
-    workload, findings = reading.outcome.workload, []
-    layers = workload.config.overlap.layers if workload.layout.ep > 1 else 0
+    layers, findings = reading.outcome.workload.config.overlap.layers, []
     for rank in reading.ranks:
         entries = _entries(rank, seen(rank).overlapped[0])
         if not entries or not seen(rank).worked:
@@ -41,7 +38,7 @@ def judge_overlapping(reading: Reading, tally: Tally) -> None:
     if findings:
         fail(Costly, "run", findings)
     if tally.vacuous:
-        raise NotOffered("no rank has a collective that has to be in flight while it computes: overlap is unproved")
+        raise NotOffered("the ledger has no collective of any rank with something to compute: overlap is unproved")
 
 
 def _said(rank: RankOutcome, entries: list[Entry], exchanges: list[Entry], layers: int) -> str:

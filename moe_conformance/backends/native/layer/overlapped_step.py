@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import Tensor
 
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
 from moe_conformance.backends.native.layer.deferred import WeightGradients
 from moe_conformance.backends.native.layer.layer import Layer
 from moe_conformance.backends.native.layer.overlapped_pass import LayerPass, Pass
@@ -38,14 +40,16 @@ class OverlappedStep:
         return {
             **self.layers[0].resolved,
             "overlapped step": type(self).__name__,
-            "overlap": "yes",
+            "overlap": self.claims.overlap,
             "weight gradients": deferred,
         }
 
     @property
     def claims(self) -> Claims:
-        """Those of the layers."""
-        return self.layers[0].claims
+        """Those of the layers; with ep = 1 no tokens are sent to experts on other ranks, and nothing overlaps."""
+        exchange, claims = self.layers[0].exchange, self.layers[0].claims
+        assert isinstance(exchange, AllToAllExchange)  # others are refused where the step is built
+        return claims if exchange.topology.sizes["ep"] > 1 else replace(claims, overlap="no")
 
     def run(self, xs: Sequence[Tensor], upstreams: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run all microbatches and return their outputs.
