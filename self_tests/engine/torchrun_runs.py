@@ -25,8 +25,8 @@ def agents(*arguments: str, cwd: Path, **variables: str) -> list[Finished]:
     """Run two agents with one process each, as on two machines."""
     meeting = ("--rdzv-backend", "static", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
     apart = ("--nnodes", "2", "--nproc-per-node", "1", *meeting)
-    # The store of torchrun's own rendezvous warns in the agent that ends last that the other one is gone.
-    variables = {"TORCH_CPP_LOG_LEVEL": "ERROR", **variables}
+    # In the agent that ends last torchrun logs that the other one, with the store of its rendezvous, is gone.
+    variables = {"TORCH_CPP_LOG_LEVEL": "ERROR", "LOGLEVEL": "CRITICAL", **variables}
     return _together([[*apart, "--node-rank", str(rank), *arguments] for rank in range(2)], cwd, variables)
 
 
