@@ -34,8 +34,9 @@ class CaseRun:
 
     run: Run
     outcomes: Outcomes
-    checks: dict[str, Sequence[Check]] = field(default_factory=dict)  # by id of a case
-    followers: dict[str, tuple[Case, ...]] = field(default_factory=dict)  # by node id of an item: what ranks begin
+    # Not in what pytest prints of an interrupted call: these hold all cases.
+    checks: dict[str, Sequence[Check]] = field(default_factory=dict, repr=False)  # by id of a case
+    followers: dict[str, tuple[Case, ...]] = field(default_factory=dict, repr=False)  # by node id of an item
     imported: set[str] = field(default_factory=set)  # backends whose import was looked at
 
     @cached_property

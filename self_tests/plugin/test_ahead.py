@@ -13,6 +13,7 @@ import torch
 from moe_conformance.plan import Case, Plan
 from moe_conformance.plugin import agenda
 from moe_conformance.plugin.case_items import CaseFunction
+from moe_conformance.plugin.case_run import CaseRun
 from moe_conformance.plugin.foreseeing import foreseen
 from moe_conformance.plugin.options import Options
 from moe_conformance.plugin.outcomes import Outcomes
@@ -72,7 +73,7 @@ class TestFollowers:
         assert [CASES[1]] == list(self.followers(*items, most=1)["0"])
 
     def test_cases_follow_over_an_item_that_draws(self):
-        """It is not told its workloads before it runs, and the ranks take them between two batches of cases."""
+        """A check that draws its own workloads does not keep later cases from being begun before it."""
         items = (Item("a", CASES[0]), Item("drawn", None, ("drive",)), Item("b", CASES[1]), Item("c", CASES[2]))
         assert {"a": (CASES[1], CASES[2]), "b": (CASES[2],), "c": ()} == self.followers(*items)
 
@@ -90,8 +91,16 @@ class TestFollowers:
         assert {"a1": (CASES[1], CASES[0]), "b1": (CASES[0],), "a2": ()} == self.followers(*items)
 
 
+class TestInterrupts:
+    def test_what_is_printed_of_an_interrupted_call_is_short(self):
+        """Pytest prints the arguments of each call; of all cases, and those that follow each, that took minutes."""
+        made = CaseRun(RUN, Outcomes(RUN), followers={case.id: tuple(ALL) for case in ALL})
+        assert "<workload" in repr(ALL[0])
+        assert "<workload" not in repr(made)
+
+
 class TestOrder:
-    def sorted(self, *cases: Case, examples: tuple[str, ...] = ()) -> list[str]:
+    def names(self, *cases: Case, examples: tuple[str, ...] = ()) -> list[str]:
         """Return the names of items, two for each case, that come one behind the other where they are collected."""
         items = [Item(f"{check}[{case.id}]", case) for check in ("a", "b") for case in cases]
         agenda.sort(items, examples)  # type: ignore[arg-type]
@@ -102,12 +111,12 @@ class TestOrder:
         one, two = SINGLE[:2], CASES[:4]
         expected = [one[0], two[0], two[1], one[1], two[2], two[3]]
         names = [f"{check}[{case.id}]" for case in expected for check in ("a", "b")]
-        assert names == self.sorted(*one, *two)
+        assert names == self.names(*one, *two)
 
     def test_cases_of_waivers_come_first(self):
         """And of these the items that the waivers name."""
         name = f"b[{CASES[2].id}]"
-        assert [name, f"a[{CASES[2].id}]"] == self.sorted(*SINGLE[:2], *CASES[:4], examples=(name,))[:2]
+        assert [name, f"a[{CASES[2].id}]"] == self.names(*SINGLE[:2], *CASES[:4], examples=(name,))[:2]
 
 
 @pytest.fixture
