@@ -1,7 +1,8 @@
 """Backends of small libraries in the styles that people write, which are correct: the suite must pass them.
 
-Every class in a file of this folder that has `judged` is one. `judged` is, by the number of ranks, how many
-requirements at least are judged in the quick profile: a backend that is refused everything proves nothing.
+Every class in a file of this folder that sets `judged` itself is one: a class derived from it, which may be wrong
+on purpose, does not inherit this. `judged` is, by the number of ranks, how many requirements at least are judged in
+the quick profile: a backend that is refused everything proves nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def discovered() -> dict[str, type]:
         if not module.name.rpartition(".")[2].startswith("test_"):
             of = importlib.import_module(module.name)
             for name, each in inspect.getmembers(of, inspect.isclass):
-                if each.__module__ == of.__name__ and hasattr(each, "judged"):
+                if each.__module__ == of.__name__ and "judged" in vars(each):
                     found[f"{of.__name__}:{name}"] = each
     return found
 
@@ -56,6 +57,14 @@ def judged_in(report: result.Report) -> Mapping[str, str]:
     """Return the verdict of every requirement of which some case was run to its end, or broke down."""
     verdicts = {each["id"]: each["verdict"] for each in report.requirements}
     return {id: verdict for id, verdict in verdicts.items() if verdict in (*GOOD, "fail", "crash", "hang", "unstable")}
+
+
+class TestDiscovery:
+    def test_a_class_derived_from_a_correct_backend_is_not_one(self) -> None:
+        """A backend that is wrong on purpose, and derives from a correct one, is not run as a correct one."""
+        folder = correct_backends.__name__
+        assert f"{folder}.gathered_tokens:Gathered" in discovered()
+        assert f"{folder}.uneven_experts:FewerParameters" not in discovered()
 
 
 class TestRotation:
