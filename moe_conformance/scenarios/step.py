@@ -18,36 +18,30 @@ from torch import Tensor
 
 from moe_conformance.contract import (
     Delivery,
-    Exchange,
     ExpertFn,
     Overflow,
-    Parametrised,
-    Router,
     Routing,
-    Session,
     SplitExchange,
     Unsupported,
     whole,
 )
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters, state
-from moe_conformance.scenarios.identity import Identity, identity_of
+from moe_conformance.scenarios.built import build_all
+from moe_conformance.scenarios.identity import Identity
 from moe_conformance.scenarios.inputs import Inputs
 from moe_conformance.scenarios.memory import bytes_in_use, longer, take_and_forget
 from moe_conformance.scenarios.outcome import ExchangeSeen, Finish, Grad, Microbatch, RankOutcome, RouterSeen
 from moe_conformance.scenarios.padding import PaddingGradients
-from moe_conformance.scenarios.probe import Probe, part_of
+from moe_conformance.scenarios.probe import Probe
 from moe_conformance.scenarios.recomputing import exchange_again, experts_again, router_again
-from moe_conformance.scenarios.reported import claims_of, claims_of_all, optional_of, shown_of, without_noise
-from moe_conformance.scenarios.routed_exchange import RoutedExchange, exchange_of
-from moe_conformance.scenarios.sessions import Opened, build, opened
-from moe_conformance.scenarios.step_parts import go_back, weights_at, without_capacity
+from moe_conformance.scenarios.reported import claims_of, claims_of_all, optional_of, shown_of
+from moe_conformance.scenarios.routed_exchange import RoutedExchange
+from moe_conformance.scenarios.sessions import opened
+from moe_conformance.scenarios.step_parts import go_back, weights_at
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
-from moe_conformance.scenarios.warned import recorded
-from moe_conformance.surfaces import Layer
-from moe_conformance.topology import Topology
-from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep, RouterStep
-from moe_conformance.workloads.records.workload import ParameterKey, Workload
+from moe_conformance.workloads.records.runs import ExchangeStep
+from moe_conformance.workloads.records.workload import Workload
 
 
 class TrainingStep:
@@ -87,10 +81,10 @@ class TrainingStep:
         with state.filled_memory() if self.workload.memory == "filled" else nullcontext():
             hiding = kept.session.without_optional() if self.workload.twist.without_optional else nullcontext(())
             with hiding as self.hidden:
-                self._build(kept)
+                self.built = build_all(kept, self.workload)
             self.beside = [TrainingStep(self.context, other) for other in self.workload.twist.beside]
             for other in self.beside:
-                other._build(kept)
+                other.built = build_all(kept, other.workload)
             return self._observed()
 
     def _observed(self) -> RankOutcome:
@@ -105,60 +99,17 @@ class TrainingStep:
             self._follow_schedule()
             return self._bring_back(before)
 
-    def _build(self, kept: Opened) -> None:
-        """Build the surfaces and write the parameters of those that have any."""
-        self.session = session = kept.session
-        self.built: list[Parametrised] = []
-        built = self.built
-        self.routers: list[Router] = []  # of the same config, as in several layers
-        self.warned: tuple[str, ...] = ()  # by what built the routers
-        self.undropping: Router | None = None  # the same router without its capacity
-        self.exchange: Exchange | SplitExchange | None = None
-        self.experts: ExpertFn | None = None
-        self.layer: Layer | None = None
-        run = self.workload.run
-        if isinstance(run, RouterStep):
-            with recorded() as warned:
-                self.routers = [session.router(self.config) for _ in range(self.workload.routers)]
-            self.warned = tuple(warned)
-            built.append(self.routers[0])
-            for other in self.routers[1:]:
-                parameters.write(other, self.workload.parameters)
-            if run.capacity:
-                self.undropping = session.router(without_capacity(self.config))
-                parameters.write(self.undropping, self.workload.parameters)
-        elif isinstance(run, LayerStep):
-            self.layer = build(session, "layer", self.config)
-            built.append(self.layer)
-        else:
-            self.exchange = exchange_of(session, self.workload)
-            if "D" in self.workload.schedule and not isinstance(self.exchange, SplitExchange):
-                raise Unsupported("this exchange has no halves to interleave")
-            self.experts = self._experts(session, kept.topology, built)
-        for surface in built:
-            parameters.write(surface, self.workload.parameters)
-        self.hooked = [parameters.hook(surface) for surface in built] if self.workload.twist.hooked else []
-        for noisy in (*self.routers, self.undropping, self.layer):
-            if noisy is not None and not self.config.jitter:
-                without_noise(noisy)
-        self.buffered: frozenset[ParameterKey] = frozenset()
-        if "parameters" in self.workload.twist.unasked:
-            made = parameters.gradients(built, session.grad_attr)
-            self.buffered = frozenset(key for key, grad in made.items() if grad.value is not None)
-            for surface in built:
-                parameters.unask(surface)
-
     def _rehearse(self) -> None:
         """Take a step with twice the parameters; forget it, and write the workload's own."""
         self._reach("rehearsal")
-        surfaces = [*self.built, *self.routers[1:]]
+        surfaces = [*self.built.parametrised, *self.built.routers[1:]]
         for surface in surfaces:
             parameters.write(surface, {key: 2 * value for key, value in self.workload.parameters.items()})
         self.inputs[0] = Inputs(self.workload, self.workload.batches[0][self.context.rank], self.context.device)
         self._forward(0)
         self._backward(0)
         self._end_step()
-        parameters.clear(self.built, self.session.grad_attr, to_zero=False)
+        parameters.clear(self.built.parametrised, self.built.session.grad_attr, to_zero=False)
         self.inputs, self.outputs, self.returned, self.outputs_changed, self.routed = {}, {}, {}, {}, {}
         self.ended, self.phases = [], []
         for surface in surfaces:
@@ -168,22 +119,6 @@ class TrainingStep:
         """Follow the schedule from its beginning; what came of it before is forgotten."""
         self.inputs, self.delivered, self.outputs, self.returned = {}, {}, {}, {}
         self._follow_schedule()
-
-    def _experts(self, session: Session, topology: Topology, built: list[Parametrised]) -> ExpertFn:
-        assert self.exchange is not None
-        run = self.workload.run
-        if isinstance(run, ExpertsStep):
-            experts = session.experts(self.config)
-            built.append(experts)
-            return experts
-        assert isinstance(run, ExchangeStep)
-        if run.answered != "probe":
-            return identity_of(session, topology)
-        part = part_of(session, topology)
-        answers = tuple(self.exchange.local_experts)
-        if self.workload.twist.probe_as:
-            answers = tuple(self.workload.twist.probe_as[expert] for expert in answers)
-        return Probe(self.config, answers, part)
 
     def _follow_schedule(self) -> None:
         interleaved = self.workload.twist.interleaved
@@ -202,7 +137,7 @@ class TrainingStep:
         if item in ("S", "Z"):
             self._reach("finish")
             self._end_step()
-            parameters.clear(self.built, self.session.grad_attr, to_zero=item == "Z")
+            parameters.clear(self.built.parametrised, self.built.session.grad_attr, to_zero=item == "Z")
             return
         phases: dict[str, tuple[str, Callable[[int], None]]] = {
             "F": ("forward", self._forward),
@@ -237,17 +172,17 @@ class TrainingStep:
 
     def _forward_as_is(self, m: int) -> None:
         inputs = self.inputs[m]
-        if self.routers:
+        if self.built.routers:
             self._route(m, inputs.x)
             return
         again = self.workload.twist.recomputed == "all"
-        if self.layer is not None:
-            self._keep_output(m, self.session.recompute(self.layer, inputs.x) if again else self.layer(inputs.x))
+        if (layer := self.built.layer) is not None:
+            self._keep_output(m, self.built.session.recompute(layer, inputs.x) if again else layer(inputs.x))
             return
-        assert self.exchange is not None
-        call, given = whole(self.exchange), (inputs.x, inputs.routing, self._expert(m))
+        assert self.built.exchange is not None
+        call, given = whole(self.built.exchange), (inputs.x, inputs.routing, self._expert(m))
         try:
-            self._keep_output(m, exchange_again(self.session, call, *given) if again else call(*given))
+            self._keep_output(m, exchange_again(self.built.session, call, *given) if again else call(*given))
         except Overflow as error:
             if (
                 self.workload.run != ExchangeStep(option="receive budget")
@@ -257,8 +192,8 @@ class TrainingStep:
             self.overflows[m] = str(error)
 
     def _route(self, m: int, x: Tensor) -> None:
-        router, again = self.routers[m % len(self.routers)], self.workload.twist.recomputed == "all"
-        routed = router_again(self.session, router, x) if again else router(x)
+        router, again = self.built.routers[m % len(self.built.routers)], self.workload.twist.recomputed == "all"
+        routed = router_again(self.built.session, router, x) if again else router(x)
         self.outputs[m] = routed.routing.weights_TK
         seen = RouterSeen(
             to_cpu(routed.routing.ids_TK),
@@ -266,61 +201,61 @@ class TrainingStep:
             to_cpu(routed.logits_TE),
             to_cpu(routed.counts_E),
         )
-        if self.undropping is not None:
+        if self.built.undropping is not None:
             with torch.no_grad():
-                kept = self.undropping(x.detach()).routing
+                kept = self.built.undropping(x.detach()).routing
             ids_TK, weights_TK = to_cpu(kept.ids_TK), to_cpu(kept.weights_TK)
             seen = replace(seen, undropped_ids_TK=ids_TK, undropped_weights_TK=weights_TK)
         self.routed[m] = seen
 
     def _dispatch(self, m: int) -> None:
-        assert isinstance(self.exchange, SplitExchange)
-        self.delivered[m] = self.exchange.dispatch(self.inputs[m].x, self.inputs[m].routing)
+        assert isinstance(self.built.exchange, SplitExchange)
+        self.delivered[m] = self.built.exchange.dispatch(self.inputs[m].x, self.inputs[m].routing)
 
     def _combine(self, m: int) -> None:
-        assert isinstance(self.exchange, SplitExchange)
+        assert isinstance(self.built.exchange, SplitExchange)
         delivery, handle = self.delivered.pop(m)
-        self._keep_output(m, self.exchange.combine(self._expert(m)(delivery), handle))
+        self._keep_output(m, self.built.exchange.combine(self._expert(m)(delivery), handle))
 
     def _infer(self, m: int, mode: AbstractContextManager[object]) -> None:
         x, routing = self.inputs[m].x.detach(), self.inputs[m].routing
-        if self.routers:
+        if self.built.routers:
             with state.within(mode, self.state_changed):
                 self._route(m, x)
             return
-        if self.layer is not None:
+        if self.built.layer is not None:
             with state.within(mode, self.state_changed):
-                self._keep_output(m, self.layer(x))
+                self._keep_output(m, self.built.layer(x))
             return
-        assert self.exchange is not None
+        assert self.built.exchange is not None
         routing = Routing(routing.ids_TK, routing.weights_TK.detach(), routing.experts)
         with state.within(mode, self.state_changed):
-            self._keep_output(m, whole(self.exchange)(x, routing, self._expert(m)))
+            self._keep_output(m, whole(self.built.exchange)(x, routing, self._expert(m)))
 
     def _repeat(self, m: int) -> None:
         long = longer(self.workload.batches[m][self.context.rank])
-        surface = self.exchange if self.layer is None else self.layer
+        surface = self.built.exchange if self.built.layer is None else self.built.layer
         assert surface is not None
         take_and_forget(surface, Inputs(self.workload, long, self.context.device), self.config)
-        parameters.clear(self.built, self.session.grad_attr, to_zero=False)
+        parameters.clear(self.built.parametrised, self.built.session.grad_attr, to_zero=False)
         self.bytes_in_use.append(bytes_in_use(self.context.device))
 
     def _keep_output(self, m: int, output: Tensor) -> None:
         self.outputs[m], self.returned[m] = output, output.detach().clone()
-        if isinstance(self.exchange, RoutedExchange):
-            self.routed[m] = self.exchange.seen
-        if self.exchange is not None and (place := claims_of(self.exchange).weights_at) is not None:
+        if isinstance(self.built.exchange, RoutedExchange):
+            self.routed[m] = self.built.exchange.seen
+        if self.built.exchange is not None and (place := claims_of(self.built.exchange).weights_at) is not None:
             self.weights_at[m] = place
 
     def _expert(self, m: int) -> ExpertFn:
         """Return the experts, which note where dispatch ends and combine begins."""
-        assert self.experts is not None
-        experts = self.experts
+        assert self.built.experts is not None
+        experts = self.built.experts
         if isinstance(experts, Probe | Identity):
             experts.microbatch = m
 
         recomputed = self.workload.twist.recomputed == "experts"
-        asked: ExpertFn = experts_again(self.session, experts) if recomputed else experts
+        asked: ExpertFn = experts_again(self.built.session, experts) if recomputed else experts
         if self.workload.twist.padding_gradients:
             asked = self.spoilt[m] = PaddingGradients(experts)
 
@@ -335,7 +270,7 @@ class TrainingStep:
         if m in self.overflows:
             return
         output, upstream = self.outputs[m], self.inputs[m].upstream
-        if self.routers:  # upstream is dense (T, E): the backend chose the slots
+        if self.built.routers:  # upstream is dense (T, E): the backend chose the slots
             ids_TK = self.routed[m].ids_TK
             assert ids_TK is not None
             ids_TK = ids_TK.to(upstream.device)
@@ -343,12 +278,12 @@ class TrainingStep:
         go_back(output, upstream, create_graph=self.workload.twist.create_graph)
         if self.workload.twist.create_graph:
             self.inputs[m].cut_graphs()
-            parameters.cut_graphs(self.built)
+            parameters.cut_graphs(self.built.parametrised)
         self.inputs[m].keep_gradients()
-        if not self.routers:
+        if not self.built.routers:
             same = {"y": self._output_kept(m)}
-            if isinstance(self.experts, Probe):
-                same["rows"] = not self.experts.overwritten(m)
+            if isinstance(self.built.experts, Probe):
+                same["rows"] = not self.built.experts.overwritten(m)
             self.outputs_changed[m] = tuple(name for name, is_same in same.items() if not is_same)
 
     def _output_kept(self, m: int) -> bool:
@@ -356,7 +291,7 @@ class TrainingStep:
 
     def _end_step(self) -> None:
         """Finish the gradients, and keep those before and those after."""
-        built, attribute = self.built, self.session.grad_attr
+        built, attribute = self.built.parametrised, self.built.session.grad_attr
         local = parameters.gradients(built, attribute)
         final, refusal = None, None
         if built and not self.went_back:
@@ -365,7 +300,7 @@ class TrainingStep:
             mode = torch.no_grad() if self.workload.finishes_without_grad else nullcontext()
             try:
                 with state.within(mode, self.state_changed):
-                    self.session.finish_gradients(*built)
+                    self.built.session.finish_gradients(*built)
                 final = parameters.gradients(built, attribute)
             except Unsupported as error:
                 refusal = str(error)
@@ -376,30 +311,30 @@ class TrainingStep:
         self._reach("finish")
         for m in self.returned.keys() - self.outputs_changed.keys():  # no backward followed: they stay to the end
             self.outputs_changed[m] = () if self._output_kept(m) else ("y",)
-        session, built = self.session, self.built
+        session, built = self.built.session, self.built.parametrised
         uncovered = tuple(complaint for surface in built for complaint in parameters.coverage(surface))
         self._end_step()
         self.state_changed += state.changed(before, state.snapshot(self.context.device))
         self._reach("done")
         *earlier, last = self.ended
-        surfaces = [surface for surface in (self.exchange, *built) if surface is not None]
+        surfaces = [surface for surface in (self.built.exchange, *built) if surface is not None]
         claims = claims_of_all(surfaces)
         return RankOutcome(
             rank=self.context.rank,
             status="ok",
             reached=self.reached,
             microbatches=tuple(self._microbatch(m) for m in range(len(self.workload.batches))),
-            local_experts=tuple(self.exchange.local_experts) if self.exchange is not None else (),
+            local_experts=tuple(self.built.exchange.local_experts) if self.built.exchange is not None else (),
             grads_local=last.local,
             grads_final=last.final,
             earlier=tuple(earlier),
-            buffered=self.buffered,
-            grads_hooked=parameters.passed_to_hooks(built, self.hooked) if session.grad_attr == "grad" else None,
+            buffered=self.built.buffered,
+            grads_hooked=parameters.passed_to_hooks(built, self.built.hooked) if session.grad_attr == "grad" else None,
             finish_refusal=last.refusal,
             state_changed=tuple(dict.fromkeys(self.state_changed)),
             uncovered=uncovered,
             resolved=shown_of(surfaces, claims),
-            warned=self.warned,
+            warned=self.built.warned,
             hidden=tuple(self.hidden),
             optional=optional_of(surfaces),
             claims=claims,
@@ -416,7 +351,7 @@ class TrainingStep:
             return Microbatch(None, (), None, Grad(None), Grad(None), ExchangeSeen(overflow=self.overflows[m]))
         inputs, output = self.inputs[m], self.outputs[m]
         seen = {}
-        if not self.routers:
+        if not self.built.routers:
             # As it was returned: what later microbatches may do to its memory is judged for itself.
             seen = {"y": to_cpu(self.returned[m]).reshape(-1, self.config.hidden)}  # type: ignore[union-attr]
         return Microbatch(
@@ -434,8 +369,8 @@ class TrainingStep:
 
     def _exchanged(self, m: int) -> ExchangeSeen:
         return ExchangeSeen(
-            handed=self.experts.handed(m) if isinstance(self.experts, Probe | Identity) else (),
+            handed=self.built.experts.handed(m) if isinstance(self.built.experts, Probe | Identity) else (),
             weights_at=self.weights_at.get(m),
-            handed_back=self.experts.rows if isinstance(self.experts, Identity) else 0,
+            handed_back=self.built.experts.rows if isinstance(self.built.experts, Identity) else 0,
             padding_gradients=self.spoilt[m].rows if m in self.spoilt else 0,
         )

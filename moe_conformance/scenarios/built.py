@@ -1,0 +1,107 @@
+"""The surfaces of a training step, built by a session for one workload, with the workload's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from moe_conformance.contract import Exchange, ExpertFn, Parametrised, Router, Session, SplitExchange, Unsupported
+from moe_conformance.scenarios import parameters
+from moe_conformance.scenarios.identity import identity_of
+from moe_conformance.scenarios.probe import Probe, part_of
+from moe_conformance.scenarios.reported import without_noise
+from moe_conformance.scenarios.routed_exchange import exchange_of
+from moe_conformance.scenarios.sessions import Opened, build
+from moe_conformance.scenarios.step_parts import without_capacity
+from moe_conformance.scenarios.warned import recorded
+from moe_conformance.surfaces import Layer
+from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep, RouterStep
+from moe_conformance.workloads.records.workload import ParameterKey, Workload
+
+
+@dataclass(frozen=True)
+class Built:
+    """What one step calls: routers, or a layer, or an exchange and experts.
+
+    Attributes:
+        parametrised: The surfaces whose gradients are judged.
+        routers: Routers of the same config, as in several layers.
+        undropping: The same router without its capacity.
+        warned: What was warned of as the routers were built.
+        hooked: The hooks on parameters, by surface, where the workload asks for hooks.
+        buffered: The parameters that had a gradient as soon as they were built.
+    """
+
+    session: Session
+    parametrised: Sequence[Parametrised] = ()
+    routers: Sequence[Router] = ()
+    undropping: Router | None = None
+    exchange: Exchange | SplitExchange | None = None
+    experts: ExpertFn | None = None
+    layer: Layer | None = None
+    warned: tuple[str, ...] = ()
+    hooked: Sequence[parameters.Hooked] = ()
+    buffered: frozenset[ParameterKey] = frozenset()
+
+
+def build_all(kept: Opened, workload: Workload) -> Built:
+    """Build what the workload's run calls and write the parameters.
+
+    Raises:
+        Unsupported: the backend does not offer a surface, or not with this config.
+    """
+    if isinstance(workload.run, RouterStep):
+        built = _routers(kept.session, workload)
+    elif isinstance(workload.run, LayerStep):
+        layer = build(kept.session, "layer", workload.config)
+        built = Built(kept.session, parametrised=(layer,), layer=layer)
+    else:
+        built = _exchange_and_experts(kept, workload)
+    for surface in built.parametrised:
+        parameters.write(surface, workload.parameters)
+    if workload.twist.hooked:
+        built = replace(built, hooked=[parameters.hook(surface) for surface in built.parametrised])
+    for noisy in (*built.routers, built.undropping, built.layer):
+        if noisy is not None and not workload.config.jitter:
+            without_noise(noisy)
+    if "parameters" in workload.twist.unasked:
+        built = replace(built, buffered=_buffered(built))
+        for surface in built.parametrised:
+            parameters.unask(surface)
+    return built
+
+
+def _routers(session: Session, workload: Workload) -> Built:
+    """Build as many as the workload has, and one without a capacity if its run compares with that."""
+    assert isinstance(workload.run, RouterStep)
+    with recorded() as warned:
+        routers = [session.router(workload.config) for _ in range(workload.routers)]
+    undropping = session.router(without_capacity(workload.config)) if workload.run.capacity else None
+    for other in (*routers[1:], undropping):
+        if other is not None:
+            parameters.write(other, workload.parameters)
+    return Built(session, parametrised=routers[:1], routers=routers, undropping=undropping, warned=tuple(warned))
+
+
+def _exchange_and_experts(kept: Opened, workload: Workload) -> Built:
+    """Build an exchange, with experts of the backend or with ours."""
+    exchange, run = exchange_of(kept.session, workload), workload.run
+    if "D" in workload.schedule and not isinstance(exchange, SplitExchange):
+        raise Unsupported("this exchange has no halves to interleave")
+    if isinstance(run, ExpertsStep):
+        experts = kept.session.experts(workload.config)
+        return Built(kept.session, parametrised=(experts,), exchange=exchange, experts=experts)
+    assert isinstance(run, ExchangeStep)
+    if run.answered != "probe":
+        return Built(kept.session, exchange=exchange, experts=identity_of(kept.session, kept.topology))
+    answers = tuple(exchange.local_experts)
+    if workload.twist.probe_as:
+        answers = tuple(workload.twist.probe_as[expert] for expert in answers)
+    probe = Probe(workload.config, answers, part_of(kept.session, kept.topology))
+    return Built(kept.session, exchange=exchange, experts=probe)
+
+
+def _buffered(built: Built) -> frozenset[ParameterKey]:
+    """Return the parameters that have a gradient before any backward."""
+    made = parameters.gradients(built.parametrised, built.session.grad_attr)
+    return frozenset(key for key, grad in made.items() if grad.value is not None)
