@@ -302,7 +302,7 @@ class TestConventions:
     )
     def test_sums_in_place_are_no_fault(self, checked: CheckedRuns, requirement: str, workload: str) -> None:
         """Experts whose gradients of two steps that are not cleared are not twice those of one pass."""
-        backend = "self_tests.planted_bugs.determinism.repetition:InPlace"
+        backend = "self_tests.planted_bugs.determinism.repeated_steps:InPlace"
         checked.check_passes(backend, requirement, "alltoall", EP2_EDP2, workload)
 
     @pytest.mark.parametrize("requirement", ["DET-01", "DET-06", "GRAD-15"])
