@@ -370,6 +370,8 @@ def _default_options() -> dict[str, Any]:
 class Limit:
     """A declared limit of a backend: outside `allowed` it is not run, and the report says why.
 
+    `tokens`: the T of each rank and microbatch, all of which have to be allowed: `range(0, 1 << 20, 8)` allows the
+    multiples of 8.
     `spread_experts`: whether ep > 1. `sharded_experts`: whether etp > 1. `zero_weights`, `negative_weights`: whether a
     routed slot has such a weight, which a dense map of weights may take for none (weight != 0, weight > 0).
     `in_flight`: number of microbatches between forward and backward. `halves_in_flight`: number of microbatches between
@@ -388,10 +390,14 @@ class Limit:
     """
 
     on: Literal[
-        "dtype", "device", "spread_experts", "sharded_experts", "uneven_tokens", "zero_tokens", "token_dims",
+        "dtype", "device", "spread_experts", "sharded_experts", "tokens", "uneven_tokens", "zero_tokens", "token_dims",
         "uneven_tp_tokens", "duplicate_experts", "zero_weights", "negative_weights", "dropped_slots", "in_flight",
         "halves_in_flight", "steps", "recomputed", "deterministic", "wrong_use",
     ]  # fmt: skip
-    allowed: tuple[Any, ...]  # values of the case that may run, e.g. (torch.float32,) or (False,)
+    allowed: tuple[Any, ...] | range  # values of the case that may run, e.g. (torch.float32,) or (False,)
     reason: str  # quoted or derived from the library's own documentation or code
     proof: Literal["refused", "undefined"] = "refused"
+
+    def allows(self, asked: Any) -> bool:
+        """Whether a case that asks for this may run."""
+        return all(T in self.allowed for T in asked) if self.on == "tokens" else asked in self.allowed

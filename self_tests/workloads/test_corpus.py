@@ -316,6 +316,15 @@ class TestFeatures:
         assert even == broken((single, even), named("uneven"), "cpu")
         assert broken((single, even), named("even"), "cpu") is None
 
+    def test_the_tokens_of_every_rank_have_to_be_allowed(self) -> None:
+        """One rank with another number of tokens breaks the limit."""
+        eights = Limit("tokens", range(0, 1 << 20, 8), "blocks of 8 tokens")
+        assert broken((eights,), named("even"), "cpu") is None
+        assert eights == broken((eights,), named("uneven"), "cpu")
+        batches = named("even").batches
+        one = replace(batches[0][0], x_TD=batches[0][0].x_TD[:-1])
+        assert eights == broken((eights,), replace(named("even"), batches=((one, *batches[0][1:]),)), "cpu")
+
     def test_steps_are_counted(self) -> None:
         """A backend whose gradients cannot be finished again says so, and twins of several steps are left out."""
         once, workload = Limit("steps", (1,), "what is finished is frozen"), named("even")

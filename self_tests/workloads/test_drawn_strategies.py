@@ -13,7 +13,7 @@ from moe_conformance.topology import Layout
 from moe_conformance.workloads.drawn.distribution import required
 from moe_conformance.workloads.drawn.freedom import Freedom
 from moe_conformance.workloads.records import tags
-from moe_conformance.workloads.records.features import features
+from moe_conformance.workloads.records.features import broken
 from moe_conformance.workloads.records.runs import ExchangeStep
 from self_tests.workloads.drawn_searches import STRATEGIES
 
@@ -22,6 +22,8 @@ LIMITS = {
     "none": (),
     "even": (Limit("uneven_tokens", (False,), "-"),),
     "even and not zero": (Limit("uneven_tokens", (False,), "-"), Limit("zero_tokens", (False,), "-")),
+    "multiples of 4": (Limit("tokens", range(0, 1 << 20, 4), "-"),),
+    "multiples of 16": (Limit("tokens", range(0, 1 << 20, 16), "-"), Limit("zero_tokens", (False,), "-")),
     "kept": (Limit("dropped_slots", (False,), "-"), Limit("duplicate_experts", (False,), "-")),
     "one at a time": (Limit("in_flight", (1,), "-"), Limit("dtype", (torch.bfloat16,), "-")),
 }
@@ -40,8 +42,7 @@ class TestLimits:
         def holds(data: st.DataObject) -> None:
             layout = data.draw(st.sampled_from(LAYOUTS))
             workload = data.draw(STRATEGIES[run]("default", layout, LIMITS[limits], "cpu"))
-            has = features(workload, "cpu")
-            assert [] == [limit.on for limit in LIMITS[limits] if has[limit.on] not in limit.allowed]
+            assert broken(LIMITS[limits], workload, "cpu") is None
             for m, ranks in enumerate(workload.batches if run == ExchangeStep() else ()):
                 for rank, batch in enumerate(ranks):
                     row = tags.decode(batch.x_TD)
@@ -76,6 +77,13 @@ class TestFeatures:
         assert {"two in flight", "float32", "float64", "float16", "subnormal weight"} == (
             names["none"] - names["one at a time"]
         )
+
+    def test_the_smallest_numbers_of_tokens_are_drawn_that_are_allowed(self):
+        """Up to 6, or the next one; none up to 4096 is a mistake of who declared the limit."""
+        expected = {"none": (0, 1, 2, 3, 4, 5, 6), "multiples of 4": (0, 4), "multiples of 16": (16,)}
+        assert expected == {limits: Freedom.under(LIMITS[limits], LAYOUTS[0], "cpu").tokens for limits in expected}
+        with pytest.raises(ValueError, match="allow no number of tokens from 1 to 4096"):
+            Freedom.under([Limit("tokens", (0, 5000), "-")], LAYOUTS[0], "cpu")
 
     def test_gpus_may_flush_subnormals(self):
         """Their kernels commonly do, and no fault of routing is in it."""

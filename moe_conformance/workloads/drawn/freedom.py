@@ -11,6 +11,8 @@ import torch
 from moe_conformance.contract import Limit
 from moe_conformance.topology import Layout
 
+MOST_TOKENS = 6
+_GREATEST = 4096
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 
 
@@ -20,13 +22,18 @@ class Freedom:
 
     layout: Layout
     uneven: bool
-    zero: bool  # ranks without tokens
+    tokens: tuple[int, ...]  # what T may be, in rising order
     dropped: bool
     duplicates: bool
     odd_weights: bool  # some zero, some negative
     two_in_flight: bool
     dtypes: tuple[torch.dtype, ...]
     subnormal: bool  # on CPU only: kernels on GPUs are commonly compiled to flush subnormals to zero
+
+    @property
+    def zero(self) -> bool:
+        """Whether ranks may have no tokens."""
+        return 0 in self.tokens
 
     def subnormal_in(self, dtype: torch.dtype) -> bool:
         """Whether products in a dtype keep subnormal numbers.
@@ -42,12 +49,12 @@ class Freedom:
         """Read the limits."""
 
         def allows(on: str, value: Any) -> bool:
-            return all(value in limit.allowed for limit in limits if limit.on == on)
+            return all(limit.allows(value) for limit in limits if limit.on == on)
 
         return cls(
             layout=layout,
             uneven=allows("uneven_tokens", True) and layout.world > 1,
-            zero=allows("zero_tokens", True),
+            tokens=_tokens(limits, zero=allows("zero_tokens", True)),
             dropped=allows("dropped_slots", True),
             duplicates=allows("duplicate_experts", True),
             odd_weights=allows("zero_weights", True) and allows("negative_weights", True),
@@ -55,3 +62,20 @@ class Freedom:
             dtypes=tuple(dtype for dtype in _DTYPES if allows("dtype", dtype)),
             subnormal=device == "cpu",
         )
+
+
+def _tokens(limits: Sequence[Limit], *, zero: bool) -> tuple[int, ...]:
+    """Return the small numbers of tokens that are allowed; where that is none but zero, also the next greater one.
+
+    Raises:
+        ValueError: up to 4096 none is, zero apart.
+    """
+
+    def allowed(T: int) -> bool:
+        return all(limit.allows((T,)) for limit in limits if limit.on == "tokens")
+
+    least = next(filter(allowed, range(1, _GREATEST + 1)), None)
+    if least is None:
+        raise ValueError(f"the limits on tokens allow no number of tokens from 1 to {_GREATEST}")
+    numbers = range(0 if zero else 1, max(least, MOST_TOKENS) + 1)
+    return tuple(filter(allowed, numbers))

@@ -24,7 +24,6 @@ from moe_conformance.workloads.records.runs import ExchangeStep
 from moe_conformance.workloads.records.workload import Batch, Workload
 
 MOST_SLOTS, MOST_HELD = 4, 4
-MOST_TOKENS = 6
 
 Weights = Literal["plain", "tied", "odd", "tiny"]
 
@@ -79,7 +78,8 @@ def microbatches(schedule: str) -> range:
 
 def token_counts(freedom: Freedom) -> st.SearchStrategy[list[int]]:
     """Return how many tokens the ranks may have in one microbatch."""
-    some, world = st.integers(0 if freedom.zero else 1, MOST_TOKENS), freedom.layout.world
+    world = freedom.layout.world
+    some = st.integers(0, len(freedom.tokens) - 1).map(lambda place: freedom.tokens[place])
     return st.lists(some, min_size=world, max_size=world) if freedom.uneven else some.map(lambda T: [T] * world)
 
 

@@ -23,6 +23,7 @@ def features(workload: Workload, device: str) -> dict[str, Any]:
         "device": device,
         "spread_experts": workload.layout.ep > 1,
         "sharded_experts": workload.layout.etp > 1,
+        "tokens": frozenset().union(*sizes),
         # Of a config that is packed building decides: see `contract.Limit`.
         "uneven_tokens": not workload.config.padding.packed and any(len(tokens) > 1 for tokens in sizes),
         "uneven_tp_tokens": bool(workload.config.shared.ffn) and _uneven_in_tp(workload),
@@ -46,13 +47,13 @@ def broken(limits: Sequence[Limit], workload: Workload, device: str) -> Limit | 
     if not limits:
         return None
     asked = features(workload, device)
-    return next((limit for limit in limits if asked[limit.on] not in limit.allowed), None)
+    return next((limit for limit in limits if not limit.allows(asked[limit.on])), None)
 
 
 def cell_limits(limits: Sequence[Limit], layout: Layout) -> tuple[Limit, ...]:
     """Return the limits that every workload on a layout breaks."""
     of_layout = {"spread_experts": layout.ep > 1, "sharded_experts": layout.etp > 1}
-    return tuple(limit for limit in limits if limit.on in of_layout and of_layout[limit.on] not in limit.allowed)
+    return tuple(limit for limit in limits if limit.on in of_layout and not limit.allows(of_layout[limit.on]))
 
 
 ZERO_TOKENS, IN_FLIGHT = "zero tokens", "in flight"
