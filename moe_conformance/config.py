@@ -1,4 +1,4 @@
-"""What a backend is asked for: `Config` and its sections, and the limits that a backend declares.
+"""What a backend is asked for: `Config` and its sections.
 
 It imports torch only, and `contract` exports all of it. The option of Megatron-Core, torchtitan, transformers and
 DeepSpeed for each field is in docs/glossary.md. Letters are those of contract.py.
@@ -361,43 +361,3 @@ class Config:
 @cache
 def _default_options() -> dict[str, Any]:
     return Config().options()
-
-
-# ---- limits --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Limit:
-    """A declared limit of a backend: outside `allowed` it is not run, and the report says why.
-
-    `tokens`: the T of each rank and microbatch, all of which have to be allowed: `range(0, 1 << 20, 8)` allows the
-    multiples of 8.
-    `spread_experts`: whether ep > 1. `sharded_experts`: whether etp > 1. `zero_weights`, `negative_weights`: whether a
-    routed slot has such a weight, which a dense map of weights may take for none (weight != 0, weight > 0).
-    `in_flight`: number of microbatches between forward and backward. `halves_in_flight`: number of microbatches between
-    dispatch and combine. `steps`: how often the gradients of the same modules are finished; between two steps the suite
-    sets them to None, or to zero in place.
-    `recomputed`: whether forwards run again in the backward, by `Session.recompute`.
-    `deterministic`: runs under `torch.use_deterministic_algorithms`, set before the session is opened. `wrong_use`:
-    invalid input on one rank, for which the other ranks may wait for ever, and answers that do not fit the handle of a
-    combine, on any rank; input that violates the config (more tokens
-    than `padding.bound`, or `token_copies` that differ) is not covered by it. `uneven_tokens` does not cover
-    `Config.padding.packed`: an exchange that needs equal T has to refuse that while it is built.
-
-    `proof="refused"`: outside of it the library raises on every rank, while it is built or in the step; the suite tries
-    it and checks that.
-    `proof="undefined"`: outside of it the library may hang or corrupt the device; not run, reported as unproved.
-    """
-
-    on: Literal[
-        "dtype", "device", "spread_experts", "sharded_experts", "tokens", "uneven_tokens", "zero_tokens", "token_dims",
-        "uneven_tp_tokens", "duplicate_experts", "zero_weights", "negative_weights", "dropped_slots", "in_flight",
-        "halves_in_flight", "steps", "recomputed", "deterministic", "wrong_use",
-    ]  # fmt: skip
-    allowed: tuple[Any, ...] | range  # values of the case that may run, e.g. (torch.float32,) or (False,)
-    reason: str  # quoted or derived from the library's own documentation or code
-    proof: Literal["refused", "undefined"] = "refused"
-
-    def allows(self, asked: Any) -> bool:
-        """Whether a case that asks for this may run."""
-        return all(T in self.allowed for T in asked) if self.on == "tokens" else asked in self.allowed

@@ -1,11 +1,11 @@
-"""What a backend implements: the file an adopter reads first. It imports torch, `config`, `claims` and `refusing`.
+"""What a backend implements: the file an adopter reads first. It imports torch and four files beside it.
 
-What a backend is asked for (`Config`, its sections, and `Limit`) is in config.py; import it from here. Terms, and the
-option of Megatron-Core, torchtitan, transformers and DeepSpeed for each field of `Config`, are in docs/glossary.md.
-Shapes by letter: T tokens on this rank, K top-k, E experts, N experts of this rank (replicas count), D hidden size,
-F intermediate size of an expert, R rows received, J slots per row, C capacity. One process is one rank; everything
-below is the part of that rank. Returned tensors are ready on the current stream: the adapter waits for events and
-asynchronous results first.
+What a backend is asked for (`Config` and its sections) is in config.py, and what it declares that must not be run
+(`Limit`) in limits.py; import both from here. Terms, and the option of Megatron-Core, torchtitan, transformers and
+DeepSpeed for each field of `Config`, are in docs/glossary.md. Shapes by letter: T tokens on this rank, K top-k, E
+experts, N experts of this rank (replicas count), D hidden size, F intermediate size of an expert, R rows received, J
+slots per row, C capacity. One process is one rank; everything below is the part of that rank. Returned tensors are
+ready on the current stream: the adapter waits for events and asynchronous results first.
 
 A backend is opened once per topology (`Backend.open`) and returns a `Session`; a session builds *surfaces* (exchange,
 experts, router; further ones are in `surfaces`) from a `Config`. An adapter does not cast, reshape, recount or repair
@@ -30,7 +30,6 @@ from moe_conformance.config import Activation as Activation
 from moe_conformance.config import Balance as Balance
 from moe_conformance.config import Capacity as Capacity
 from moe_conformance.config import Config as Config
-from moe_conformance.config import Limit as Limit
 from moe_conformance.config import Losses as Losses
 from moe_conformance.config import Overlap as Overlap
 from moe_conformance.config import Padding as Padding
@@ -40,6 +39,7 @@ from moe_conformance.config import RoutingOptions as RoutingOptions
 from moe_conformance.config import SharedExperts as SharedExperts
 from moe_conformance.config import Strategy as Strategy
 from moe_conformance.config import Unsupported as Unsupported
+from moe_conformance.limits import Limit as Limit
 from moe_conformance.refusing import Overflow as Overflow
 from moe_conformance.refusing import refusals as refusals
 

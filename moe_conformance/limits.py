@@ -1,0 +1,52 @@
+"""What a backend declares that must not be run: `Limit`. Import it from `contract`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A declared limit of a backend: outside `allowed` it is not run, and the report says why.
+
+    What a limit is on, each with the value that a case has:
+
+    * `dtype`, `device`: of the tokens; "cpu" or "cuda".
+    * `spread_experts`, `sharded_experts`: whether ep > 1; whether etp > 1.
+    * `tokens`: the T of each rank and microbatch, all of which have to be allowed; `range(0, 1 << 20, 8)` allows the
+      multiples of 8.
+    * `uneven_tokens`: whether ranks have different T. It does not cover `Config.padding.packed`: an exchange that needs
+      equal T has to refuse that while it is built.
+    * `uneven_tp_tokens`: whether the ranks of a tp group have different T, in a layer with shared experts.
+    * `zero_tokens`: whether some rank has T = 0. `token_dims`: number of dimensions before D.
+    * `duplicate_experts`: whether an expert occurs twice in a token. `dropped_slots`: whether slots are empty.
+    * `zero_weights`, `negative_weights`: whether a routed slot has such a weight, which a dense map of weights may take
+      for none (weight != 0, weight > 0).
+    * `in_flight`: number of microbatches between forward and backward. `halves_in_flight`: between dispatch and
+      combine.
+    * `steps`: how often the gradients of the same modules are finished; between two steps the suite sets them to None,
+      or to zero in place.
+    * `recomputed`: whether forwards run again in the backward, by `Session.recompute`.
+    * `deterministic`: whether it runs under `torch.use_deterministic_algorithms`, set before the session is opened.
+    * `wrong_use`: whether there is invalid input on one rank, for which the other ranks may wait for ever, or answers
+      that do not fit the handle of a combine, on any rank. Input that violates the config (more tokens than
+      `padding.bound`, or `token_copies` that differ) is not covered by it.
+
+    `proof="refused"`: outside of it the library raises on every rank, while it is built or in the step; the suite tries
+    it and checks that.
+    `proof="undefined"`: outside of it the library may hang or corrupt the device; not run, reported as unproved.
+    """
+
+    on: Literal[
+        "dtype", "device", "spread_experts", "sharded_experts", "tokens", "uneven_tokens", "zero_tokens", "token_dims",
+        "uneven_tp_tokens", "duplicate_experts", "zero_weights", "negative_weights", "dropped_slots", "in_flight",
+        "halves_in_flight", "steps", "recomputed", "deterministic", "wrong_use",
+    ]  # fmt: skip
+    allowed: tuple[Any, ...] | range  # values of the case that may run, e.g. (torch.float32,) or (False,)
+    reason: str  # quoted or derived from the library's own documentation or code
+    proof: Literal["refused", "undefined"] = "refused"
+
+    def allows(self, asked: Any) -> bool:
+        """Whether a case that asks for this may run."""
+        return all(T in self.allowed for T in asked) if self.on == "tokens" else asked in self.allowed
