@@ -79,7 +79,9 @@ class World:
 
     def _ensure(self) -> None:
         self._host.collect()
-        if any(self._host.exit_code(process) is not None for process in self._ranks):
+        # Between jobs a rank says nothing: what can be read is the end of its channel, which may come before the news
+        # that it has ended.
+        if any(self._host.exit_code(each) is not None or each.channel.readable() for each in self._ranks):
             self.stop()
         if not self._ranks:
             try:
