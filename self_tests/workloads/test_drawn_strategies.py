@@ -53,7 +53,9 @@ class TestLimits:
 
 class TestFeatures:
     @pytest.mark.filterwarnings("ignore:Generating overly large repr")
-    @pytest.mark.parametrize(("layout", "limits"), [(Layout(2, ep=2), "none"), (Layout(1), "even and not zero")])
+    @pytest.mark.parametrize(("layout", "limits"), [
+        (Layout(2, ep=2), "none"), (Layout(2, ep=2), "multiples of 16"), (Layout(1), "even and not zero"),
+    ])  # fmt: skip
     @pytest.mark.parametrize("run", STRATEGIES, ids=str)
     def test_what_is_required_can_be_drawn(self, run, layout, limits):
         """Else a run could never have the minimum that it must have."""

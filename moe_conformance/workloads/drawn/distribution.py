@@ -7,7 +7,7 @@ counted, and each that a backend's limits allow is required.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -134,7 +134,10 @@ PROBE = (
     Feature("one hot expert", _has_hot_expert),
     _drops("dropped slot", lambda empty_TK: bool(empty_TK.any())),
     _drops("token without slots", lambda empty_TK: bool(empty_TK.all(1).any())),
-    _drops("rank that sends nothing", lambda empty_TK: bool(empty_TK.all())),
+    replace(
+        _drops("rank that sends nothing", lambda empty_TK: bool(empty_TK.all())),
+        allowed=lambda freedom: freedom.dropped and freedom.few,  # many tokens do not all happen to be empty
+    ),
     Feature(
         "expert twice in a token",
         lambda workload: bool(features(workload, "cpu")["duplicate_experts"]),

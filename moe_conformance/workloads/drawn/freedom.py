@@ -35,6 +35,11 @@ class Freedom:
         """Whether ranks may have no tokens."""
         return 0 in self.tokens
 
+    @property
+    def few(self) -> bool:
+        """Whether a rank may have a few tokens, and not many or none alone."""
+        return any(0 < T <= MOST_TOKENS for T in self.tokens)
+
     def subnormal_in(self, dtype: torch.dtype) -> bool:
         """Whether products in a dtype keep subnormal numbers.
 
@@ -51,10 +56,11 @@ class Freedom:
         def allows(on: str, value: Any) -> bool:
             return all(limit.allows(value) for limit in limits if limit.on == on)
 
+        tokens = _tokens(limits, zero=allows("zero_tokens", True))
         return cls(
             layout=layout,
-            uneven=allows("uneven_tokens", True) and layout.world > 1,
-            tokens=_tokens(limits, zero=allows("zero_tokens", True)),
+            uneven=allows("uneven_tokens", True) and layout.world > 1 and len(tokens) > 1,
+            tokens=tokens,
             dropped=allows("dropped_slots", True),
             duplicates=allows("duplicate_experts", True),
             odd_weights=allows("zero_weights", True) and allows("negative_weights", True),
