@@ -17,8 +17,8 @@ from pathlib import Path
 import click
 import torch
 
+from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.compare.bounded import compare
-from moe_conformance.topology import Layout
 from self_tests.judging import bounds_compared
 from self_tests.judging.simulated_experts import Arithmetic, own_workload, simulate_experts
 from self_tests.judging.simulated_routers import Formula, route_workload, simulate_routers

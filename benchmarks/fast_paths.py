@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.contract import Config, Delivery, ExpertFn, Routing, whole
+from moe_conformance.contract import Config, Delivery, ExpertFn, Routing, Session, whole
+from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine, Job, RankContext
 from moe_conformance.scenarios.parameters import coverage
 from moe_conformance.scenarios.sessions import build, opened
-from moe_conformance.surfaces import Session
-from moe_conformance.topology import Layout
 
 SIZES = {"small": (64, 64), "medium": (512, 256), "large": (2048, 512)}  # T and D
 K, PER_RANK = 2, 2

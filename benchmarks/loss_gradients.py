@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.registry import load
+from moe_conformance.chapters.losses import workloads as losses
+from moe_conformance.chapters.losses.judge.loss_rules import Rule, Steps
+from moe_conformance.chapters.losses.judge.loss_steps import Step, steps_of
+from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine
 from moe_conformance.judging.observed.scopes import shard_of
-from moe_conformance.judging.router.loss_rules import Rule, Steps
-from moe_conformance.judging.router.loss_steps import Step, steps_of
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import losses
 from moe_conformance.workloads.records.workload import Workload
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "loss_gradients.md"

@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 
 from moe_conformance.backends.native.meter import MeteredExchange
-from moe_conformance.contract import Config, Experts
+from moe_conformance.contract import Config, Experts, LoadMeter, MeteredPass
+from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine, Job, RankContext
 from moe_conformance.scenarios.sessions import build, opened
-from moe_conformance.surfaces import LoadMeter, MeteredPass
-from moe_conformance.topology import Layout
 
 _LAYOUT = Layout(2, ep=2)
 _RUNS = {"on": True, "off": False, "off again": False}

@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.backends.native.meter import Meter
-from moe_conformance.contract import Config, Session, whole
+from moe_conformance.chapters.groups.scenario import BLOCKS, Block, ProxyModel
+from moe_conformance.contract import Config, MeteredPass, Session, whole
+from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import RankContext
-from moe_conformance.scenarios.proxy_model import BLOCKS, Block, ProxyModel
-from moe_conformance.surfaces import MeteredPass
-from moe_conformance.topology import Layout
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.runs import ProxyModelStep
 from moe_conformance.workloads.records.workload import Batch, ParameterKey, Workload

@@ -24,11 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.contract import Config
+from moe_conformance.contract import Config, OverlappedStep
+from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine, Job, RankContext
 from moe_conformance.scenarios.sessions import build, opened
-from moe_conformance.surfaces import OverlappedStep
-from moe_conformance.topology import Layout
 
 _RUNS = ("sequential", "overlapped", "overlapped, deferred")
 _WARM = 2  # rounds that are not counted

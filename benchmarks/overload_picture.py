@@ -157,7 +157,7 @@ def main(steps: int, out: Path) -> None:
     """Train, draw, and print what was metered."""
     phases = of_steps(steps)
     # The engine's ledger keeps every collective; without it what grows is the training's.
-    preload = ("moe_conformance.scenarios.proxy_model", "benchmarks.metered_training")
+    preload = ("moe_conformance.chapters.groups.scenario", "benchmarks.metered_training")
     with Engine(preload=(*preload, "benchmarks.contenders.without_ledger")) as engine:
         ranks = trained(engine, phases)
     series = [over_ranks(ranks, "avg_overload_factor", block) for block in _BLOCKS]

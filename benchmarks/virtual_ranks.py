@@ -11,10 +11,10 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 
+from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine, Job, RankContext
 from moe_conformance.scenarios.moe_step import moe_step
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import virtual
+from moe_conformance.workloads import virtual
 
 _WORKLOAD = "many-ranks-uneven"
 _LATER = 3  # steps after the first, of which the median counts

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe_conformance.judging.router.balancing import (
+from moe_conformance.chapters.balance_bias.judge.balancing import (
     judge_agreement,
     judge_counters,
     judge_forced,
     judge_steady,
     judge_updates,
 )
-from moe_conformance.judging.router.balancing_state import (
+from moe_conformance.chapters.balance_bias.judge.balancing_state import (
     judge_growth,
     judge_in_place,
     judge_reload,
     judge_selection,
     judge_untrained,
 )
-from moe_conformance.judging.router.quantile_balancing import judge_quantiles
+from moe_conformance.chapters.balance_bias.judge.quantile_balancing import judge_quantiles
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.exchange.budget_overflow_dropped import (
+from moe_conformance.chapters.capacity.judge.budget_overflow_dropped import (
     judge_dropped_rows,
     judge_flags,
     judge_reported,
     judge_room_left,
 )
-from moe_conformance.judging.exchange.budget_overflow_refused import judge_after_overflow, judge_overflow
-from moe_conformance.judging.exchange.capacity_padding import (
+from moe_conformance.chapters.capacity.judge.budget_overflow_refused import judge_after_overflow, judge_overflow
+from moe_conformance.chapters.capacity.judge.capacity_padding import (
     judge_dropped_gradients,
     judge_filled,
     judge_lossless_capacity,
@@ -17,15 +17,21 @@ from moe_conformance.judging.exchange.capacity_padding import (
     judge_reduced_once,
     judge_worst_case,
 )
-from moe_conformance.judging.experts.experts import (
+from moe_conformance.chapters.capacity.judge.token_drops import (
+    judge_dropped_in_layer,
+    judge_kept_in_layer,
+    judge_lost_in_layer,
+)
+from moe_conformance.chapters.capacity.workloads.budget_overflow import by_factor, drops, refuses, refuses_some
+from moe_conformance.chapters.capacity.workloads.routers import fits_all, others_change
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.experts.experts import (
     judge_expert_gradients,
     judge_own_dweights,
     judge_own_dx,
     judge_own_outputs,
 )
-from moe_conformance.judging.layer.token_drops import judge_dropped_in_layer, judge_kept_in_layer, judge_lost_in_layer
-from moe_conformance.judging.observed.run import Reading
-from moe_conformance.judging.router.capacity import (
+from moe_conformance.judging.shared.router.capacity import (
     judge_capacity,
     judge_drop_gradients,
     judge_drop_weights,
@@ -38,8 +44,6 @@ from moe_conformance.judging.router.capacity import (
 )
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.corpus.capacity.budget_overflow import by_factor, drops, refuses, refuses_some
-from moe_conformance.workloads.corpus.capacity.routers import fits_all, others_change
 from moe_conformance.workloads.records.features import has_empty_slots, has_lost_tokens, somebody_gets_all
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep, RouterStep
 

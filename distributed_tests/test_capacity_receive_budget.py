@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.exchange.deliveries import judge_deliveries, judge_rows
-from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.exchange.outputs import judge_outputs
-from moe_conformance.judging.exchange.receive_budget import judge_budget, judge_fixed_size
-from moe_conformance.judging.experts.experts import (
+from moe_conformance.chapters.capacity.judge.receive_budget import judge_budget, judge_fixed_size
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries, judge_rows
+from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.shared.exchange.outputs import judge_outputs
+from moe_conformance.judging.shared.experts.experts import (
     judge_expert_gradients,
     judge_own_dweights,
     judge_own_dx,
     judge_own_outputs,
 )
-from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe_conformance.judging.exchange.deliveries import judge_deliveries
-from moe_conformance.judging.exchange.outputs import judge_form, judge_outputs
-from moe_conformance.judging.groups.changed_settings import judge_changed_later
-from moe_conformance.judging.groups.config_rules import judge_packed
-from moe_conformance.judging.groups.resolved_settings import (
+from moe_conformance.chapters.config_rules.judge.changed_settings import judge_changed_later
+from moe_conformance.chapters.config_rules.judge.config_rules import judge_packed
+from moe_conformance.chapters.config_rules.judge.resolved_settings import (
     judge_changes,
     judge_refusals,
     judge_rule,
     judge_shown,
     judge_unknown,
 )
+from moe_conformance.chapters.config_rules.workloads import config_rules
+from moe_conformance.chapters.config_rules.workloads.settings import CHANGING, LATER, SHOWN, UNKNOWN, workload_of
 from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries
+from moe_conformance.judging.shared.exchange.outputs import judge_form, judge_outputs
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.corpus import config_rules
-from moe_conformance.workloads.corpus.config_rules_settings import CHANGING, LATER, SHOWN, UNKNOWN, workload_of
 from moe_conformance.workloads.records.runs import ON_CONFIG_RULES, ON_SESSION, ExchangeStep
 from moe_conformance.workloads.records.workload import Workload
 

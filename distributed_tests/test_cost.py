@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.cost.cost import (
+from moe_conformance.chapters.cost.judge.cost import (
     judge_backward_rows,
     judge_beside_rows,
     judge_even_calls,
@@ -10,15 +10,15 @@ from moe_conformance.judging.cost.cost import (
     judge_no_calls,
     judge_rows,
 )
-from moe_conformance.judging.cost.declared_wire import judge_declared_rows
-from moe_conformance.judging.cost.more_experts import judge_calls_of_sizes
-from moe_conformance.judging.cost.reductions import judge_reductions
-from moe_conformance.judging.cost.repetition import judge_kept_memory, judge_repeated
-from moe_conformance.judging.equivalence.runs import RunTwins
+from moe_conformance.chapters.cost.judge.declared_wire import judge_declared_rows
+from moe_conformance.chapters.cost.judge.more_experts import judge_calls_of_sizes
+from moe_conformance.chapters.cost.judge.reductions import judge_reductions
+from moe_conformance.chapters.cost.judge.repetition import judge_kept_memory, judge_repeated
+from moe_conformance.chapters.cost.workloads import more_experts
 from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.equivalence.runs import RunTwins
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.corpus.cost import more_experts
 from moe_conformance.workloads.records.features import all_alike, exchanges, likened_once, repeated, without_gradients
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep
 from moe_conformance.workloads.records.workload import Workload

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.equivalence.process_settings import judge_settings
-from moe_conformance.judging.equivalence.routes import judge_repeated_routes
-from moe_conformance.judging.equivalence.runs import RunTwins, judge_alike, judge_recomputed_steps, judge_repeated
+from moe_conformance.chapters.determinism import workloads as determinism
+from moe_conformance.chapters.determinism.judge import judge_settings
 from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.equivalence.routes import judge_repeated_routes
+from moe_conformance.judging.shared.equivalence.runs import (
+    RunTwins,
+    judge_alike,
+    judge_recomputed_steps,
+    judge_repeated,
+)
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.corpus import determinism
 from moe_conformance.workloads.records.features import likened, likened_once
 from moe_conformance.workloads.records.runs import ExpertsStep, LayerStep, RouterStep
 from moe_conformance.workloads.records.workload import Workload

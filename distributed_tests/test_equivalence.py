@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from moe_conformance.judging.equivalence.refusals import judge_strided
-from moe_conformance.judging.equivalence.runs import RunTwins, judge_across, judge_alike, judge_scaled
+from moe_conformance.chapters.determinism import workloads as determinism
 from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.equivalence.refusals import judge_strided
+from moe_conformance.judging.shared.equivalence.runs import RunTwins, judge_across, judge_alike, judge_scaled
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.corpus import determinism
-from moe_conformance.workloads.corpus.equivalence import laws
+from moe_conformance.workloads import laws
 from moe_conformance.workloads.records.features import all_alike, likened, likened_once
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
 from moe_conformance.workloads.records.workload import Workload

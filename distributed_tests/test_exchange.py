@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.exchange.counts import judge_counts
-from moe_conformance.judging.exchange.deliveries import judge_deliveries, judge_rows
-from moe_conformance.judging.exchange.full_precision import judge_every_bit_of_rows
-from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.exchange.identity_experts import (
-    judge_answered_outputs,
-    judge_identity_inputs,
-    judge_identity_outputs,
-)
-from moe_conformance.judging.exchange.outputs import judge_form, judge_inputs, judge_outputs
-from moe_conformance.judging.exchange.weights import judge_weights
+from moe_conformance.chapters.exchange.judge import judge_every_bit_of_rows
 from moe_conformance.judging.observed.aliasing import judge_kept_outputs, judge_state
 from moe_conformance.judging.observed.completion import judge_finished
 from moe_conformance.judging.observed.ledgers import judge_agreement
 from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.exchange.counts import judge_counts
+from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries, judge_rows
+from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.shared.exchange.identity_experts import (
+    judge_answered_outputs,
+    judge_identity_inputs,
+    judge_identity_outputs,
+)
+from moe_conformance.judging.shared.exchange.outputs import judge_form, judge_inputs, judge_outputs
+from moe_conformance.judging.shared.exchange.weights import judge_weights
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement

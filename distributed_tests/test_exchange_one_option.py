@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.exchange.outputs import judge_outputs
 from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.shared.exchange.outputs import judge_outputs
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.records.runs import ExchangeStep

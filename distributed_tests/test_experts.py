@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.equivalence.runs import RunTwins, judge_same_answers
-from moe_conformance.judging.exchange.outputs import judge_form, judge_inputs
-from moe_conformance.judging.experts.etp_shards import judge_matching_parts
-from moe_conformance.judging.experts.experts import (
+from moe_conformance.chapters.experts.judge import judge_matching_parts
+from moe_conformance.judging.observed.aliasing import judge_kept_outputs, judge_state
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.equivalence.runs import RunTwins, judge_same_answers
+from moe_conformance.judging.shared.exchange.outputs import judge_form, judge_inputs
+from moe_conformance.judging.shared.experts.experts import (
     judge_expert_gradients,
     judge_idle_expert_gradients,
     judge_own_dweights,
@@ -14,11 +16,9 @@ from moe_conformance.judging.experts.experts import (
     judge_weight_place,
     judge_windows,
 )
-from moe_conformance.judging.observed.aliasing import judge_kept_outputs, judge_state
-from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.corpus.equivalence import laws
+from moe_conformance.workloads import laws
 from moe_conformance.workloads.records.features import bare_answers, has_filled_memory, outputs_meet_others
 from moe_conformance.workloads.records.runs import ExpertsStep
 from moe_conformance.workloads.records.workload import Workload

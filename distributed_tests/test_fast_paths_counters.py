@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.experts.shortcut_counters import judge_counts, judge_unchanged
+from moe_conformance.chapters.fast_paths.judge.shortcut_counters import judge_counts, judge_unchanged
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.exchange.deliveries import judge_deliveries
-from moe_conformance.judging.exchange.equal_splits import judge_equal_splits
-from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.exchange.outputs import judge_outputs
-from moe_conformance.judging.kernels.equal_splits import judge_compacted, judge_gradients, judge_padded, judge_sizes
+from moe_conformance.chapters.fast_paths.judge.equal_split_exchanges import judge_equal_splits
+from moe_conformance.chapters.fast_paths.judge.equal_splits import (
+    judge_compacted,
+    judge_gradients,
+    judge_padded,
+    judge_sizes,
+)
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.script import judge_arguments
+from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries
+from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.shared.exchange.outputs import judge_outputs
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement

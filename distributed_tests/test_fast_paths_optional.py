@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.experts.experts import (
+from moe_conformance.chapters.fast_paths.judge.optional import judge_optional_named
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.experts.experts import (
     judge_expert_gradients,
     judge_own_dweights,
     judge_own_dx,
     judge_own_outputs,
 )
-from moe_conformance.judging.experts.optional import judge_optional_named
-from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.records.runs import ExpertsStep

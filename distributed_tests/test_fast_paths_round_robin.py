@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.exchange.deliveries import judge_deliveries
-from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.exchange.outputs import judge_outputs
-from moe_conformance.judging.exchange.round_robin import judge_start
-from moe_conformance.judging.exchange.row_gradients import judge_rows_gradients
+from moe_conformance.chapters.fast_paths.judge.round_robin import judge_start
 from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries
+from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.shared.exchange.outputs import judge_outputs
+from moe_conformance.judging.shared.exchange.row_gradients import judge_rows_gradients
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.records.runs import ExchangeStep

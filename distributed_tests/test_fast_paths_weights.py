@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import get_args
 
-from moe_conformance.judging.experts.changed_weights import (
+from moe_conformance.chapters.fast_paths.judge.changed_weights import (
     judge_gradients,
     judge_memory,
     judge_modes,

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe_conformance.judging.equivalence.routes import (
-    judge_choices_behind_draws,
-    judge_same_bits,
-    judge_same_choices,
-)
-from moe_conformance.judging.equivalence.runs import RunTwins
-from moe_conformance.judging.exchange.forced_routes import judge_reported_routes
-from moe_conformance.judging.observed.aliasing import judge_state
-from moe_conformance.judging.observed.run import Reading
-from moe_conformance.judging.router.capacity import judge_fit
-from moe_conformance.judging.router.forced_bias_spread import judge_spread
-from moe_conformance.judging.router.forced_draws import (
+from moe_conformance.chapters.determinism import workloads as determinism
+from moe_conformance.chapters.forcing.judge.forced_bias_spread import judge_spread
+from moe_conformance.chapters.forcing.judge.forced_draws import (
     judge_bias_draws,
     judge_bias_in_turn,
     judge_bias_on_ranks,
     judge_random,
 )
-from moe_conformance.judging.router.forced_hot import (
+from moe_conformance.chapters.forcing.judge.forced_hot import (
     judge_alternating,
     judge_hot_expert,
     judge_hot_node,
@@ -29,12 +20,13 @@ from moe_conformance.judging.router.forced_hot import (
     judge_ratio,
     judge_strategies_refused,
 )
-from moe_conformance.judging.router.forced_report import (
+from moe_conformance.chapters.forcing.judge.forced_report import (
     judge_nothing_reported,
     judge_reported,
     judge_strategy_in_force,
 )
-from moe_conformance.judging.router.forced_routing import (
+from moe_conformance.chapters.forcing.judge.forced_routes import judge_reported_routes
+from moe_conformance.chapters.forcing.judge.forced_routing import (
     judge_forced_groups,
     judge_forced_loads,
     judge_forced_weights,
@@ -42,12 +34,7 @@ from moe_conformance.judging.router.forced_routing import (
     judge_masked_weights,
     judge_straight_through,
 )
-from moe_conformance.judging.router.routers import judge_load
-from moe_conformance.judging.verdict import Tally
-from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.spec import requirement
-from moe_conformance.workloads.corpus import determinism
-from moe_conformance.workloads.corpus.forcing import (
+from moe_conformance.chapters.forcing.workloads.forcing import (
     beside_forced,
     beside_others,
     bias_decides_alone,
@@ -58,7 +45,20 @@ from moe_conformance.workloads.corpus.forcing import (
     several_sources,
     with_deviations,
 )
-from moe_conformance.workloads.corpus.forcing_hot import REFUSED
+from moe_conformance.chapters.forcing.workloads.hot import REFUSED
+from moe_conformance.judging.observed.aliasing import judge_state
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.equivalence.routes import (
+    judge_choices_behind_draws,
+    judge_same_bits,
+    judge_same_choices,
+)
+from moe_conformance.judging.shared.equivalence.runs import RunTwins
+from moe_conformance.judging.shared.router.capacity import judge_fit
+from moe_conformance.judging.shared.router.routers import judge_load
+from moe_conformance.judging.verdict import Tally
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.spec import requirement
 from moe_conformance.workloads.records.runs import ON_SESSION, ExchangeStep, RouterStep
 from moe_conformance.workloads.records.workload import Workload
 

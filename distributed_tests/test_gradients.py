@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.equivalence.finite_differences import judge_differences
-from moe_conformance.judging.equivalence.gradient_accumulation import judge_padding_gradients, judge_steps, judge_sum
-from moe_conformance.judging.equivalence.refusals import judge_with_a_graph
-from moe_conformance.judging.equivalence.runs import RunTwins, judge_repeated
-from moe_conformance.judging.exchange.gradients import judge_asked, judge_dweights, judge_dx
-from moe_conformance.judging.exchange.identity_experts import (
+from moe_conformance.chapters.determinism import workloads as determinism
+from moe_conformance.chapters.gradients.judge.finite_differences import judge_differences
+from moe_conformance.chapters.gradients.judge.gradient_accumulation import (
+    judge_padding_gradients,
+    judge_steps,
+    judge_sum,
+)
+from moe_conformance.chapters.gradients.judge.hooked import judge_hooked
+from moe_conformance.chapters.gradients.judge.sharding import judge_sharded_gradients
+from moe_conformance.judging.observed.aliasing import judge_kept_gradients
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.equivalence.refusals import judge_with_a_graph
+from moe_conformance.judging.shared.equivalence.runs import RunTwins, judge_repeated
+from moe_conformance.judging.shared.exchange.gradients import judge_asked, judge_dweights, judge_dx
+from moe_conformance.judging.shared.exchange.identity_experts import (
     judge_answered_dweights,
     judge_answered_dx,
     judge_identity_dweights,
     judge_identity_dx,
 )
-from moe_conformance.judging.exchange.row_gradients import judge_out_gradients, judge_rows_gradients
-from moe_conformance.judging.experts.experts import (
+from moe_conformance.judging.shared.exchange.row_gradients import judge_out_gradients, judge_rows_gradients
+from moe_conformance.judging.shared.experts.experts import (
     judge_expert_gradients,
     judge_idle_expert_gradients,
     judge_own_dweights,
@@ -22,14 +31,9 @@ from moe_conformance.judging.experts.experts import (
     judge_own_outputs,
     judge_replicas,
 )
-from moe_conformance.judging.experts.hooked import judge_hooked
-from moe_conformance.judging.experts.sharding import judge_sharded_gradients
-from moe_conformance.judging.observed.aliasing import judge_kept_gradients
-from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.corpus import determinism
-from moe_conformance.workloads.corpus.equivalence import laws
+from moe_conformance.workloads import laws
 from moe_conformance.workloads.records.features import (
     differentiated,
     has_idle_expert,

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moe_conformance.judging.exchange.deliveries import judge_deliveries
-from moe_conformance.judging.exchange.many_ranks import judge_own_group
-from moe_conformance.judging.exchange.outputs import judge_outputs
-from moe_conformance.judging.experts.experts import judge_expert_gradients, judge_replicas
-from moe_conformance.judging.groups.divisibility import judge_indivisible
-from moe_conformance.judging.groups.expert_placement import judge_placement
-from moe_conformance.judging.groups.groups import judge_groups
-from moe_conformance.judging.groups.sizes import judge_sizes, judge_stages
-from moe_conformance.judging.kernels.dispatch_layout import judge_transport
+from moe_conformance.chapters.groups.judge.divisibility import judge_indivisible
+from moe_conformance.chapters.groups.judge.groups import judge_groups
+from moe_conformance.chapters.groups.judge.many_ranks import judge_own_group
+from moe_conformance.chapters.groups.judge.sizes import judge_sizes, judge_stages
+from moe_conformance.chapters.groups.workloads import divisibility
+from moe_conformance.contract.topology import Layout, RankLists
 from moe_conformance.judging.observed.ledgers import judge_agreement
 from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries
+from moe_conformance.judging.shared.exchange.dispatch_layout import judge_transport
+from moe_conformance.judging.shared.exchange.expert_placement import judge_placement
+from moe_conformance.judging.shared.exchange.outputs import judge_outputs
+from moe_conformance.judging.shared.experts.experts import judge_expert_gradients, judge_replicas
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome, Told
 from moe_conformance.spec import requirement
-from moe_conformance.topology import Layout, RankLists
-from moe_conformance.workloads.corpus.groups import divisibility
-from moe_conformance.workloads.corpus.virtual import names as many_ranks_names
 from moe_conformance.workloads.records.runs import ON_SESSION, ExchangeStep, ExpertsStep, GroupAnswers, Script
 from moe_conformance.workloads.records.workload import Wish, Workload
+from moe_conformance.workloads.virtual import names as many_ranks_names
 
 
 class TestFolding:

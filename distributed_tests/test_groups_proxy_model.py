@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.layer.proxy_model import judge_proxy_gradients, judge_proxy_tokens
+from moe_conformance.chapters.groups.judge.proxy_model import judge_proxy_gradients, judge_proxy_tokens
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from moe_conformance.judging.router.loss_traces import judge_evaluation, judge_finite, judge_weights_kept
-from moe_conformance.judging.router.losses import judge_gradients, judge_values, require_reports, require_values
+from moe_conformance.chapters.losses.judge.loss_traces import judge_evaluation, judge_finite, judge_weights_kept
+from moe_conformance.chapters.losses.judge.losses import judge_gradients, judge_values, require_reports, require_values
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.exchange.misuse import judge_wrong_answers, judge_wrong_input, wrong_answers, wrong_input
 from moe_conformance.judging.observed.script import judge_arguments
+from moe_conformance.judging.shared.exchange.misuse import (
+    judge_wrong_answers,
+    judge_wrong_input,
+    wrong_answers,
+    wrong_input,
+)
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement

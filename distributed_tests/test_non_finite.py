@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.exchange.non_finite_tokens import (
+from moe_conformance.chapters.non_finite.judge import (
     judge_delivered,
     judge_other_tokens,
     judge_parameters_beside,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe_conformance.judging.overload import around
-from moe_conformance.judging.overload.reports import (
+from moe_conformance.chapters.overload.judge import around
+from moe_conformance.chapters.overload.judge.reports import (
     ALL,
     AVERAGE,
     CUMULATIVE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.kernels.permute import (
+from moe_conformance.chapters.permute.judge.permute import (
     judge_gradients_beside_padding,
     judge_order,
     judge_padding_rows,
@@ -10,13 +10,13 @@ from moe_conformance.judging.kernels.permute import (
     judge_permuted,
     judge_unpermuted,
 )
-from moe_conformance.judging.kernels.routing_map import judge_forms
-from moe_conformance.judging.kernels.row_order import judge_reordering, judge_row_index
+from moe_conformance.chapters.permute.judge.routing_map import judge_forms
+from moe_conformance.chapters.permute.judge.row_order import judge_reordering, judge_row_index
+from moe_conformance.chapters.permute.workloads import pads
 from moe_conformance.judging.observed.script import judge_arguments
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.corpus.permute import pads
 from moe_conformance.workloads.records.runs import Script
 
 

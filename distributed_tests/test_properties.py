@@ -11,11 +11,11 @@ from hypothesis.strategies import SearchStrategy
 
 from moe_conformance.judging.drawn_batch import PROBE, ROUTE, decided_by, judge_batch
 from moe_conformance.judging.verdict import Tally
-from moe_conformance.plan import Cell
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.drawn.router_strategies import route_workloads
 from moe_conformance.workloads.drawn.strategies import probe_workloads
+from moe_conformance.workloads.plan import Cell
 from moe_conformance.workloads.records.runs import DrawnRuns, ExchangeStep, RouterStep
 from moe_conformance.workloads.records.workload import Workload
 

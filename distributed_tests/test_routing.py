@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.equivalence.routes import judge_recomputed, judge_same_routes
-from moe_conformance.judging.equivalence.runs import RunTwins
-from moe_conformance.judging.layer.layer import judge_layer_dx, judge_layer_outputs
-from moe_conformance.judging.observed.run import Reading
-from moe_conformance.judging.router.extreme_logits import (
+from moe_conformance.chapters.determinism.workloads import recomputed_noise
+from moe_conformance.chapters.forcing.workloads.forcing import holds_copies
+from moe_conformance.chapters.routing.judge.extreme_logits import (
     judge_extreme,
     judge_extreme_choice,
     judge_extreme_dx,
     judge_extreme_weights,
     judge_spoilt_routes,
 )
-from moe_conformance.judging.router.gate_bias import judge_gate_bias
-from moe_conformance.judging.router.initial import judge_initial
-from moe_conformance.judging.router.jitter import judge_evaluation, judge_jitter
-from moe_conformance.judging.router.near_biases import judge_near_biases
-from moe_conformance.judging.router.replay import judge_lacking, judge_places, judge_replayed_weights
-from moe_conformance.judging.router.routers import (
+from moe_conformance.chapters.routing.judge.gate_bias import judge_gate_bias
+from moe_conformance.chapters.routing.judge.initial import judge_initial
+from moe_conformance.chapters.routing.judge.jitter import judge_evaluation, judge_jitter
+from moe_conformance.chapters.routing.judge.near_biases import judge_near_biases
+from moe_conformance.chapters.routing.judge.replay import judge_lacking, judge_places, judge_replayed_weights
+from moe_conformance.chapters.routing.judge.tp_duplicated_tokens import judge_copies
+from moe_conformance.chapters.routing.judge.wide import judge_layer_dtype, judge_wide
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.equivalence.routes import judge_recomputed, judge_same_routes
+from moe_conformance.judging.shared.equivalence.runs import RunTwins
+from moe_conformance.judging.shared.layer.layer import judge_layer_dx, judge_layer_outputs
+from moe_conformance.judging.shared.router.routers import (
     judge_bias,
     judge_group_limit,
     judge_load,
@@ -27,14 +31,10 @@ from moe_conformance.judging.router.routers import (
     judge_router_weights,
     judge_selection,
 )
-from moe_conformance.judging.router.tp_duplicated_tokens import judge_copies
-from moe_conformance.judging.router.wide import judge_layer_dtype, judge_wide
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.corpus.determinism import recomputed_noise
-from moe_conformance.workloads.corpus.equivalence import laws
-from moe_conformance.workloads.corpus.forcing import holds_copies
+from moe_conformance.workloads import laws
 from moe_conformance.workloads.records.features import likened
 from moe_conformance.workloads.records.runs import ON_INITIAL_ROUTER, ON_REPLAY_ROUTERS, LayerStep, RouterStep, Script
 from moe_conformance.workloads.records.workload import Workload

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.kernels.scatter import judge_bits, judge_memory, judge_sums
+from moe_conformance.chapters.scatter.judge.scatter import judge_bits, judge_memory, judge_sums
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement

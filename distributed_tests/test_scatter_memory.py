@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.kernels.scatter_memory import (
+from moe_conformance.chapters.scatter.judge.scatter_memory import (
     judge_choice,
     judge_forms,
     judge_gradients,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.equivalence.runs import RunTwins
-from moe_conformance.judging.equivalence.shared_expert_overlap import judge_overlap
-from moe_conformance.judging.exchange.outputs import judge_inputs
-from moe_conformance.judging.layer.layer import (
+from moe_conformance.chapters.shared_experts.judge import judge_overlap
+from moe_conformance.judging.observed.aliasing import judge_kept_gradients, judge_kept_outputs, judge_state
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.equivalence.runs import RunTwins
+from moe_conformance.judging.shared.exchange.outputs import judge_inputs
+from moe_conformance.judging.shared.layer.layer import (
     EVERY,
     SHARED,
     judge_layer_dx,
@@ -15,11 +17,9 @@ from moe_conformance.judging.layer.layer import (
     judge_lone_bias,
     judge_shared_unrouted,
 )
-from moe_conformance.judging.observed.aliasing import judge_kept_gradients, judge_kept_outputs, judge_state
-from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.corpus.shared_experts import leaves_a_bias
+from moe_conformance.workloads.layers import leaves_a_bias
 from moe_conformance.workloads.records.runs import LayerStep
 from moe_conformance.workloads.records.workload import Workload
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.exchange.deliveries import judge_deliveries
-from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.exchange.outputs import judge_outputs
-from moe_conformance.judging.experts.experts import (
+from moe_conformance.chapters.thd.judge.padding_mask import judge_masked_router
+from moe_conformance.chapters.thd.judge.thd import judge_empty_sequences, judge_lengths, judge_shares, judge_tokens
+from moe_conformance.chapters.token_padding.workloads import LAID_OUT, WITHOUT_AND_WITH_EMPTY
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries
+from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.shared.exchange.outputs import judge_outputs
+from moe_conformance.judging.shared.experts.experts import (
     judge_expert_gradients,
     judge_own_dweights,
     judge_own_dx,
     judge_own_outputs,
 )
-from moe_conformance.judging.kernels.thd import judge_empty_sequences, judge_lengths, judge_shares, judge_tokens
-from moe_conformance.judging.observed.run import Reading
-from moe_conformance.judging.router.padding_mask import judge_masked_router
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.corpus.token_padding import LAID_OUT, WITHOUT_AND_WITH_EMPTY
 from moe_conformance.workloads.records.features import has_lost_tokens
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, Script
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.kernels.carried_weights import judge_travelling_weights
-from moe_conformance.judging.kernels.fp8_wire import judge_float8_bytes, judge_float8_rows
-from moe_conformance.judging.kernels.low_latency import judge_limit, judge_places
-from moe_conformance.judging.kernels.token_exchange import judge_biases, judge_other_handle, judge_reuse
+from moe_conformance.chapters.token_exchange.judge.carried_weights import judge_travelling_weights
+from moe_conformance.chapters.token_exchange.judge.fp8_wire import judge_float8_bytes, judge_float8_rows
+from moe_conformance.chapters.token_exchange.judge.low_latency import judge_limit, judge_places
+from moe_conformance.chapters.token_exchange.judge.token_exchange import judge_biases, judge_other_handle, judge_reuse
 from moe_conformance.judging.observed.script import judge_arguments
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.kernels.dispatch_layout import judge_dispatch_layout
+from moe_conformance.judging.shared.exchange.dispatch_layout import judge_dispatch_layout
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement

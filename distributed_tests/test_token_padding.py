@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.exchange.counts import judge_counts
-from moe_conformance.judging.exchange.deliveries import judge_deliveries, judge_rows
-from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.exchange.outputs import judge_form, judge_outputs
-from moe_conformance.judging.exchange.token_count_padding import (
+from moe_conformance.chapters.token_padding.judge import (
     judge_added_rows,
     judge_alignment,
     judge_asked_group,
@@ -16,13 +12,17 @@ from moe_conformance.judging.exchange.token_count_padding import (
     judge_padded_counts,
     judge_stated_padding,
 )
-from moe_conformance.judging.experts.experts import (
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.exchange.counts import judge_counts
+from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries, judge_rows
+from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.shared.exchange.outputs import judge_form, judge_outputs
+from moe_conformance.judging.shared.experts.experts import (
     judge_expert_gradients,
     judge_own_dweights,
     judge_own_dx,
     judge_own_outputs,
 )
-from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement

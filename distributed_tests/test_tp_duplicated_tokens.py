@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.exchange.outputs import judge_form, judge_inputs
-from moe_conformance.judging.exchange.tp_duplicated_tokens import (
+from moe_conformance.chapters.tp_duplicated_tokens.judge import (
     judge_copies_answered,
     judge_copies_asked,
     judge_copies_claimed,
@@ -12,11 +11,12 @@ from moe_conformance.judging.exchange.tp_duplicated_tokens import (
     judge_mismatch,
     judge_own_copies_answered,
 )
+from moe_conformance.chapters.tp_duplicated_tokens.workloads import mismatched
 from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.exchange.outputs import judge_form, judge_inputs
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.corpus.tp_duplicated_tokens import mismatched
 from moe_conformance.workloads.records.runs import ON_EXCHANGE, ExchangeStep, ExpertsStep
 
 

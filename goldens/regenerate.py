@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_conformance.goldens.chapter import Chapter
 from moe_conformance.goldens.chapters import chapters
-from moe_conformance.stored_values import (
+from moe_conformance.goldens.stored_values import (
     SUFFIX,
     AlteredError,
     DifferentError,

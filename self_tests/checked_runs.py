@@ -8,15 +8,15 @@ from functools import partial
 
 import pytest
 
-from moe_conformance.alongside import Twins
 from moe_conformance.backends import registry
 from moe_conformance.backends.native import Native
+from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.verdict import Mismatch, Tally
+from moe_conformance.reproducing.alongside import Twins
 from moe_conformance.scenarios.group_lists import group_lists
 from moe_conformance.scenarios.moe_step import moe_step
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import scripts
-from moe_conformance.workloads.corpus.groups import sizes
+from moe_conformance.workloads import group_sizes as sizes
+from moe_conformance.workloads import scripts
 from moe_conformance.workloads.records.workload import Wish
 from self_tests.checks import Check, checks, judge
 from self_tests.planted_bugs import Expectation, Plant, plants

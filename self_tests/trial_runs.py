@@ -12,12 +12,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 
+from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine
 from moe_conformance.scenarios.moe_step import Step, moe_step, start
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import recipes, scripts
-from moe_conformance.workloads.corpus.routing import routers
+from moe_conformance.workloads import recipes, routers, scripts
 from moe_conformance.workloads.records.workload import Workload
 
 DEADLINE_S = 20.0

@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import partial
 
-from moe_conformance.alongside import Twins
 from moe_conformance.backends import registry
 from moe_conformance.backends.native import Native
 from moe_conformance.engine import Engine
-from moe_conformance.examining import refusal_of
 from moe_conformance.judging.verdict import Mismatch, NotOffered
-from moe_conformance.plan import Case, Plan
+from moe_conformance.reproducing.alongside import Twins
+from moe_conformance.reproducing.examining import refusal_of
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads.plan import Case, Plan
 from self_tests.checks import checks, judge
 from self_tests.planted_bugs import Plant
 from self_tests.workloads.second_cases import FILE, NOT_YET, Place, alone, declared, expectations, second

@@ -25,8 +25,8 @@ from functools import cache
 from pathlib import Path
 
 from moe_conformance.backends import registry
-from moe_conformance.plan import Case, Cell, Plan
 from moe_conformance.report import result
+from moe_conformance.workloads.plan import Case, Cell, Plan
 from moe_conformance.workloads.records.features import broken, cell_limits, traits
 from moe_conformance.workloads.selection.stored import FOLDER, GENERAL, read
 from self_tests.checks import Check, checks

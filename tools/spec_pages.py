@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_conformance import catalogue, spec
+from moe_conformance import spec
+from moe_conformance.cli import catalogue
 from moe_conformance.spec import Requirement
 from moe_conformance.spec.places import checked
 

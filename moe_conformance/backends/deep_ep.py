@@ -26,8 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moe_conformance.contract import Config, Limit, Topology, Unsupported, refusals
-from moe_conformance.surfaces import Received, Session
+from moe_conformance.contract import Config, Limit, Received, Session, Topology, Unsupported, refusals
 
 _INSTALL = "it is built on a machine with GPUs, from github.com/deepseek-ai/DeepEP; see docs/token_exchange.md"
 

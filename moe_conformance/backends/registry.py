@@ -33,7 +33,7 @@ def load(name: str) -> Backend:
     missing = [part for part in ("name", "variants", "versions", "limits", "open") if not hasattr(backend, part)]
     if missing:
         raise NoBackend(
-            f"{name} is no backend: it lacks {', '.join(missing)}; moe_conformance/contract.py says what one has"
+            f"{name} is no backend: it lacks {', '.join(missing)}; moe_conformance/contract says what one has"
         )
     return backend  # type: ignore[return-value]  # the attributes of the protocol were just looked up
 

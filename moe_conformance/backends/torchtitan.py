@@ -33,13 +33,16 @@ from moe_conformance.contract import (
     Delivery,
     Limit,
     Named,
+    Packing,
     Parametrised,
     Read,
     Routing,
+    Session,
+    TokenPadding,
     Topology,
+    TrainingRouters,
     Unsupported,
 )
-from moe_conformance.surfaces import Packing, Session, TokenPadding, TrainingRouters
 
 _INSTALL = "pip install --no-deps torchtitan spmd_types triton tyro docstring_parser torchao"
 _DISPATCHERS = {

@@ -7,8 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from moe_conformance.backends.torchtitan_layer import moe_config
-from moe_conformance.contract import Config, Unsupported
-from moe_conformance.surfaces import Settings, VersionLimit
+from moe_conformance.contract import Config, Settings, Unsupported, VersionLimit
 
 _MAPPED = {"experts", "top_k", "groups", "groups_chosen", "shared_experts", "extra"}
 

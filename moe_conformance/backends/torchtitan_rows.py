@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.contract import Config, Routing, Unsupported
-from moe_conformance.surfaces import Permuted
+from moe_conformance.contract import Config, Permuted, Routing, Unsupported
 
 
 class Permutation:

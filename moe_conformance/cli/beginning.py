@@ -22,7 +22,7 @@ def list_(what: str, importable: bool) -> None:
     if importable and what != "backends":
         raise click.UsageError("--importable goes with `list backends`")
     require_torch()
-    from moe_conformance import catalogue
+    from moe_conformance.cli import catalogue
 
     if what == "requirements":
         lines = catalogue.requirement_lines()
@@ -39,7 +39,7 @@ def list_(what: str, importable: bool) -> None:
 def explain_(ids: tuple[str, ...]) -> None:
     """Say what a requirement demands, and where its checks, oracles, native code, planted bugs and findings are."""
     from moe_conformance import spec
-    from moe_conformance.explaining import explain
+    from moe_conformance.cli.explaining import explain
     from moe_conformance.spec.places import Places
 
     if unknown := [each for each in ids if each not in spec.load()]:
@@ -64,7 +64,7 @@ def doctor_(ranks: str | None, backend: str | None, drill: bool, times: int) -> 
     nothing or fails with what is no refusal.
     """
     require_torch()
-    from moe_conformance import doctor
+    from moe_conformance.cli import doctor
 
     if drill:
         sys.exit(doctor.drill(_worlds("2,4" if ranks is None else ranks), times, click.echo))
@@ -74,7 +74,7 @@ def doctor_(ranks: str | None, backend: str | None, drill: bool, times: int) -> 
         raise CannotRun(str(error)) from error
     if backend is None:
         sys.exit(doctor.examine(wanted, click.echo))
-    from moe_conformance import backend_report
+    from moe_conformance.cli import backend_report
     from moe_conformance.engine import EngineError
     from moe_conformance.plugin.run import open_backend
 

@@ -89,9 +89,9 @@ def page_(folder: Path, against: Path | None) -> None:
 def floor_(backend: str, report: Path | None) -> None:
     """Write what a backend passes as its floor, below which no later run may fall. Review it before it is committed."""
     require_torch()
-    from moe_conformance.plan import layout_names
     from moe_conformance.report import floor, result
     from moe_conformance.report.standing import standings
+    from moe_conformance.workloads.plan import layout_names
 
     with tempfile.TemporaryDirectory() as made:
         if report is None:

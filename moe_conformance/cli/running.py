@@ -56,7 +56,7 @@ def run(pytest_arguments: tuple[str, ...], **given: Any) -> NoReturn:
 
 def _run_every(chosen: dict[str, str], pytest_arguments: tuple[str, ...]) -> int:
     """Judge each importable backend in a process of its own; return the worst status."""
-    from moe_conformance import catalogue
+    from moe_conformance.cli import catalogue
 
     if launching.is_launched():
         raise CannotRun(f"--backend {EVERY} is one run after the other: launch each of them under torchrun by itself")

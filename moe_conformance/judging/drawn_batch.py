@@ -10,18 +10,18 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from moe_conformance.contract import Config
-from moe_conformance.judging.exchange.counts import judge_counts
-from moe_conformance.judging.exchange.deliveries import judge_deliveries, judge_rows
-from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.exchange.outputs import judge_form, judge_inputs, judge_outputs
-from moe_conformance.judging.exchange.row_gradients import judge_out_gradients, judge_rows_gradients
-from moe_conformance.judging.exchange.weights import judge_weights
 from moe_conformance.judging.mismatch_types import of_its_own_kind
 from moe_conformance.judging.observed.aliasing import judge_kept_gradients, judge_kept_outputs, judge_state
 from moe_conformance.judging.observed.completion import judge_finished
 from moe_conformance.judging.observed.ledgers import judge_agreement
 from moe_conformance.judging.observed.run import Reading, read
-from moe_conformance.judging.router.routers import (
+from moe_conformance.judging.shared.exchange.counts import judge_counts
+from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries, judge_rows
+from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.shared.exchange.outputs import judge_form, judge_inputs, judge_outputs
+from moe_conformance.judging.shared.exchange.row_gradients import judge_out_gradients, judge_rows_gradients
+from moe_conformance.judging.shared.exchange.weights import judge_weights
+from moe_conformance.judging.shared.router.routers import (
     judge_bias,
     judge_group_limit,
     judge_load,

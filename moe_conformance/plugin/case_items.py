@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from moe_conformance.plan import Case
 from moe_conformance.waiving import only_should
+from moe_conformance.workloads.plan import Case
 
 ARGUMENTS = frozenset({"outcome", "reading", "tally", "twins"})  # what a check of cases may ask for
 _OF_A_CASE = ARGUMENTS - {"tally"}  # what only a case has

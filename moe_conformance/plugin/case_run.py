@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 
-from moe_conformance.alongside import Twins
 from moe_conformance.contract import Limit
-from moe_conformance.examining import refusal_by_limit, refusal_of
-from moe_conformance.plan import Case, Cell, too_large
 from moe_conformance.plugin import repeating
 from moe_conformance.plugin.case_items import CaseItem, Check
 from moe_conformance.plugin.factors import Factors
@@ -23,7 +20,10 @@ from moe_conformance.plugin.recording import as_of_a_crash, attach, record_of, t
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial, ending
 from moe_conformance.report.records import EVERY_RANK_FINISHES, FAILING, FOLLOWS
+from moe_conformance.reproducing.alongside import Twins
+from moe_conformance.reproducing.examining import refusal_by_limit, refusal_of
 from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads.plan import Case, Cell, too_large
 from moe_conformance.workloads.records.features import broken
 from moe_conformance.workloads.records.workload import Workload
 

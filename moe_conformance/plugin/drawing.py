@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis.errors import HypothesisWarning, Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
-from moe_conformance.examining import refusal_of
 from moe_conformance.judging.verdict import Mismatch
 from moe_conformance.plugin.trial import Trial
+from moe_conformance.reproducing.examining import refusal_of
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.drawn.distribution import Feature
 from moe_conformance.workloads.drawn.example import to_json

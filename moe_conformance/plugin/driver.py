@@ -12,9 +12,8 @@ from typing import cast
 import pytest
 from _pytest.runner import runtestprotocol
 
-from moe_conformance.examining import refusal_of
+from moe_conformance.contract.topology import Layout, RankLists
 from moe_conformance.judging.verdict import RunFailed, Tally
-from moe_conformance.plan import Case, Cell, Plan
 from moe_conformance.plugin import agenda, case_items, repeating, roster
 from moe_conformance.plugin.case_items import CaseItem
 from moe_conformance.plugin.case_run import CaseRun, limit_of
@@ -25,13 +24,14 @@ from moe_conformance.plugin.recording import attach, record_of, translate
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Trial, ending, forget, trial_of
 from moe_conformance.report.standing import Place, places
+from moe_conformance.reproducing.examining import refusal_of
 from moe_conformance.scenarios.group_lists import CannotTell
 from moe_conformance.scenarios.outcome import Told
-from moe_conformance.topology import Layout, RankLists
 from moe_conformance.waiving import Item
-from moe_conformance.workloads.corpus.groups import sizes as group_sizes
+from moe_conformance.workloads import group_sizes
 from moe_conformance.workloads.drawn import distribution
 from moe_conformance.workloads.drawn.freedom import Freedom
+from moe_conformance.workloads.plan import Case, Cell, Plan
 from moe_conformance.workloads.records.runs import DrawnRuns, DrawnStep, RouterStep
 from moe_conformance.workloads.records.workload import Asynchrony, Wish
 

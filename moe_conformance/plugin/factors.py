@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from moe_conformance.plan import Case, Plan, too_large
+from moe_conformance.contract.topology import Layout
 from moe_conformance.plugin.outcomes import Kept, Outcomes
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending
-from moe_conformance.topology import Layout
+from moe_conformance.workloads.plan import Case, Plan, too_large
 from moe_conformance.workloads.records.features import broken
 from moe_conformance.workloads.records.workload import Workload
 

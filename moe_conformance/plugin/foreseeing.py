@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from moe_conformance.alongside import limit_of_twin
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.plugin.case_items import CaseFunction
 from moe_conformance.plugin.run import Run
-from moe_conformance.workloads.corpus.equivalence.twins import Twin
+from moe_conformance.reproducing.alongside import limit_of_twin
 from moe_conformance.workloads.records.workload import Workload
+from moe_conformance.workloads.twins import Twin
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from moe_conformance import shards
-from moe_conformance.shards import Shard
+from moe_conformance.workloads.selection import shards
+from moe_conformance.workloads.selection.shards import Shard
 
 REPLAYED = ("backend", "device", "plant", "profile")  # the options of `replay`
 # Options that say what part of a run is wanted, or how it is told; a command that repeats a failure has none of them.

@@ -15,14 +15,14 @@ import torch
 
 from moe_conformance.engine import Engine, EngineError
 from moe_conformance.engine.host import SiteLostError
-from moe_conformance.judging.equivalence.runs import Ran
 from moe_conformance.judging.observed import run as judging
-from moe_conformance.plan import VIRTUAL, Case
+from moe_conformance.judging.shared.equivalence.runs import Ran
 from moe_conformance.plugin.run import Run, engine_needs
 from moe_conformance.plugin.stopping import stop_now
 from moe_conformance.scenarios.group_lists import group_lists
 from moe_conformance.scenarios.moe_step import Step, start, start_many
 from moe_conformance.scenarios.outcome import Outcome, Told
+from moe_conformance.workloads.plan import VIRTUAL, Case
 from moe_conformance.workloads.records.workload import Wish, Workload
 
 _P = ParamSpec("_P")

@@ -12,12 +12,12 @@ import pytest
 
 from moe_conformance.engine import NO_ANSWER, EngineError
 from moe_conformance.judging.verdict import Mismatch
-from moe_conformance.plan import Case
 from moe_conformance.plugin.outcomes import Kept, Outcomes
 from moe_conformance.plugin.recording import advised, waiver_of
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial, ending
 from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads.plan import Case
 
 
 class CannotRepeat(Exception):

@@ -13,17 +13,17 @@ import torch
 
 from moe_conformance.contract import Backend
 from moe_conformance.engine import Engine, EngineError
-from moe_conformance.examining import refusal_of
 from moe_conformance.judging.drawn_batch import judge_batch
-from moe_conformance.plan import VIRTUAL
 from moe_conformance.plugin.options import Options, Unusable
 from moe_conformance.plugin.repeating import drawn_again
 from moe_conformance.plugin.run import Run, engine_needs, prepare
 from moe_conformance.plugin.trial import Trial
 from moe_conformance.report.records import FAILING
+from moe_conformance.reproducing.examining import refusal_of
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.drawn.reading_example import BadExample, backend_of, load
+from moe_conformance.workloads.plan import VIRTUAL
 from moe_conformance.workloads.records.features import broken
 from moe_conformance.workloads.records.workload import Workload
 

@@ -10,17 +10,18 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
-from moe_conformance import spec, stored_values
+from moe_conformance import spec
 from moe_conformance import waiving as waivers
 from moe_conformance.backends import registry
 from moe_conformance.contract import Backend, Unsupported
 from moe_conformance.engine.host import Site
-from moe_conformance.plan import layout_names, workload_names
+from moe_conformance.goldens import stored_values
 from moe_conformance.plugin import gpus
 from moe_conformance.plugin.options import Options, Unusable
 from moe_conformance.report import floor, result
 from moe_conformance.spec.places import checked
-from moe_conformance.workloads.corpus.exchange import golden
+from moe_conformance.workloads import golden
+from moe_conformance.workloads.plan import layout_names, workload_names
 
 PLANTS = "self_tests.planted_bugs"
 

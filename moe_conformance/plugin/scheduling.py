@@ -7,7 +7,7 @@ from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
-from moe_conformance.plan import Cell
+from moe_conformance.workloads.plan import Cell
 
 
 def cell_of(nodeid: str, cells: Sequence[str]) -> str:

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_conformance import spec
-from moe_conformance.plan import VIRTUAL
+from moe_conformance.contract.topology import named
 from moe_conformance.plugin.run import Run
 from moe_conformance.report import words
 from moe_conformance.report.records import Record
 from moe_conformance.reproducing import checks
-from moe_conformance.topology import named
+from moe_conformance.workloads.plan import VIRTUAL
 
 FOLDER = "reproduce"
 MOST = 20  # scripts of a run

@@ -11,12 +11,12 @@ from hypothesis.errors import FlakyFailure, Unsatisfiable
 from moe_conformance.engine import EngineError
 from moe_conformance.engine.infrastructure import classify
 from moe_conformance.judging.verdict import Mismatch, NotOffered, RunFailed, Tally
-from moe_conformance.plan import Cell
 from moe_conformance.plugin.evidence import evidence
 from moe_conformance.report.records import Verdict
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.waiving import Fault
 from moe_conformance.workloads.drawn.example import describe
+from moe_conformance.workloads.plan import Cell
 from moe_conformance.workloads.records.workload import Workload
 
 _UNSTABLE = "unstable: a drawn batch failed and, run again, did not:"

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from moe_conformance.contract.topology import Layout
 from moe_conformance.report import matrix
 from moe_conformance.report.records import Record
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import virtual
+from moe_conformance.workloads import virtual
 from moe_conformance.workloads.records.features import IN_FLIGHT, ZERO_TOKENS
 from moe_conformance.workloads.selection import profiles
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moe_conformance import shards
 from moe_conformance.report import not_run, result
 from moe_conformance.report.problems import of_whole
 from moe_conformance.report.records import FAILING, Record, overall
 from moe_conformance.report.result import Report
 from moe_conformance.waiving import Waivers
+from moe_conformance.workloads.selection import shards
 
 # What two reports must have in common to be of one run.
 _SAME = ("suite", "backend", "versions", "torch", "device", "ranks", "profile", "plant", "strict", "only")

@@ -16,12 +16,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
-from moe_conformance import shards, waiving
-from moe_conformance.plan import VIRTUAL
+from moe_conformance import waiving
 from moe_conformance.report import bits, drawn, folding, journal, not_run, travelled
 from moe_conformance.report.records import Record, overall
 from moe_conformance.spec import Requirement
 from moe_conformance.waiving import Waiver
+from moe_conformance.workloads.plan import VIRTUAL
+from moe_conformance.workloads.selection import shards
 from moe_conformance.workloads.selection.profiles import Profile
 
 NAME = "result.json"

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from moe_conformance import spec
-from moe_conformance.plan import layout_names
 from moe_conformance.report import bits, drawn, matrix, travelled, unjudged, words
 from moe_conformance.report.problems import item_of
 from moe_conformance.report.records import Record
 from moe_conformance.spec.places import checked
 from moe_conformance.waiving import Fault, proposal
+from moe_conformance.workloads.plan import layout_names
 
 
 class Terminal(Protocol):

@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from moe_conformance.alongside import Twins
 from moe_conformance.backends import registry
 from moe_conformance.contract import Backend, Unsupported
-from moe_conformance.examining import refusal_by_limit, refusal_of
+from moe_conformance.contract.topology import named as layout_named
 from moe_conformance.judging.observed.run import read, require_finished
 from moe_conformance.judging.verdict import Mismatch, NotOffered, Tally
-from moe_conformance.plan import Case, Plan
+from moe_conformance.reproducing.alongside import Twins
+from moe_conformance.reproducing.examining import refusal_by_limit, refusal_of
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.topology import named as layout_named
+from moe_conformance.workloads.plan import Case, Plan
 from moe_conformance.workloads.records.runs import Asked
 from moe_conformance.workloads.records.workload import Asynchrony, Workload
 

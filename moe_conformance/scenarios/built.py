@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from moe_conformance.contract import Exchange, ExpertFn, Parametrised, Router, Session, SplitExchange, Unsupported
+from moe_conformance.contract import (
+    Exchange,
+    ExpertFn,
+    Layer,
+    Parametrised,
+    Router,
+    Session,
+    SplitExchange,
+    Unsupported,
+)
 from moe_conformance.scenarios import parameters
 from moe_conformance.scenarios.identity import identity_of
 from moe_conformance.scenarios.probe import Probe, part_of
@@ -14,7 +23,6 @@ from moe_conformance.scenarios.routed_exchange import exchange_of
 from moe_conformance.scenarios.sessions import Opened, build
 from moe_conformance.scenarios.step_parts import without_capacity
 from moe_conformance.scenarios.warned import recorded
-from moe_conformance.surfaces import Layer
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep, RouterStep
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
 

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from moe_conformance.contract import Claims, Config, Delivery, Exchange, Routing, Session, SplitExchange, whole
+from moe_conformance.contract.topology import Topology
 from moe_conformance.scenarios.probe import Probe, part_of
 from moe_conformance.scenarios.reported import claims_of
-from moe_conformance.topology import Topology
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Delivery, Session
+from moe_conformance.contract.topology import Topology
 from moe_conformance.scenarios.outcome import Handed
 from moe_conformance.scenarios.probe import recorded
-from moe_conformance.topology import Topology
 
 
 class Identity:

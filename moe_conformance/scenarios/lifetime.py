@@ -11,9 +11,8 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 
-from moe_conformance import surfaces
 from moe_conformance.backends.registry import load
-from moe_conformance.contract import Session
+from moe_conformance.contract import Session, surfaces
 from moe_conformance.scenarios.outcome import RankOutcome
 from moe_conformance.scenarios.sessions import build, closed, opened
 from moe_conformance.scenarios.settings import settings

@@ -9,10 +9,9 @@ from typing import cast
 
 import torch
 
-from moe_conformance.contract import Config, Exchange, SplitExchange, whole
+from moe_conformance.contract import Config, Exchange, Layer, SplitExchange, whole
 from moe_conformance.scenarios.inputs import Inputs
 from moe_conformance.scenarios.probe import Probe
-from moe_conformance.surfaces import Layer
 from moe_conformance.workloads.records.workload import Batch
 
 LONGER = 64  # times the tokens: what a backend keeps of them is more than what the suite writes down of its calls

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from moe_conformance.backends.registry import load
+from moe_conformance.chapters.groups.scenario import ProxyModel
+from moe_conformance.chapters.overlap.scenario import OverlappedSteps
 from moe_conformance.contract import Malformed, Unsupported
 from moe_conformance.engine import Engine, Job, JobResult, RankContext, RankResult, Running
 from moe_conformance.scenarios.lifetime import Lifetime
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
-from moe_conformance.scenarios.overlapped_steps import OverlappedSteps
 from moe_conformance.scenarios.parts import common, joined, part
 from moe_conformance.scenarios.proof import refused_by
-from moe_conformance.scenarios.proxy_model import ProxyModel
 from moe_conformance.scenarios.routed_exchange import may_refuse_routes
 from moe_conformance.scenarios.script import Script
 from moe_conformance.scenarios.step import TrainingStep

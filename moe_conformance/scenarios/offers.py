@@ -9,13 +9,12 @@ from typing import Any, Literal
 
 import torch
 
-from moe_conformance import surfaces
 from moe_conformance.backends.registry import load
-from moe_conformance.contract import Config, Unsupported
+from moe_conformance.contract import Config, Unsupported, surfaces
+from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios.proof import refused_by
 from moe_conformance.scenarios.sessions import build, opened
-from moe_conformance.topology import Layout
 
 # Surfaces that read options, and for each option that a backend may map a value other than its default.
 WITH_OPTIONS = ("exchange", "router", "layer")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Claims
+from moe_conformance.contract.topology import RankLists
 from moe_conformance.engine.ledger.disagreement import Disagreement
 from moe_conformance.engine.ledger.entry import Entry, Hazard
-from moe_conformance.topology import RankLists
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
 

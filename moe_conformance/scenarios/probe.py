@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Config, Delivery, Session
+from moe_conformance.contract.topology import Topology
 from moe_conformance.scenarios.outcome import Handed
-from moe_conformance.topology import Topology
 from moe_conformance.workloads.records import tags
 
 

@@ -12,20 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_conformance.chapters.balance_bias.scenario import BalancedRouters
+from moe_conformance.chapters.config_rules.scenario import RecordedRules
+from moe_conformance.chapters.fast_paths.scenario import ChangingExperts, require_sorted_rows
+from moe_conformance.chapters.fast_paths.scenario_counters import CountedExperts
+from moe_conformance.chapters.routing.scenario_initial import InitialRouter
+from moe_conformance.chapters.routing.scenario_replay import ReplayedRouters
 from moe_conformance.contract import Malformed, Unsupported
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters, state
-from moe_conformance.scenarios.balancing import BalancedRouters
 from moe_conformance.scenarios.calling import call_through, deterministic_setting, form_of, memory_of, under
-from moe_conformance.scenarios.changing_experts import ChangingExperts, require_sorted_rows
-from moe_conformance.scenarios.config_rules import RecordedRules
-from moe_conformance.scenarios.counted_experts import CountedExperts
 from moe_conformance.scenarios.exchange_with_probe import exchange_with_probe
-from moe_conformance.scenarios.initial import InitialRouter
 from moe_conformance.scenarios.outcome import Answer, RankOutcome
 from moe_conformance.scenarios.padding import large_beside_pairs
 from moe_conformance.scenarios.proof import refused_by
-from moe_conformance.scenarios.replaying import ReplayedRouters
 from moe_conformance.scenarios.reported import claims_of, shown_of, without_noise
 from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu

@@ -9,8 +9,8 @@ import torch
 
 from moe_conformance.backends.registry import load
 from moe_conformance.contract import Backend, Config, Session, Unsupported
+from moe_conformance.contract.topology import Layout, Topology
 from moe_conformance.engine import RankContext
-from moe_conformance.topology import Layout, Topology
 
 _SESSION = "moe_conformance.session"
 _BACKENDS = "moe_conformance.backends"

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.contract import Claims, Named, Read, Session
+from moe_conformance.contract import Claims, Named, Read, Session, Trained, TrainingRouters
 from moe_conformance.scenarios import parameters
 from moe_conformance.scenarios.outcome import Grad
 from moe_conformance.scenarios.reported import claims_of
-from moe_conformance.surfaces import Trained, TrainingRouters
 from moe_conformance.workloads.records.training import Mode, RouterBatch
 
 Layers = tuple[Tensor | None, ...]

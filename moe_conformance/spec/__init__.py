@@ -1,8 +1,8 @@
 """The written spec: every requirement has an id, one sentence, a formula, its degenerate cases and a source.
 
-One TOML file per chapter; requirements that differ in one condition are rows of a table, which holds what they share. A
-check cites the requirements it decides with the `requirement` decorator, which refuses an id that the spec does not
-have. Which requirements have a check is read from the checks (`places`).
+Each chapter has a file, chapters/<chapter>/spec.toml; requirements that differ in one condition are rows of a table,
+which holds what they share. A check cites the requirements it decides with the `requirement` decorator, which refuses
+an id that the spec does not have. Which requirements have a check is read from the checks (`places`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from moe_conformance import chapters
 
 if TYPE_CHECKING:
     from moe_conformance.workloads.records.runs import Asked
@@ -56,16 +57,13 @@ def load() -> Mapping[str, Requirement]:
         BadSpec: a field is missing, unknown or of the wrong form, or an id occurs twice.
     """
     found: dict[str, Requirement] = {}
-    for path in sorted(files(__package__).iterdir(), key=lambda path: path.name):
-        if not path.name.endswith(".toml"):
-            continue
-        chapter = path.name.removesuffix(".toml")
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    for chapter in chapters.names():
+        content = tomllib.loads((chapters.FOLDER / chapter / "spec.toml").read_text(encoding="utf-8"))
         rows = [_row(table, row) for table in content.get("table", ()) for row in table["row"]]
         for entry in sorted([*content["requirement"], *rows], key=lambda entry: str(entry.get("id", ""))):
             requirement = _parse(chapter, entry)
             if requirement.id in found:
-                raise BadSpec(f"{path.name}: {requirement.id} occurs twice")
+                raise BadSpec(f"{chapter}: {requirement.id} occurs twice")
             found[requirement.id] = requirement
     return found
 
@@ -82,7 +80,7 @@ def _row(table: Mapping[str, Any], row: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _parse(chapter: str, entry: Mapping[str, str]) -> Requirement:
-    said = f"{chapter}.toml, {entry.get('id', 'a requirement without id')}"
+    said = f"{chapter}/spec.toml, {entry.get('id', 'a requirement without id')}"
     known = set(Requirement.__dataclass_fields__) - {"chapter"}
     if odd := {field for field in known ^ set(entry) if field not in known or field not in _REASONS}:
         raise BadSpec(f"{said}: fields missing or unknown: {', '.join(sorted(odd))}")

@@ -19,8 +19,11 @@ ROOT = Path(__file__).parents[2]  # the folder in which moe_conformance lies
 
 _ID = re.compile(r"\b[A-Z]+-\d\d\b")
 _CHECKS, _ORACLES = "moe_conformance/distributed_tests", "moe_conformance/reference"
-_NATIVE, _PLANTS = "moe_conformance/backends/native", "self_tests/planted_bugs"
-_JUDGED_IN = (_CHECKS, "moe_conformance/judging", "moe_conformance/workloads", "moe_conformance/scenarios", _ORACLES)
+_NATIVE, _PLANTS = "moe_conformance/backends/native", ("self_tests/chapters", "self_tests/planted_bugs")
+_JUDGED_IN = (
+    *(_CHECKS, "moe_conformance/chapters", "moe_conformance/judging", "moe_conformance/workloads"),
+    *("moe_conformance/scenarios", _ORACLES),
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class Places:
 
     def plants(self, id: str) -> tuple[Place, ...]:
         """Return the planted bugs that expect a requirement to fail."""
-        return _unquoted(self._lines(_PLANTS, "*.py", rf'Expectation\(\s*(?:\*\()?"{id}"'))
+        pattern = rf'Expectation\(\s*(?:\*\()?"{id}"'
+        return _unquoted(place for folder in _PLANTS for place in self._lines(folder, "*.py", pattern))
 
     def findings(self, id: str) -> tuple[Place, ...]:
         """Return where the findings in real libraries name a requirement."""

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from moe_conformance import spec
-from moe_conformance.workloads.corpus.groups import sizes
+from moe_conformance.workloads import group_sizes as sizes
 
 DRAWN_WITH = "drawn with "
 ANY, GROUPS = "any", "groups"

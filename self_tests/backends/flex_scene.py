@@ -13,9 +13,9 @@ from torch import Tensor
 from moe_conformance.backends.native import Native
 from moe_conformance.backends.native.fused.token_exchange import TokenExchange
 from moe_conformance.contract import Config
+from moe_conformance.contract.topology import Layout, Topology
 from moe_conformance.engine import Engine, Job, RankContext, RankResult
 from moe_conformance.engine.ledger.entry import Entry
-from moe_conformance.topology import Layout, Topology
 
 EP4, EP2_ETP2 = Layout(4, ep=4), Layout(4, ep=2, etp=2)
 E, K, D = 8, 3, 5

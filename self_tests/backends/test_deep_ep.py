@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.deep_ep import DeepEP
-from moe_conformance.contract import Config, Unsupported
-from moe_conformance.surfaces import Session
-from moe_conformance.topology import Layout, Topology
+from moe_conformance.contract import Config, Session, Unsupported
+from moe_conformance.contract.topology import Layout, Topology
 from self_tests.backends import stand_in_deep_ep
 from self_tests.backends.stand_in_deep_ep import Buffer, DeepEPStandIn
 from self_tests.plugin.plugin_runs import cli

@@ -13,15 +13,16 @@ import pytest
 import torch
 
 from moe_conformance.backends.deepspeed import DeepSpeed
+from moe_conformance.chapters.losses import workloads as losses
 from moe_conformance.contract import Config, Unsupported
+from moe_conformance.contract.topology import Layout, Topology
 from moe_conformance.engine import Engine, Job, RankContext
 from moe_conformance.reference.capacity import drops
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.scenarios.parameters import shard_of
-from moe_conformance.topology import Layout, Topology
-from moe_conformance.workloads.corpus import losses, recipes, shared_experts
-from moe_conformance.workloads.corpus.routing import routers
+from moe_conformance.workloads import layers as shared_experts
+from moe_conformance.workloads import recipes, routers
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
 from self_tests.backends.dense import assert_layer_alike, assert_routed_alike, oracle, seen, worst
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from moe_conformance.chapters.capacity.workloads import padded_experts
+from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine
-from moe_conformance.judging.exchange.outputs import judge_outputs
 from moe_conformance.judging.observed.run import read
+from moe_conformance.judging.shared.exchange.outputs import judge_outputs
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.moe_step import moe_step
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus.capacity import padded_experts
 
 
 @pytest.mark.parametrize("name", ["to-capacity-beyond-even", "lossless-minimum", "lossless-by-turns"])

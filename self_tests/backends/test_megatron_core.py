@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from moe_conformance.backends.megatron_core import MegatronCore
 from moe_conformance.contract import Unsupported
+from moe_conformance.contract.topology import Layout, Topology, layouts
 from moe_conformance.engine import Engine, Job, RankContext
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.scenarios.parameters import shard_of
-from moe_conformance.topology import Layout, Topology, layouts
-from moe_conformance.workloads.corpus import recipes, shared_experts
-from moe_conformance.workloads.corpus.routing import routers
+from moe_conformance.workloads import layers as shared_experts
+from moe_conformance.workloads import recipes, routers
 from moe_conformance.workloads.records import features
 from moe_conformance.workloads.records.workload import Workload
 from self_tests.backends.dense import assert_routed_alike, oracle, seen, worst

@@ -13,11 +13,11 @@ from torch import Tensor
 from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.row_ops.permutation import permute, sort_pairs, unpermute, weigh
 from moe_conformance.contract import Capacity, Config, Routing, RoutingOptions, Unsupported
+from moe_conformance.contract.topology import Layout, Topology
 from moe_conformance.engine import Engine, Job, RankContext
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.topology import Layout, Topology
-from moe_conformance.workloads.corpus import recipes
+from moe_conformance.workloads import recipes
 from moe_conformance.workloads.records import tags
 from moe_conformance.workloads.records.workload import Workload
 from self_tests.lying_backends import lying

@@ -11,8 +11,8 @@ import torch
 from moe_conformance.backends.native.exchange.collectives import DispatchRefused
 from moe_conformance.backends.native.fused import autograd
 from moe_conformance.contract import Overflow, ReceiveBuffer, Routing
+from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine
-from moe_conformance.topology import Layout
 from self_tests.backends.flex_scene import EP2_ETP2, EP4, D, E, K, Scene, caught, on_ranks, rows_calls, values
 
 

@@ -12,9 +12,9 @@ from moe_conformance.backends.native import Native
 from moe_conformance.backends.native.fused.flex import FlexExchange
 from moe_conformance.backends.native.fused.token_exchange import Arrived
 from moe_conformance.contract import Config, Delivery, ReceiveBuffer, Routing, Unsupported
+from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine
-from moe_conformance.plan import Plan
-from moe_conformance.topology import Layout
+from moe_conformance.workloads.plan import Plan
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
 from moe_conformance.workloads.selection import profiles
 from self_tests.backends.flex_scene import EP2_ETP2, EP4, TOKENS, E, K, Scene, on_ranks, values

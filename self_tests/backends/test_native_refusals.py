@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from moe_conformance.backends.native import Native
+from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine
-from moe_conformance.plan import Case, Plan
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import RankOutcome
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus.recipes import Recipe, exchange_workload
+from moe_conformance.workloads.plan import Case, Plan
+from moe_conformance.workloads.recipes import Recipe, exchange_workload
 from moe_conformance.workloads.records.features import traits
 from moe_conformance.workloads.records.runs import ON_SESSION, ExchangeStep, ExpertsStep, RouterStep
 from moe_conformance.workloads.records.workload import Workload

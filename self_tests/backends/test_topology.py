@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_conformance.topology import GROUPS, InvalidLayout, Layout, layouts
+from moe_conformance.contract.topology import GROUPS, InvalidLayout, Layout, layouts
 
 
 class TestProblem:

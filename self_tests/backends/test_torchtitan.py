@@ -12,15 +12,15 @@ import torch
 
 from moe_conformance.backends.torchtitan import TorchTitan
 from moe_conformance.contract import Config, Session, Unsupported
+from moe_conformance.contract.topology import Layout, Topology
 from moe_conformance.engine import Engine
 from moe_conformance.reference.exchange import layer
 from moe_conformance.reference.experts import swiglu_experts
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.scenarios.parameters import shard_of
-from moe_conformance.topology import Layout, Topology
-from moe_conformance.workloads.corpus import recipes, shared_experts
-from moe_conformance.workloads.corpus.routing import routers
+from moe_conformance.workloads import layers as shared_experts
+from moe_conformance.workloads import recipes, routers
 from moe_conformance.workloads.records import features
 from moe_conformance.workloads.records.runs import ExpertsStep
 from moe_conformance.workloads.records.workload import ParameterKey, Workload

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional as F
 
-from moe_conformance.claims import Claims
+from moe_conformance.contract.claims import Claims
 
 from moe_conformance.contract import (  # isort: skip
     Config, Delivery, Limit, Named, Parametrised, Read, Routing, Topology, Unsupported,
 )  # fmt: skip
-from moe_conformance.surfaces import Permuted, Session
+from moe_conformance.contract import Permuted, Session
 
 # ---- the library ---------------------------------------------------------------------------------------------
 

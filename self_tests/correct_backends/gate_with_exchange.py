@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_conformance import surfaces
+from moe_conformance.contract import surfaces
 from moe_conformance.contract import Config, Limit, Named, Parametrised, Read
 from moe_conformance.contract import Routed, Routing, Topology, Unsupported, refusals
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_conformance.claims import Claims
+from moe_conformance.contract.claims import Claims
 
 from moe_conformance.contract import (  # isort: skip
     Config, Delivery, ExpertFn, Limit, Named, Parametrised, Read, Routed, Routing, Session, Topology, Unsupported,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_conformance import surfaces
+from moe_conformance.contract import surfaces
 from moe_conformance.contract import Claims, Config, Delivery, Limit, Named, Parametrised, Read
 from moe_conformance.contract import Routed, Routing, Topology, Unsupported
 

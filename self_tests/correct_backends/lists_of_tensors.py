@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from moe_conformance.contract import (  # isort: skip
     Config, Delivery, Limit, Named, Parametrised, Read, Routed, Router, Routing, Topology, Unsupported,
 )  # fmt: skip
-from moe_conformance.surfaces import Session
+from moe_conformance.contract import Session
 
 # ---- the library ---------------------------------------------------------------------------------------------
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_conformance.contract import Claims, Config, Limit, Named, Parametrised, Read, Topology, Unsupported
-from moe_conformance.surfaces import Session
+from moe_conformance.contract import Claims, Config, Limit, Named, Parametrised, Read, Session, Topology, Unsupported
 
 # ---- the library ---------------------------------------------------------------------------------------------
 

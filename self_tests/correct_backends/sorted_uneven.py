@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_conformance import surfaces
+from moe_conformance.contract import surfaces
 from moe_conformance.contract import Config, Delivery, Limit, Named, Parametrised, Read
 from moe_conformance.contract import Routed, Routing, Topology, Unsupported
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from moe_conformance.chapters.config_rules.workloads.settings import LATER, RULES, SHOWN, UNKNOWN, workload_of
 from moe_conformance.judging.verdict import NotOffered
-from moe_conformance.workloads.corpus.config_rules_settings import LATER, RULES, SHOWN, UNKNOWN, workload_of
 from self_tests.checked_runs import CheckedRuns, opened
 from self_tests.planted_bugs.plant import EP2, SINGLE
 

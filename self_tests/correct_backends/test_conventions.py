@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from moe_conformance.chapters.experts.workloads import OF_ACTIVATIONS
+from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.verdict import Mismatch, NotOffered, Tally, WrongLoss
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus.experts_functions import OF_ACTIVATIONS
 from self_tests.checked_runs import CheckedRuns, opened
 from self_tests.planted_bugs.plant import EP2, EP2_EDP2, EP2_ETP2, SINGLE, TP2_EP2
 
@@ -23,32 +23,32 @@ class TestConventions:
     @pytest.mark.parametrize("workload", ["copies-even", "copies-rank-without-tokens", "copies-own-uneven"])
     def test_parts_that_are_said_to_be_parts_are_added_up(self, checked: CheckedRuns, workload: str) -> None:
         """A backend whose tp ranks have parts of the gradients, and which says so, passes."""
-        backend = "self_tests.planted_bugs.tp_duplicated_tokens:Parts"
+        backend = "self_tests.chapters.tp_duplicated_tokens.plants:Parts"
         for verdict in checked.verdicts(backend, "EXCH-36", "alltoall", TP2_EP2, workload):
             assert isinstance(verdict, Tally), verdict
 
     def test_whole_maps_that_are_said_to_be_sent_may_be(self, checked: CheckedRuns) -> None:
         """A backend that gathers whole maps, and says so, passes."""
         for workload in ("even", "rank-without-tokens"):
-            checked.check_passes("self_tests.planted_bugs.cost.calls:Maps", "COST-06", "allgather", EP2, workload)
+            checked.check_passes("self_tests.chapters.cost.plants.calls:Maps", "COST-06", "allgather", EP2, workload)
 
     def test_gradients_may_be_reduced_in_backwards(self, checked: CheckedRuns) -> None:
         """What lies in `grad` is the sum over replicas then, and no more what hooks were passed."""
-        backend = "self_tests.planted_bugs.gradients.in_backward:ReducesInBackward"
+        backend = "self_tests.chapters.gradients.plants.in_backward:ReducesInBackward"
         with pytest.raises(NotOffered, match="reduced over replicas in backwards"):
             checked.verdicts(backend, "GRAD-11", "alltoall", EP2_EDP2, "own-hooked-even")
         checked.check_passes(backend, "GRAD-05", "alltoall", EP2_EDP2, "own-even")
 
     def test_weights_may_have_a_wider_dtype(self, checked: CheckedRuns) -> None:
         """A router that computes in bfloat16, and ends in float32, may err as bfloat16 does."""
-        backend = "self_tests.planted_bugs.routing.extreme_logits:Narrow"
+        backend = "self_tests.chapters.routing.plants.extreme_logits:Narrow"
         for requirement in ("ROUTE-02", "ROUTE-14"):
             checked.check_passes(backend, requirement, "alltoall", EP2, "extreme-bfloat16")
 
     @pytest.mark.parametrize("layout", [EP2, EP2_ETP2], ids=lambda layout: layout.name)
     def test_budgets_count_what_fills_blocks(self, checked: CheckedRuns, layout: Layout) -> None:
         """A backend that pads every expert's rows to a multiple, says so, and counts what that adds passes."""
-        backend, judged = "self_tests.planted_bugs.capacity.row_blocks:Blocks", 0
+        backend, judged = "self_tests.chapters.capacity.plants.row_blocks:Blocks", 0
         for workload in ("budget-exact-even", "budget-by-turns", "overfull-by-turns-even", "budget-filled-even"):
             for requirement in ("DROP-14", "DROP-15", "DROP-16", "EXCH-22", "EXCH-25"):
                 for verdict in checked.verdicts(backend, requirement, "hybridep", layout, workload):
@@ -294,7 +294,7 @@ class TestConventions:
 
     def test_what_fails_alone_takes_no_turns(self, checked: CheckedRuns) -> None:
         """A backend that never multiplies float64 is not blamed for what it does between others."""
-        backend = "self_tests.planted_bugs.equivalence.twins:WithoutDouble"
+        backend = "self_tests.chapters.equivalence.plants.twins:WithoutDouble"
         checked.check_passes(backend, "EXCH-40", "alltoall", EP2, "own-even-bfloat16")
 
     @pytest.mark.parametrize(
@@ -302,18 +302,18 @@ class TestConventions:
     )
     def test_sums_in_place_are_no_fault(self, checked: CheckedRuns, requirement: str, workload: str) -> None:
         """Experts whose gradients of two steps that are not cleared are not twice those of one pass."""
-        backend = "self_tests.planted_bugs.determinism.repeated_steps:InPlace"
+        backend = "self_tests.chapters.determinism.plants.repeated_steps:InPlace"
         checked.check_passes(backend, requirement, "alltoall", EP2_EDP2, workload)
 
     @pytest.mark.parametrize("requirement", ["DET-01", "DET-06", "GRAD-15"])
     def test_what_is_deterministic_if_asked_passes(self, checked: CheckedRuns, requirement: str) -> None:
         """A backend that gives other bits in every run, but not with deterministic algorithms, passes."""
-        backend = "self_tests.planted_bugs.determinism.repetition:DeterministicIfAsked"
+        backend = "self_tests.chapters.determinism.plants.repetition:DeterministicIfAsked"
         checked.check_passes(backend, requirement, "alltoall", EP2_EDP2, "own-even-bfloat16")
 
     def test_gradients_may_be_sent_in_eight_bits(self, checked: CheckedRuns) -> None:
         """A backend whose backward of combine quantises, and says so, passes."""
-        backend = "self_tests.planted_bugs.token_exchange.fp8_wire:RoundedGradients"
+        backend = "self_tests.chapters.token_exchange.plants.fp8_wire:RoundedGradients"
         checked.check_passes(backend, "EXCH-30", "alltoall", EP2, "float8-rows")
 
     @pytest.mark.parametrize("backend", ["BiasInShares", "BiasOfTheFirst"])

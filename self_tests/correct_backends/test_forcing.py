@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from moe_conformance.examining import refusal_of
 from moe_conformance.judging.verdict import NotOffered
+from moe_conformance.reproducing.examining import refusal_of
 from self_tests.checked_runs import CheckedRuns, opened
 from self_tests.planted_bugs.plant import EP2
 from self_tests.trial_runs import Run

@@ -11,8 +11,7 @@ from typing import Any
 from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.config_rules import ConfigRules
 from moe_conformance.backends.native.groups import CannotBuild
-from moe_conformance.contract import Unsupported
-from moe_conformance.surfaces import Settings, VersionLimit
+from moe_conformance.contract import Settings, Unsupported, VersionLimit
 
 
 class _Honouring(ConfigRules):

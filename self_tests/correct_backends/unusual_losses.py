@@ -11,8 +11,7 @@ from torch import Tensor
 from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.router.losses import Charged, RouterLosses, Tokens
 from moe_conformance.backends.native.router.training import TrainingRouters
-from moe_conformance.contract import Claims
-from moe_conformance.surfaces import Trained
+from moe_conformance.contract import Claims, Trained
 
 
 class _Summed(TrainingRouters):

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.meter import Meter, MeteredExchange, Recorded
-from moe_conformance.contract import Delivery, ExpertFn
-from moe_conformance.surfaces import Metered, MeteredPass
+from moe_conformance.contract import Delivery, ExpertFn, Metered, MeteredPass
 
 
 class _Single(Meter):

@@ -15,17 +15,17 @@ import pytest
 import torch
 
 from moe_conformance.backends.native import Native
+from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine, Job
 from moe_conformance.judging.observed.chunks import cut, solve_in_chunks
 from moe_conformance.judging.verdict import Tally
-from moe_conformance.plan import Plan, layout_names, workload_names
 from moe_conformance.plugin.options import Options, Unusable
 from moe_conformance.plugin.run import prepare
 from moe_conformance.reference.exchange import layer
 from moe_conformance.reference.experts import swiglu_experts
 from moe_conformance.scenarios.moe_step import moe_step
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import virtual
+from moe_conformance.workloads import virtual
+from moe_conformance.workloads.plan import Plan, layout_names, workload_names
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.selection.profiles import full_layouts

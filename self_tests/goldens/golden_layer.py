@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from self_tests.chapters.exchange.second import layer
+from self_tests.chapters.experts.second import SwiGLU
 from self_tests.goldens.golden_twins import given
-from self_tests.oracles.exchange import layer
-from self_tests.oracles.experts import SwiGLU
 
 NAMES = ("gate", "up", "down")
 

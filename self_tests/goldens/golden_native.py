@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_conformance import stored_values
+from moe_conformance.goldens import stored_values
 
 
 def of(chapter: str) -> dict[str, Tensor]:

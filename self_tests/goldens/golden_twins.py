@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from moe_conformance import stored_values
+from moe_conformance.goldens import stored_values
 from self_tests.oracles.agreement import RELATIVE
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from self_tests.chapters.balance_bias import second as balance_bias
+from self_tests.chapters.balance_bias.second import Forward, Update
 from self_tests.goldens.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles import balance_bias
-from self_tests.oracles.balance_bias import Forward, Update
 
 RATE = 0.001
 UPDATES = ("uneven", "one-at-the-mean", "even", "idle", "huge")

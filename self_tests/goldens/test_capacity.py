@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from self_tests.chapters.capacity.second import drops, limits, receive_budget
+from self_tests.chapters.exchange.second import deliveries
 from self_tests.goldens.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles.capacity import drops, limits, receive_budget
-from self_tests.oracles.exchange import deliveries
 
 E, K, TOKENS = 5, 3, (10, 0, 6)
 CAPACITIES = (0, 1, 3, 10)

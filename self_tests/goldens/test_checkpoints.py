@@ -10,12 +10,12 @@ import numpy as np
 from moe_conformance.goldens.bits import SPECIAL
 from moe_conformance.goldens.chapters.checkpoints import LAYOUTS, PIECES, PLACES, TOKENS, E, K
 from moe_conformance.reference.checkpoints.layouts import Layout
+from self_tests.chapters.checkpoints.second import parts, upcycling
+from self_tests.chapters.exchange.second import layer
+from self_tests.chapters.experts.second import SwiGLU
+from self_tests.chapters.groups.second.members import decode
 from self_tests.goldens.golden_layer import NAMES
 from self_tests.goldens.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles.checkpoints import parts, upcycling
-from self_tests.oracles.exchange import layer
-from self_tests.oracles.experts import SwiGLU
-from self_tests.oracles.groups.members import decode
 
 
 def stacked(word: str, held_by_rank: Sequence[Mapping[parts.Key, Any]]) -> dict[str, Any]:

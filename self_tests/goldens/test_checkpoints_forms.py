@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from moe_conformance.goldens.chapters.checkpoints_forms import EXPERTS, FORMS, ORDERS, PARTS, D, F
+from self_tests.chapters.checkpoints.second import forms
+from self_tests.chapters.checkpoints.second.forms import Form
 from self_tests.goldens.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles.checkpoints import forms
-from self_tests.oracles.checkpoints.forms import Form
 
 
 def of_fused(fused_2FD: Any) -> dict[str, Any]:

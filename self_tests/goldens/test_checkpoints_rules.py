@@ -16,8 +16,8 @@ from moe_conformance.goldens.chapters.checkpoints_rules import (
     listed,
     shapes_of,
 )
+from self_tests.chapters.checkpoints.second import rules
 from self_tests.goldens.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles.checkpoints import rules
 
 
 def marked(names: Sequence[str]) -> list[int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from self_tests.chapters.exchange.second import deliveries
+from self_tests.chapters.exchange.second.deliveries import Placement
 from self_tests.goldens.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles.exchange import deliveries
-from self_tests.oracles.exchange.deliveries import Placement
 
 PLACEMENTS = {
     "ep2-edp2": Placement([[0, 1], [2, 3]], [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5]]),

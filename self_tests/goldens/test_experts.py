@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from self_tests.chapters.exchange.second import layer
+from self_tests.chapters.experts.second import SwiGLU
 from self_tests.goldens.golden_layer import stacked, tokens_of
 from self_tests.goldens.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles.exchange import layer
-from self_tests.oracles.experts import SwiGLU
 
 
 class TestGolden:

@@ -19,8 +19,8 @@ from moe_conformance.goldens.chapters.fast_paths import (
     SPLITS,
     E,
 )
+from self_tests.chapters.fast_paths.second import choices, equal_splits
 from self_tests.goldens.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles.fast_paths import choices, equal_splits
 
 
 def of_pieces(own: Mapping[str, Any], pieces: Sequence[int], split: int) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from self_tests.chapters.capacity.second import limits
+from self_tests.chapters.forcing.second import draws as forcing_draws
+from self_tests.chapters.forcing.second import hot as forcing_hot
+from self_tests.chapters.forcing.second import routes
+from self_tests.chapters.routing.second.routes import Gate, largest_first
 from self_tests.goldens.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles.capacity import limits
-from self_tests.oracles.forcing import draws as forcing_draws
-from self_tests.oracles.forcing import hot as forcing_hot
-from self_tests.oracles.forcing import routes
-from self_tests.oracles.routing.routes import Gate, largest_first
 
 E, K = 8, 3
 GATES = {

@@ -9,14 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_conformance import stored_values
-from moe_conformance.goldens import regenerate
-from moe_conformance.judging.experts.expected import OwnExpected
+from moe_conformance.contract.topology import Layout
+from moe_conformance.goldens import regenerate, stored_values
+from moe_conformance.judging.shared.experts.expected import OwnExpected
 from moe_conformance.plugin.options import Options, Unusable
 from moe_conformance.plugin.run import prepare
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import recipes
-from moe_conformance.workloads.corpus.exchange.golden import CHAPTER, NAME, golden_workload
+from moe_conformance.workloads import recipes
+from moe_conformance.workloads.golden import CHAPTER, NAME, golden_workload
 from moe_conformance.workloads.selection import profiles
 
 

@@ -14,8 +14,8 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from moe_conformance import spec, stored_values
-from moe_conformance.goldens import regenerate
+from moe_conformance import spec
+from moe_conformance.goldens import regenerate, stored_values
 from moe_conformance.goldens.chapters import chapters, routing
 
 FOLDER = regenerate.FOLDER

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from moe_conformance.goldens.chapters.groups import LAYOUTS, NAMES
+from self_tests.chapters.groups.second.members import Sizes, groups, valid
 from self_tests.goldens.golden_twins import assert_twins, stored, told
-from self_tests.oracles.groups.members import Sizes, groups, valid
 
 
 class TestGolden:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from self_tests.chapters.losses.second import balance, scaling
+from self_tests.chapters.losses.second.balance import Tokens
+from self_tests.chapters.routing.second.routes import Gate, Limit, route
 from self_tests.goldens.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles.losses import balance, scaling
-from self_tests.oracles.losses.balance import Tokens
-from self_tests.oracles.routing.routes import Gate, Limit, route
 
 C, K = 0.25, 2
 CASES = {

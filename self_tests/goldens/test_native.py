@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_conformance import stored_values
 from moe_conformance.backends.native.groups import groups
 from moe_conformance.backends.native.layer.experts import swiglu
 from moe_conformance.backends.native.layer.shared_experts import Score
@@ -21,12 +20,13 @@ from moe_conformance.backends.native.router import capacity
 from moe_conformance.backends.native.router.forcing import ForcedRouter
 from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Config, Topology
+from moe_conformance.goldens import stored_values
 from moe_conformance.goldens.chapters import forcing as forcing_chapter
 from moe_conformance.goldens.chapters import groups as groups_chapter
 from moe_conformance.goldens.chapters import routing as routing_chapter
 from moe_conformance.goldens.chapters.capacity import _CAPACITIES as CAPACITIES
 from moe_conformance.spec.places import checked
-from moe_conformance.workloads.corpus.exchange import golden
+from moe_conformance.workloads import golden
 from self_tests.goldens.golden_native import AlmostAlone, assert_near, case_of, of
 
 CPU = torch.device("cpu")

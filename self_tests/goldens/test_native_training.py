@@ -19,11 +19,10 @@ from moe_conformance.backends.native.layer.batched_experts import DerivedWeights
 from moe_conformance.backends.native.layer.experts import swiglu
 from moe_conformance.backends.native.meter import NAMES, Meter, Recorded
 from moe_conformance.backends.native.router.losses import RouterLosses, Tokens
-from moe_conformance.contract import Config, Topology
+from moe_conformance.contract import Config, MeteredPass, Topology
 from moe_conformance.goldens.chapters import fast_paths as fast_paths_chapter
 from moe_conformance.goldens.chapters import losses as losses_chapter
 from moe_conformance.goldens.chapters import overload as overload_chapter
-from moe_conformance.surfaces import MeteredPass
 from self_tests.goldens.golden_native import assert_near, case_of, of
 
 CPU = torch.device("cpu")

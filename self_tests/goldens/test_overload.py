@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from self_tests.chapters.overload.second import counters, factors, timelines
 from self_tests.goldens.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles.overload import counters, factors, timelines
 
 HALF, OTHER = [0, 1, 2], [3, 4, 5]
 GROUPS: Mapping[str, tuple[int, list[list[int]], list[list[int]]]] = {

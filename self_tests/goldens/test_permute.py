@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from moe_conformance.goldens.chapters.permute import CLAIMS, COUNTS, MULTIPLES, PADDINGS, PAIRS, RANKS
+from self_tests.chapters.permute import second as permute
 from self_tests.goldens.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles import permute
 
 
 def of_segments(own: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from self_tests.chapters.routing.second.routes import Gate, Limit, choice_values, gradient, margin_of_token, route
 from self_tests.goldens.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles.routing.routes import Gate, Limit, choice_values, gradient, margin_of_token, route
 
 K = 3
 GATES = {

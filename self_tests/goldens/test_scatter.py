@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from moe_conformance.goldens.chapters.scatter import NESTED, REQUIRING, ROUNDOFFS, SUMS, TOKENS, views_of
+from self_tests.chapters.experts.second import SwiGLU
+from self_tests.chapters.scatter import second as scatter
 from self_tests.goldens.golden_layer import experts_of, stacked, tokens_of
 from self_tests.goldens.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles import scatter
-from self_tests.oracles.experts import SwiGLU
 
 
 def of_sums(own: Mapping[str, Any]) -> dict[str, Any]:

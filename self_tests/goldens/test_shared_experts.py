@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from self_tests.chapters.experts.second import SwiGLU
+from self_tests.chapters.shared_experts import second as shared_experts
+from self_tests.chapters.shared_experts.second import Shared
 from self_tests.goldens.golden_twins import assert_twins, given, stored, told
-from self_tests.oracles import shared_experts
-from self_tests.oracles.experts import SwiGLU
-from self_tests.oracles.shared_experts import Shared
 
 
 def shared_of(values: Mapping[str, Any]) -> list[Shared]:

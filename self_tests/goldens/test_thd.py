@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from moe_conformance.goldens.chapters.thd import CONTEXTS, CUMULATIVE_PADDED, JUDGED, LENGTHS, MULTIPLES, PACKS, SIZES
+from self_tests.chapters.token_padding import second as packing
 from self_tests.goldens.golden_twins import assert_twins, stored, told
-from self_tests.oracles.token_padding import packing
 
 
 def of_lengths(lengths: Sequence[int], claims: Sequence[Sequence[int]]) -> dict[str, Any]:

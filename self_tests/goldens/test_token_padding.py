@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_conformance.goldens.chapters.token_padding import ALIGNMENTS, BOUNDS, GROUPS, REFUSALS, A
+from self_tests.chapters.token_padding import second as packing
 from self_tests.goldens.golden_twins import assert_twins, stored, told
-from self_tests.oracles.token_padding import packing
 
 
 def of_counts(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from moe_conformance.judging.compare.bounded import Target, compare
-from moe_conformance.judging.experts.experts import expected_of as experts_expected
 from moe_conformance.judging.observed.run import read
 from moe_conformance.judging.observed.scopes import places_of, shard_of
-from moe_conformance.judging.router.routers import expected_of as router_expected
+from moe_conformance.judging.shared.experts.experts import expected_of as experts_expected
+from moe_conformance.judging.shared.router.routers import expected_of as router_expected
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records.workload import Batch
 

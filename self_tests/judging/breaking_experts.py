@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from moe_conformance.contract.topology import Layout
 from moe_conformance.scenarios.outcome import Grad, Outcome, RankOutcome
-from moe_conformance.topology import Layout
 from moe_conformance.workloads.records.workload import Batch, ParameterKey, Workload
 from self_tests.judging.simulated_experts import own_workload, simulate_experts
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from moe_conformance.contract import Config
+from moe_conformance.contract.topology import Layout
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
-from moe_conformance.topology import Layout
 from self_tests.judging.simulated_routers import Formula, route_workload, simulate_routers
 
 BIASED = {"routing.score": "sigmoid", "routing.balance_bias": True}

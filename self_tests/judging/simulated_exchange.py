@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Config, Delivery
+from moe_conformance.contract.topology import Layout
 from moe_conformance.scenarios.outcome import ExchangeSeen, Grad, Microbatch, Outcome, RankOutcome
 from moe_conformance.scenarios.probe import Probe
-from moe_conformance.topology import Layout
 from moe_conformance.workloads.records import draw, tags
 from moe_conformance.workloads.records.runs import ExchangeStep
 from moe_conformance.workloads.records.workload import Workload

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_conformance.contract import Config
+from moe_conformance.contract.topology import Layout
 from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome, RankOutcome
-from moe_conformance.topology import Layout
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.runs import ExpertsStep
 from moe_conformance.workloads.records.workload import ParameterKey, Workload

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.compare import bounds
 from moe_conformance.judging.compare.bounded import Worst, compare, factor
-from moe_conformance.judging.experts.experts import expected_of as experts_expected
 from moe_conformance.judging.observed.run import read
+from moe_conformance.judging.shared.experts.experts import expected_of as experts_expected
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.reference.rounding.errors import Rounding, exact, partial
-from moe_conformance.topology import Layout
 from moe_conformance.workloads.records.workload import Batch
 from self_tests.judging.bounds_compared import (
     change_an_expert,

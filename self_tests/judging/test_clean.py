@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_conformance.judging.exchange.counts import judge_counts
-from moe_conformance.judging.exchange.deliveries import judge_deliveries, judge_rows
-from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.exchange.outputs import judge_form, judge_inputs, judge_outputs
-from moe_conformance.judging.exchange.row_gradients import judge_out_gradients, judge_rows_gradients
-from moe_conformance.judging.exchange.weights import judge_weights
+from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.observed.run import read, require_finished
+from moe_conformance.judging.shared.exchange.counts import judge_counts
+from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries, judge_rows
+from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.shared.exchange.outputs import judge_form, judge_inputs, judge_outputs
+from moe_conformance.judging.shared.exchange.row_gradients import judge_out_gradients, judge_rows_gradients
+from moe_conformance.judging.shared.exchange.weights import judge_weights
 from moe_conformance.judging.verdict import NotOffered, RunFailed, WrongCount
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
-from moe_conformance.topology import Layout
 from self_tests.judging.breaking import judged
 from self_tests.judging.simulated_exchange import Form, Simulation, simulate, workload
 

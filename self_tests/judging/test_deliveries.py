@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_conformance.judging.exchange.counts import judge_counts
-from moe_conformance.judging.exchange.deliveries import judge_deliveries, judge_rows
-from moe_conformance.judging.exchange.row_gradients import judge_out_gradients
-from moe_conformance.judging.exchange.weights import judge_weights
+from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.observed.run import read
+from moe_conformance.judging.shared.exchange.counts import judge_counts
+from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries, judge_rows
+from moe_conformance.judging.shared.exchange.row_gradients import judge_out_gradients
+from moe_conformance.judging.shared.exchange.weights import judge_weights
 from moe_conformance.judging.verdict import CorruptRow, NotOffered, WrongCount, WrongDelivery, WrongForm, WrongWeight
 from moe_conformance.scenarios.outcome import Microbatch
-from moe_conformance.topology import Layout
 from self_tests.judging.breaking import broken, caught, edit_handed, exchange, judged, on, put
 from self_tests.judging.simulated_exchange import Sent, workload
 

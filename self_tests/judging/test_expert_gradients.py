@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.experts.experts import (
+from moe_conformance.contract.topology import Layout
+from moe_conformance.judging.observed.run import read
+from moe_conformance.judging.shared.experts.experts import (
     judge_expert_gradients,
     judge_idle_expert_gradients,
     judge_own_dx,
@@ -17,7 +19,6 @@ from moe_conformance.judging.experts.experts import (
     judge_replicas,
     judge_windows,
 )
-from moe_conformance.judging.observed.run import read
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     NotOffered,
@@ -26,7 +27,6 @@ from moe_conformance.judging.verdict import (
     WrongForm,
     WrongGradient,
 )
-from moe_conformance.topology import Layout
 from moe_conformance.workloads.records.workload import ParameterKey
 from self_tests.judging.breaking import caught, judged
 from self_tests.judging.breaking_experts import (

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_conformance.judging.experts.expected import solve
-from moe_conformance.judging.experts.experts import (
+from moe_conformance.contract.topology import Layout
+from moe_conformance.judging.shared.experts.expected import solve
+from moe_conformance.judging.shared.experts.experts import (
     judge_expert_gradients,
     judge_idle_expert_gradients,
     judge_own_dweights,
@@ -30,7 +31,6 @@ from moe_conformance.judging.verdict import (
 )
 from moe_conformance.reference.experts import Expert, Parameters
 from moe_conformance.scenarios.outcome import Grad, Microbatch, RankOutcome
-from moe_conformance.topology import Layout
 from self_tests.judging.breaking import caught, edit, judged
 from self_tests.judging.breaking_experts import (
     REPLICATED,

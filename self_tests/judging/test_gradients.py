@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.exchange.outputs import judge_outputs
-from moe_conformance.judging.exchange.row_gradients import judge_out_gradients, judge_rows_gradients
+from moe_conformance.contract.topology import Layout
+from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.shared.exchange.outputs import judge_outputs
+from moe_conformance.judging.shared.exchange.row_gradients import judge_out_gradients, judge_rows_gradients
 from moe_conformance.judging.verdict import AbsentGradient, WrongForm, WrongGradient
 from moe_conformance.scenarios.outcome import Grad, Handed
-from moe_conformance.topology import Layout
 from self_tests.judging.breaking import broken, caught, edit, edit_handed, exchange, judged, on, put
 from self_tests.judging.simulated_exchange import workload
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_conformance.judging.exchange.deliveries import judge_deliveries
-from moe_conformance.judging.exchange.gradients import judge_dweights, judge_dx
-from moe_conformance.judging.exchange.outputs import judge_outputs
+from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries
+from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.shared.exchange.outputs import judge_outputs
 from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome
 from moe_conformance.workloads.records.workload import Batch, Workload
 from self_tests.judging.breaking import broken, caught, edit

@@ -7,9 +7,9 @@ from itertools import chain
 
 import pytest
 
-from moe_conformance.workloads.corpus import determinism
-from moe_conformance.workloads.corpus.equivalence import laws
-from moe_conformance.workloads.corpus.equivalence.twins import Twin
+from moe_conformance.chapters.determinism import workloads as determinism
+from moe_conformance.workloads import laws
+from moe_conformance.workloads.twins import Twin
 from self_tests.judging.simulated_exchange import workload
 
 

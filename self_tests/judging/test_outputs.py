@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.exchange.outputs import judge_form, judge_inputs, judge_outputs
+from moe_conformance.contract.topology import Layout
+from moe_conformance.judging.shared.exchange.outputs import judge_form, judge_inputs, judge_outputs
 from moe_conformance.judging.verdict import ChangedInput, WrongForm, WrongOutput
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.topology import Layout
 from moe_conformance.workloads.records.workload import Workload
 from self_tests.judging.breaking import broken, caught, edit, exchange, judged, on, put
 from self_tests.judging.simulated_exchange import workload

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import RoutingOptions
+from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.observed.run import read
-from moe_conformance.judging.router.routers import (
+from moe_conformance.judging.shared.router.routers import (
     judge_bias,
     judge_load,
     judge_router_dx,
@@ -31,7 +32,6 @@ from moe_conformance.judging.verdict import (
     WrongWeight,
 )
 from moe_conformance.scenarios.outcome import Grad
-from moe_conformance.topology import Layout
 from moe_conformance.workloads.records.workload import ParameterKey
 from self_tests.judging import simulated_routers as simulated
 from self_tests.judging.breaking import caught, edit, judged, rerouted

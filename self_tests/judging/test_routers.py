@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Config
-from moe_conformance.judging.router.routers import (
+from moe_conformance.contract.topology import Layout
+from moe_conformance.judging.shared.router.routers import (
     judge_bias,
     judge_group_limit,
     judge_load,
@@ -24,7 +25,6 @@ from moe_conformance.judging.verdict import (
     WrongForm,
     WrongSelection,
 )
-from moe_conformance.topology import Layout
 from self_tests.judging import simulated_routers as simulated
 from self_tests.judging.breaking import caught, edit, judged, rerouted
 from self_tests.judging.breaking_routers import BIASED, GROUPED, choosing, edit_ranks, run

@@ -8,17 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_conformance.chapters.non_finite import workloads as non_finite
+from moe_conformance.chapters.non_finite.judge import judge_delivered, judge_other_tokens, judge_parameters_beside
 from moe_conformance.contract import Claims
-from moe_conformance.judging.exchange.non_finite_tokens import (
-    judge_delivered,
-    judge_other_tokens,
-    judge_parameters_beside,
-)
+from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.observed.run import read
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongGradient, WrongOutput
 from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import non_finite
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
 from self_tests.judging.breaking import caught, claiming, judged
 from self_tests.judging.breaking_experts import edit_final

@@ -13,15 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.equivalence.gradient_accumulation import judge_sum
-from moe_conformance.judging.equivalence.refusals import judge_strided, judge_with_a_graph
-from moe_conformance.judging.equivalence.runs import (
-    Ran,
-    judge_alike,
-    judge_repeated,
-    judge_scaled,
-)
+from moe_conformance.chapters.determinism import workloads as determinism
+from moe_conformance.chapters.gradients.judge.gradient_accumulation import judge_sum
+from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.observed.run import read
+from moe_conformance.judging.shared.equivalence.refusals import judge_strided, judge_with_a_graph
+from moe_conformance.judging.shared.equivalence.runs import Ran, judge_alike, judge_repeated, judge_scaled
 from moe_conformance.judging.verdict import (
     ChangedInput,
     Mismatch,
@@ -35,12 +32,10 @@ from moe_conformance.judging.verdict import (
 from moe_conformance.scenarios import state
 from moe_conformance.scenarios.outcome import Finish, Grad, Outcome, RankOutcome
 from moe_conformance.scenarios.strides import NOBODYS_ID, laid_out
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import determinism
-from moe_conformance.workloads.corpus.equivalence import laws
-from moe_conformance.workloads.corpus.equivalence.twins import Twin
-from moe_conformance.workloads.corpus.recipes import corpus
+from moe_conformance.workloads import laws
+from moe_conformance.workloads.recipes import corpus
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
+from moe_conformance.workloads.twins import Twin
 from self_tests.judging.breaking import edit
 from self_tests.judging.simulated_exchange import Simulation, simulate, workload
 from self_tests.judging.simulated_experts import own_workload, simulate_experts

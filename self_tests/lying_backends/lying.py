@@ -19,7 +19,7 @@ from moe_conformance.backends.native.exchange.token_padding import ClaimingExcha
 from moe_conformance.backends.native.layer.experts import Experts
 from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Claims, Config, Delivery, Named, Read, Routing, SplitExchange, Unsupported
-from moe_conformance.topology import RankLists
+from moe_conformance.contract.topology import RankLists
 from self_tests.correct_backends.unusual import (
     CapacityOnTheWire,
 )

@@ -1,14 +1,16 @@
-"""Planted bugs: small, named changes to native that the suite must catch, and say why. One module per chapter.
+"""Planted bugs: small, named changes to native that the suite must detect, and say why.
 
-Every `Plant` in a module of this folder is found; there is no list to add it to.
+Those of a chapter are in `self_tests/chapters/<chapter>/plants`, those of many ranks here. Every `Plant` is found.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Iterator
 from functools import cache
 
+from self_tests import chapters
 from self_tests.planted_bugs.plant import Expectation, Plant
 
 __all__ = ["Expectation", "Plant", "find", "plants", "plants_of_many_ranks"]
@@ -20,13 +22,18 @@ _MOST_REAL_RANKS = 8  # of any layout that processes run; what shows on more is 
 def _all() -> tuple[Plant, ...]:
     """Return all plants, each from the module that makes it: another one may have imported it."""
     found: list[Plant] = []
-    for each in pkgutil.walk_packages(__path__, f"{__name__}."):
-        if each.name.rpartition(".")[2].startswith("test_"):
-            continue
-        module = importlib.import_module(each.name)
-        own = (value for value in vars(module).values() if isinstance(value, Plant))
-        found += [plant for plant in own if plant.backend.startswith(f"{each.name}:")]
+    for name in ("self_tests.planted_bugs.many_ranks", *_modules_of_chapters()):
+        own = (value for value in vars(importlib.import_module(name)).values() if isinstance(value, Plant))
+        found += [plant for plant in own if plant.backend.startswith(f"{name}:")]
     return tuple(found)
+
+
+def _modules_of_chapters() -> Iterator[str]:
+    """Yield the modules of planted bugs, chapter by chapter."""
+    for each in pkgutil.walk_packages(chapters.__path__, f"{chapters.__name__}."):
+        parts = each.name.split(".")
+        if len(parts) > 3 and parts[3] == "plants":
+            yield each.name
 
 
 def plants() -> tuple[Plant, ...]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Permuted
 from moe_conformance.backends.native.layer.gradients import GradientFinisher
 from moe_conformance.contract import Config, Routing, Topology
-from moe_conformance.topology import Layout
-from moe_conformance.topology import Topology as OfALayout
+from moe_conformance.contract.topology import Layout
+from moe_conformance.contract.topology import Topology as OfALayout
 from self_tests.planted_bugs.plant import Expectation, planted
 
 EP64 = Layout(64, ep=64)

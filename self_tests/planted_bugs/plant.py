@@ -24,7 +24,7 @@ from moe_conformance.backends.native.fused.managers import DeepEPManager, Hybrid
 from moe_conformance.backends.native.fused.token_exchange import TokenExchange
 from moe_conformance.backends.native.layer.activated_experts import ActivatedExperts
 from moe_conformance.backends.native.session import native_class
-from moe_conformance.topology import Layout
+from moe_conformance.contract.topology import Layout
 
 SINGLE = Layout(1)
 EP2 = Layout(2, ep=2)

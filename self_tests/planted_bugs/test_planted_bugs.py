@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from moe_conformance.backends import registry
+from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.verdict import Mismatch, NotOffered
 from moe_conformance.spec import load, places
-from moe_conformance.topology import Layout
 from self_tests.checked_runs import EXPECTED, NATIVE, CheckedRuns, opened, variant_for
 from self_tests.checks import unsized
 from self_tests.lying_backends import lying, lying_costs, lying_routers
@@ -63,7 +63,7 @@ class TestDetection:
 
     def test_what_a_backend_keeps_from_another_layout_is_detected(self, checked: CheckedRuns) -> None:
         """A backend that returns the session of its first layout passes there, and fails on the next."""
-        backend = "self_tests.planted_bugs.groups.members:FirstSessionForAll"
+        backend = "self_tests.chapters.groups.plants:FirstSessionForAll"
         checked.check_passes(backend, "EXCH-01", "alltoall", Layout(4, ep=4), "even")
         (mismatch,) = checked.verdicts(backend, "EXCH-01", "alltoall", EP2_EDP2, "even")
         assert isinstance(mismatch, Mismatch)

@@ -7,12 +7,12 @@ from functools import cache
 
 import pytest
 
+from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine
 from moe_conformance.judging.verdict import Mismatch, Tally
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import virtual
+from moe_conformance.workloads import virtual
 from self_tests.checks import checks, judge
 from self_tests.planted_bugs import Expectation, Plant, plants_of_many_ranks
 

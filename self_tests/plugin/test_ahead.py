@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_conformance.plan import Case, Plan
+from moe_conformance.chapters.determinism import workloads as determinism
 from moe_conformance.plugin import agenda
 from moe_conformance.plugin.case_items import CaseFunction
 from moe_conformance.plugin.case_run import CaseRun
@@ -18,8 +18,8 @@ from moe_conformance.plugin.foreseeing import foreseen
 from moe_conformance.plugin.options import Options
 from moe_conformance.plugin.outcomes import Outcomes
 from moe_conformance.plugin.run import prepare
-from moe_conformance.workloads.corpus import determinism
-from moe_conformance.workloads.corpus.equivalence import laws
+from moe_conformance.workloads import laws
+from moe_conformance.workloads.plan import Case, Plan
 from self_tests.plugin import plugin_runs
 from self_tests.plugin.plugin_runs import PROJECT, TOY
 

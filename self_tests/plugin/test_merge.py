@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from moe_conformance import cli, shards, spec
+from moe_conformance import cli, spec
 from moe_conformance.report import merge, result
 from moe_conformance.report.journal import Journal
 from moe_conformance.report.records import Record
 from moe_conformance.waiving import Failure, Waiver
+from moe_conformance.workloads.selection import shards
 
 ENTRY = {"check": 0, "requirements": ["EXCH-01"], "verdict": "pass", "workloads": [0]}
 START = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)

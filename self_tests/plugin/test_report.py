@@ -12,11 +12,11 @@ import jsonschema
 import pytest
 
 from moe_conformance import spec
+from moe_conformance.contract.topology import Layout
 from moe_conformance.plugin.scheduling import cell_of
 from moe_conformance.report import bits, drawn, folding, matrix, not_run, result
 from moe_conformance.report.journal import NAME, Journal, read
 from moe_conformance.report.records import FAILING, PROPERTY, Record, all_of_report, of_report, overall
-from moe_conformance.topology import Layout
 from moe_conformance.waiving import Failure, Waiver
 from self_tests.plugin.simulated_records import record
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis.errors import FlakyFailure, Unsatisfiable
 
+from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.verdict import Mismatch, NotOffered, Raised, RunFailed, WrongCount, WrongOutput
-from moe_conformance.plan import Cell
 from moe_conformance.plugin.recording import as_of_a_crash
 from moe_conformance.plugin.trial import Ending, Trial, ending
 from moe_conformance.report.records import CASE_CRASHED
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus.recipes import corpus
+from moe_conformance.workloads.plan import Cell
+from moe_conformance.workloads.recipes import corpus
 
 WORKLOAD = next(iter(corpus("alltoall", Layout(2, ep=2), "quick")))
 

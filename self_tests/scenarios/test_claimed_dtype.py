@@ -9,13 +9,13 @@ import pytest
 
 from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.contract import Claims
+from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine
-from moe_conformance.judging.layer.layer import judge_layer_dx, judge_layer_outputs
 from moe_conformance.judging.observed.run import read
+from moe_conformance.judging.shared.layer.layer import judge_layer_dx, judge_layer_outputs
 from moe_conformance.judging.verdict import Mismatch, Tally
 from moe_conformance.scenarios.moe_step import moe_step
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus.shared_experts import layers
+from moe_conformance.workloads.layers import layers
 from self_tests.correct_backends.unusual import WeighsInFloat32
 
 CLAIMED = "self_tests.correct_backends.unusual:InFloat32"

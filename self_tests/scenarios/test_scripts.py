@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from moe_conformance.contract import Config, Routing
+from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine
 from moe_conformance.judging.observed.script import judge_refused, values
 from moe_conformance.judging.verdict import Raised, Tally, Unrefused
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import scripts
+from moe_conformance.workloads import scripts
 from moe_conformance.workloads.records.runs import Script
 from moe_conformance.workloads.records.workload import Call, Ref, Workload
 

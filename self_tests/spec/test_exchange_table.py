@@ -12,12 +12,12 @@ from click.testing import CliRunner
 
 from moe_conformance import cli, spec
 from moe_conformance.backends.native import Native
-from moe_conformance.plan import Case, Cell, Plan
+from moe_conformance.contract.topology import Layout
 from moe_conformance.report import exchange_table, result, travelled
 from moe_conformance.report.records import Record
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import virtual
-from moe_conformance.workloads.corpus.recipes import corpus
+from moe_conformance.workloads import virtual
+from moe_conformance.workloads.plan import Case, Cell, Plan
+from moe_conformance.workloads.recipes import corpus
 from moe_conformance.workloads.records.features import IN_FLIGHT, ZERO_TOKENS, cell_limits, traits
 from moe_conformance.workloads.selection.profiles import full_layouts, quick_layouts
 from self_tests.checks import checks

@@ -16,15 +16,15 @@ from tools.lint_places import problems
 CHECK = "moe_conformance/distributed_tests/test_exchange.py"
 ORACLE = "moe_conformance/reference/exchange/deliveries.py"
 NATIVE = "moe_conformance/backends/native/exchange/dispatchers.py"
-PLANT = "self_tests/planted_bugs/exchange/dispatch.py"
+PLANT = "self_tests/chapters/exchange/plants/dispatch.py"
 TREE: Mapping[str, str] = {
     CHECK: (
-        "from moe_conformance.judging.exchange.deliveries import judge\n"
+        "from moe_conformance.judging.shared.exchange.deliveries import judge\n"
         "class TestDispatch:\n"
         "    @requirement('EXCH-01', kind='probe')\n"
         "    def test_pairs(self, reading, tally): judge(reading, tally)\n"
     ),
-    "moe_conformance/judging/exchange/deliveries.py": (
+    "moe_conformance/judging/shared/exchange/deliveries.py": (
         "from moe_conformance.reference.exchange.deliveries import deliveries\n"
         "def judge(reading, tally): deliveries(reading)\n"
     ),
@@ -79,7 +79,7 @@ class TestMissingPlaces:
         unreached = f"EXCH-01: {ORACLE}:6 others says `Decides: EXCH-01`, and no check of it reaches that"
         _write(tree, ORACLE, other)
         assert [unreached] == _problems(tree)
-        _write(tree, "moe_conformance/judging/exchange/deliveries.py", "def judge(reading, tally): ...\n")
+        _write(tree, "moe_conformance/judging/shared/exchange/deliveries.py", "def judge(reading, tally): ...\n")
         first = f"EXCH-01: {ORACLE}:1 deliveries says `Decides: EXCH-01`, and no check of it reaches that"
         assert [NO_ORACLE, first, unreached] == _problems(tree)
 

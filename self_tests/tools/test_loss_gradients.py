@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks import loss_gradients
+from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine
-from moe_conformance.topology import Layout
 
 LAYOUTS = (Layout(1), Layout(2))
 

@@ -31,7 +31,7 @@ SECOND = """def halvings(number, start=True):
     return number.bit_length() or start
 """
 TEST = """from moe_conformance.reference.groups import members as first
-from self_tests.oracles.groups import members as second
+from self_tests.chapters.groups.second import members as second
 
 
 def test_agree():
@@ -45,21 +45,24 @@ def checkout(tmp_path):
     """A checkout with one pair, whose default start no test asks for, nor what is refused."""
     files = {
         "reference/groups/members.py": ORACLE,
-        "self_tests/oracles/groups/members.py": SECOND,
-        "self_tests/pairs/test_groups.py": TEST,
+        "self_tests/chapters/groups/second/members.py": SECOND,
+        "self_tests/chapters/groups/test_pair.py": TEST,
         "tools/mutants/survivors.toml": "",
-        "moe_conformance/spec/groups.toml": "",
+        "moe_conformance/chapters/groups/spec.toml": "",
     }
     packages = (
         "reference",
         "reference/groups",
-        "self_tests/oracles/groups",
-        "self_tests/pairs",
-        "moe_conformance/spec",
+        "self_tests",
+        "self_tests/chapters",
+        "self_tests/chapters/groups",
+        "self_tests/chapters/groups/second",
+        "moe_conformance",
+        "moe_conformance/chapters/groups",
     )
     for name in packages:
         (tmp_path / name).mkdir(parents=True)
-    for name in (*packages[:-1], "self_tests", "self_tests/oracles", "moe_conformance"):
+    for name in packages[:-1]:
         (tmp_path / name / "__init__.py").touch()
     (tmp_path / "moe_conformance" / "reference").symlink_to("../reference")
     for name, text in files.items():
@@ -91,7 +94,9 @@ def told(root):
 
     from tools.mutants.__main__ import main
 
-    result = CliRunner().invoke(main, ["--root", str(root), "--only", "self_tests/oracles/groups/members.py", "--all"])
+    result = CliRunner().invoke(
+        main, ["--root", str(root), "--only", "self_tests/chapters/groups/second/members.py", "--all"]
+    )
     return result.exit_code, result.output
 
 
@@ -125,7 +130,7 @@ class TestTrials:
         """A test names itself, a mutant that none sees names nothing, and one that loops is ended by the clock."""
         before = {path: path.read_bytes() for path in checkout.rglob("*.py")}
         expected = {
-            "start += 2": "self_tests/pairs/test_groups.py::test_agree",
+            "start += 2": "self_tests/chapters/groups/test_pair.py::test_agree",
             "def halvings(number: int, start: int = 1) -> int:": "",
             "number = number // 1": "time",
         }
@@ -136,7 +141,7 @@ class TestTrials:
 class TestCommand:
     def test_survivors_need_their_entry_and_entries_their_survivor(self, checkout, elsewhere):
         """A survivor without an entry fails the run, and so does an entry that is noticed or that nothing makes."""
-        file, (head, body) = "self_tests/oracles/groups/members.py", map(str.strip, SECOND.splitlines())
+        file, (head, body) = "self_tests/chapters/groups/second/members.py", map(str.strip, SECOND.splitlines())
         lines = {
             "survivor": (head, "def halvings(number, start=False):"),
             "noticed": (body, "return number.bit_length() and start"),
@@ -151,7 +156,7 @@ class TestCommand:
         code, output = elsewhere(told, checkout)
         assert 1 == code
         assert f"nothing notices {file}:1: {head}  ->  def halvings(number, start=False):" in output
-        assert "but self_tests/pairs/test_groups.py::test_agree does: take the entry out" in output
+        assert "but self_tests/chapters/groups/test_pair.py::test_agree does: take the entry out" in output
         assert "return 0\nbut no such mutant is made: take it out" in output
         known.write_text(entries["survivor"])
         code, output = elsewhere(told, checkout)
@@ -160,11 +165,11 @@ class TestCommand:
 
     def test_tests_that_fail_anyway_notice_nothing(self, checkout, elsewhere):
         """A pair that disagrees without a mutant is refused."""
-        test = checkout / "self_tests" / "pairs" / "test_groups.py"
+        test = checkout / "self_tests" / "chapters" / "groups" / "test_pair.py"
         test.write_text(TEST + "    assert second.halvings(1, 1) == 2\n")
         code, output = elsewhere(told, checkout)
         assert 1 == code
-        assert "pairs/test_groups.py fails without a mutant" in output
+        assert "chapters/groups/test_pair.py fails without a mutant" in output
 
 
 class TestOracles:
@@ -181,7 +186,8 @@ class TestOracles:
 
     def test_an_oracle_without_a_pair_is_refused(self, checkout):
         """A file that no test of a pair imports has no tests, whatever its own examples say."""
-        (checkout / "moe_conformance" / "spec" / "routing.toml").touch()
+        (checkout / "moe_conformance" / "chapters" / "routing").mkdir()
+        (checkout / "moe_conformance" / "chapters" / "routing" / "spec.toml").touch()
         (checkout / "reference" / "routing.py").write_text('"""ROUTE-01\n>>> 1\n1\n"""\n')
         with pytest.raises(oracles.NotHeld, match=r"imports reference/routing.py"):
             oracles.Checkout(checkout).tests("reference/routing.py")

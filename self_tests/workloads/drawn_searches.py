@@ -9,19 +9,19 @@ from functools import partial
 from hypothesis import settings
 
 from moe_conformance.contract import Limit
+from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine
 from moe_conformance.judging.drawn_batch import judge_batch
 from moe_conformance.judging.verdict import Mismatch
-from moe_conformance.plan import Cell
 from moe_conformance.plugin import drawing
 from moe_conformance.plugin.trial import Ending, Trial, ending
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.topology import Layout
 from moe_conformance.workloads.drawn import distribution
 from moe_conformance.workloads.drawn.freedom import Freedom
 from moe_conformance.workloads.drawn.router_strategies import route_workloads
 from moe_conformance.workloads.drawn.strategies import probe_workloads
+from moe_conformance.workloads.plan import Cell
 from moe_conformance.workloads.records.runs import DrawnStep, ExchangeStep, RouterStep
 from moe_conformance.workloads.records.workload import Workload
 from self_tests.planted_bugs.plant import EP2

@@ -11,19 +11,19 @@ import pytest
 import torch
 
 import moe_conformance.reference.routing.routes
+from moe_conformance.chapters.capacity.workloads.dropping_layers import dropping
+from moe_conformance.chapters.cost.workloads import more_experts
 from moe_conformance.contract import Config, Limit
-from moe_conformance.judging.layer.expected import LayerExpected
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus.capacity.dropping_layers import dropping
-from moe_conformance.workloads.corpus.cost import more_experts
-from moe_conformance.workloads.corpus.recipes import corpus
-from moe_conformance.workloads.corpus.routing.routers import routing_corpus
-from moe_conformance.workloads.corpus.scripts import scripts
-from moe_conformance.workloads.corpus.shared_experts import DROP_MARGIN, drop_margin, layers
+from moe_conformance.contract.topology import Layout
+from moe_conformance.judging.shared.layer.expected import LayerExpected
+from moe_conformance.workloads.layers import DROP_MARGIN, drop_margin, layers
+from moe_conformance.workloads.recipes import corpus
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.features import broken, features, halves_in_flight, has_empty_slots, in_flight
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
 from moe_conformance.workloads.records.workload import Batch, Drawn, Twist, Workload
+from moe_conformance.workloads.routers import routing_corpus
+from moe_conformance.workloads.scripts import scripts
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, beside, full_layouts, quick_layouts
 
 EP2 = Layout(4, ep=2)

@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from moe_conformance.workloads.corpus.routing import model_sizes as routers
+from moe_conformance.workloads import router_model_sizes as routers
 from moe_conformance.workloads.records.covering import pairwise
 from moe_conformance.workloads.records.model_sizes import SIZES, groups_of
 

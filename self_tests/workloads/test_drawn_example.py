@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_conformance.contract import Config
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus.recipes import corpus
-from moe_conformance.workloads.corpus.routing.routers import routing_corpus
+from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.drawn.example import ASKED, describe, to_json
 from moe_conformance.workloads.drawn.reading_example import BadExample, from_json, load
 from moe_conformance.workloads.drawn.router_strategies import route_workloads
 from moe_conformance.workloads.drawn.strategies import probe_workloads
+from moe_conformance.workloads.recipes import corpus
 from moe_conformance.workloads.records.runs import ExpertsStep
 from moe_conformance.workloads.records.workload import Workload
+from moe_conformance.workloads.routers import routing_corpus
 
 EP2 = Layout(2, ep=2)
 WORKLOADS = st.sampled_from([EP2, Layout(4, ep=2, etp=2)]).flatmap(

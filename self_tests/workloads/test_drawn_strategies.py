@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 
 from moe_conformance.contract import Limit
-from moe_conformance.topology import Layout
+from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.drawn.distribution import required
 from moe_conformance.workloads.drawn.freedom import Freedom
 from moe_conformance.workloads.records import tags

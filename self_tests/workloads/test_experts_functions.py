@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus.experts_functions import OF_ACTIVATIONS, activated
+from moe_conformance.chapters.experts.workloads import OF_ACTIVATIONS, activated
+from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.records.workload import Workload
 
 EP2 = Layout(2, ep=2)

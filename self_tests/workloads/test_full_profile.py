@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from moe_conformance.backends.native import Native
-from moe_conformance.plan import Case, Plan
+from moe_conformance.workloads.plan import Case, Plan
 from moe_conformance.workloads.records.features import cell_limits
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep, RouterStep
 from moe_conformance.workloads.records.workload import Drawn, Workload

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from moe_conformance.chapters.exchange.workloads.one_option import KNOBS, names, one_at_a_time, turned
 from moe_conformance.contract import Config
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus.exchange.one_option import KNOBS, names, one_at_a_time, turned
+from moe_conformance.contract.topology import Layout
 
 
 class TestOneAtATime:

@@ -16,9 +16,9 @@ import torch
 from moe_conformance import waiving
 from moe_conformance.backends import registry
 from moe_conformance.backends.native import Native
-from moe_conformance.plan import Case, Plan
-from moe_conformance.shards import Shard
+from moe_conformance.workloads.plan import Case, Plan
 from moe_conformance.workloads.records.runs import ExchangeStep
+from moe_conformance.workloads.selection.shards import Shard
 from moe_conformance.workloads.selection.stored import FOLDER, of, read
 from self_tests.checked_runs import EXPECTED
 from self_tests.workloads.second_cases import alone, declared, expectations, second

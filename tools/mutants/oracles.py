@@ -9,10 +9,9 @@ from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
-FOLDERS = ("reference", "self_tests/oracles")
-_PAIRS = "self_tests/pairs"
+_SECOND = "self_tests/chapters"  # of each chapter: second.py, or a folder of that name
+_PAIRS = "test_pair*.py"
 _REFERENCE = "moe_conformance.reference"
-_TESTS = "test_"
 
 # Files that are no oracle of a pair.
 _OTHERS = frozenset(
@@ -21,9 +20,8 @@ _OTHERS = frozenset(
         "reference/rounding/activations.py", "reference/rounding/errors.py", "reference/rounding/expert_magnitudes.py",
         "reference/rounding/loss_magnitudes.py", "reference/rounding/magnitudes.py",
         "reference/rounding/routing_magnitudes.py", "reference/rounding/whole_layer_magnitudes.py",
-        # What asks both oracles of a pair: another question that still fits is no error. And what compares the answers.
+        # What asks both oracles of a pair: another question that still fits is no error.
         "reference/config_rules/cases.py",
-        "self_tests/oracles/agreement.py", "self_tests/oracles/bits.py",
     }
 )  # fmt: skip
 
@@ -40,9 +38,9 @@ class Checkout:
 
     def oracles(self) -> list[str]:
         """Return all files of oracles, both sides, as paths below the root."""
-        found = [
-            path.relative_to(self.root).as_posix() for name in FOLDERS for path in (self.root / name).rglob("*.py")
-        ]
+        paths = [*(self.root / "reference").rglob("*.py"), *(self.root / _SECOND).glob("*/second.py")]
+        paths += (self.root / _SECOND).glob("*/second/**/*.py")
+        found = [path.relative_to(self.root).as_posix() for path in paths]
         return sorted(file for file in found if not file.endswith("/__init__.py") and file not in _OTHERS)
 
     def chapter(self, file: str) -> str:
@@ -51,9 +49,9 @@ class Checkout:
         Raises:
             NotHeld: it bears none.
         """
-        name = Path(next(file.removeprefix(f"{each}/") for each in FOLDERS if file.startswith(f"{each}/"))).parts[0]
-        chapter = name.removesuffix(".py")
-        if not (self.root / "moe_conformance" / "spec" / f"{chapter}.toml").is_file():
+        below = Path(file).relative_to(_SECOND if file.startswith(_SECOND) else "reference")
+        chapter = below.parts[0].removesuffix(".py")
+        if not (self.root / "moe_conformance" / "chapters" / chapter / "spec.toml").is_file():
             raise NotHeld(f"{file} bears the name of no chapter of the spec: put it into the folder of one")
         return chapter
 
@@ -68,18 +66,18 @@ class Checkout:
             NotHeld: there is no test of a pair, or no chapter.
         """
         chapter = self.chapter(file)
-        stem = chapter if Path(file).stem == chapter else f"{chapter}_{Path(file).stem}"
+        stem = "test_pair" if Path(file).stem in (chapter, "second") else f"test_pair_{Path(file).stem}"
         distances = {}
-        for path in (self.root / _PAIRS).glob(f"{_TESTS}*.py"):
+        for path in (self.root / _SECOND).glob(f"*/{_PAIRS}"):
             distance = self._distance(path, self.root / file)
             if distance is not None:
-                letters = zip(stem, path.stem.removeprefix(_TESTS), strict=False)
+                letters = zip(stem, path.stem, strict=False)
                 alike = len(list(takewhile(lambda pair: pair[0] == pair[1], letters)))
                 distances[path.relative_to(self.root).as_posix()] = (
-                    not path.stem.startswith(_TESTS + chapter), distance, -alike, path.name
+                    path.parent.name != chapter, distance, -alike, path.name
                 )  # fmt: skip
         if not distances:
-            raise NotHeld(f"no {_PAIRS}/{_TESTS}*.py imports {file}: write one, or name the file in {__file__}")
+            raise NotHeld(f"no {_SECOND}/*/{_PAIRS} imports {file}: write one, or name the file in {__file__}")
         examples = [_imported(file)] if ">>> " in (self.root / file).read_text() else []
         return sorted(distances, key=distances.__getitem__) + examples
 

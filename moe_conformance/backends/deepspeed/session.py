@@ -16,8 +16,7 @@ from moe_conformance.backends.deepspeed.layer import Layer
 from moe_conformance.backends.deepspeed.placement import Placement, build
 from moe_conformance.backends.deepspeed.router import ChoiceRouter, Gate, gate_options
 from moe_conformance.backends.deepspeed.training import TrainingRouters, coefficient_of
-from moe_conformance.contract import Config, Parametrised, Topology, Unsupported
-from moe_conformance.surfaces import Session, TokenPadding
+from moe_conformance.contract import Config, Parametrised, Session, TokenPadding, Topology, Unsupported
 
 _SHAPE = ("variant", "experts", "top_k", "hidden", "ffn", "dtype")
 _GATE = (*_SHAPE, "routing", "router_dtype", "jitter", "gate_bias")

@@ -14,8 +14,7 @@ from torch import Tensor
 from moe_conformance.backends.deepspeed.placement import Placement
 from moe_conformance.backends.deepspeed.router import Gate
 from moe_conformance.backends.shared_batch import SharedBatch
-from moe_conformance.contract import Claims, Config, Named, Read, Routed, Routing, Unsupported
-from moe_conformance.surfaces import Trained
+from moe_conformance.contract import Claims, Config, Named, Read, Routed, Routing, Trained, Unsupported
 
 
 def coefficient_of(config: Config, cp: int) -> float:

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional
 
 from moe_conformance.backends.megatron_core import library
-from moe_conformance.contract import Config, Unsupported, refusals
-from moe_conformance.surfaces import Settings, VersionLimit
+from moe_conformance.contract import Config, Settings, Unsupported, VersionLimit, refusals
 
 _DISPATCHERS = {"fused": "flex"}
 _SCOPES = {"attention": "attn", "router": "moe_router"}

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.megatron_core import library
-from moe_conformance.contract import Unsupported, refusals
-from moe_conformance.surfaces import PackedSequences
+from moe_conformance.contract import PackedSequences, Unsupported, refusals
 
 
 class Packing:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.megatron_core import library
-from moe_conformance.contract import Routing
-from moe_conformance.surfaces import Permuted
+from moe_conformance.contract import Permuted, Routing
 
 _SHIMS = {"shims": "; ".join(library.SHIMS) or "none"}
 

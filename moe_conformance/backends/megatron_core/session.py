@@ -29,8 +29,7 @@ from moe_conformance.backends.megatron_core.permutation import Permutation, Reor
 from moe_conformance.backends.megatron_core.replay import ReplayRouters, with_replay
 from moe_conformance.backends.megatron_core.surfaces import Exchange, Experts, Router
 from moe_conformance.backends.megatron_core.training import TrainingRouters, with_losses
-from moe_conformance.contract import Config, Parametrised, Topology, Unsupported, refusals
-from moe_conformance.surfaces import Session, TokenPadding
+from moe_conformance.contract import Config, Parametrised, Session, TokenPadding, Topology, Unsupported, refusals
 
 _SEED = 1234
 

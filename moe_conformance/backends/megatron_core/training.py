@@ -11,8 +11,7 @@ from torch import Tensor
 
 from moe_conformance.backends.megatron_core import library
 from moe_conformance.backends.megatron_core.surfaces import Router
-from moe_conformance.contract import Claims, Config, Losses, Named, Read, Unsupported
-from moe_conformance.surfaces import Trained
+from moe_conformance.contract import Claims, Config, Losses, Named, Read, Trained, Unsupported
 
 # By option of `Config.losses`: what the router's load balancing type is called, and its report.
 _TYPES = {"auxiliary": "aux_loss", "sequence": "seq_aux_loss", "global_batch": "global_aux_loss"}

@@ -31,7 +31,7 @@ import torch
 from moe_conformance.backends.native.groups import groups
 from moe_conformance.backends.native.session import NativeSession
 from moe_conformance.contract import Limit, Topology
-from moe_conformance.topology import RankLists
+from moe_conformance.contract.topology import RankLists
 
 __all__ = ["Native", "NativeSession"]
 

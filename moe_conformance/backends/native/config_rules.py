@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from moe_conformance.backends.native.groups import CannotBuild
-from moe_conformance.contract import Config, Topology
-from moe_conformance.surfaces import Settings, VersionLimit
+from moe_conformance.contract import Config, Settings, Topology, VersionLimit
 
 _OPTIONS: Mapping[str, tuple[str | None, ...]] = {
     "dispatcher": ("alltoall", "allgather", "fused"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moe_conformance.contract import Topology
-from moe_conformance.topology import Layout, RankLists
+from moe_conformance.contract.topology import Layout, RankLists
 
 
 class CannotBuild(ValueError):

@@ -15,8 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.contract import Config, Delivery, ExpertFn, Routing, Topology, whole
-from moe_conformance.surfaces import Metered, MeteredPass, MeteredResults
+from moe_conformance.contract import (
+    Config,
+    Delivery,
+    ExpertFn,
+    Metered,
+    MeteredPass,
+    MeteredResults,
+    Routing,
+    Topology,
+    whole,
+)
 
 NAMES = ("avg_overload_factor", "max_overload_factor", "max_cum_overload_factor")
 

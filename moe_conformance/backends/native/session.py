@@ -50,8 +50,7 @@ from moe_conformance.backends.native.router.quantile_balancing import QuantileRo
 from moe_conformance.backends.native.router.replay import ReplayRouters
 from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.backends.native.router.training import TrainingRouters
-from moe_conformance.contract import Config, Parametrised, Topology, Unsupported, refusals
-from moe_conformance.surfaces import Session
+from moe_conformance.contract import Config, Parametrised, Session, Topology, Unsupported, refusals
 
 # Each of them by some surface: one config serves all surfaces.
 _MAPPED = (

@@ -16,8 +16,7 @@ from moe_conformance.backends.transformers.packing import Packing
 from moe_conformance.backends.transformers.placement import Placement
 from moe_conformance.backends.transformers.router import ModelRouter, model_of, require_dtype
 from moe_conformance.backends.transformers.training import TrainingRouters, require_trained
-from moe_conformance.contract import Config, Limit, Parametrised, Topology, Unsupported
-from moe_conformance.surfaces import Session
+from moe_conformance.contract import Config, Limit, Parametrised, Session, Topology, Unsupported
 
 _INSTALL = "pip install --no-deps transformers, and huggingface_hub tokenizers regex pyyaml requests tqdm"
 

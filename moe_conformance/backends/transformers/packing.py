@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from moe_conformance.contract import Unsupported
-from moe_conformance.surfaces import PackedSequences
+from moe_conformance.contract import PackedSequences, Unsupported
 
 
 class Packing:

@@ -17,8 +17,7 @@ from moe_conformance.backends.shared_batch import SharedBatch
 from moe_conformance.backends.transformers.model import model_with, reduction_of, shard
 from moe_conformance.backends.transformers.placement import Placement
 from moe_conformance.backends.transformers.router import MODELS, model_config, model_of
-from moe_conformance.contract import Claims, Config, Named, Read, Routed, Routing, Unsupported
-from moe_conformance.surfaces import Trained
+from moe_conformance.contract import Claims, Config, Named, Read, Routed, Routing, Trained, Unsupported
 
 _WITH_LOSS = ("qwen3_moe", "gpt_oss")  # of those that `model_of` names
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from moe_conformance.topology import Layout
+from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.records.workload import Workload
 
 

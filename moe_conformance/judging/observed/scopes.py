@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from moe_conformance.topology import Layout
+from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.records.workload import Workload
 
 Place = tuple[int, int]  # (microbatch, rank): the tokens that one rank is fed in one microbatch

@@ -1,6 +1,6 @@
 """A library as small as can be, for my_adapter.py: it sends the row of each routed (token, slot) to its expert's rank.
 
-Letters as in moe_conformance/contract.py; S rows sent. An id of -1 is an empty slot. Combine applies the weights.
+Letters as in moe_conformance/contract; S rows sent. An id of -1 is an empty slot. Combine applies the weights.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ from __future__ import annotations
 import my_layer_library  # if that takes seconds: inside the methods instead, and named in Backend.preload
 import torch.distributed as dist
 
-from moe_conformance.contract import Named, Unsupported
-from moe_conformance.surfaces import Session
+from moe_conformance.contract import Named, Session, Unsupported
 
 
 class MyLayer:  # what a session builds, on every rank
@@ -55,7 +54,7 @@ class Backend:  # moe-conformance run --backend my_adapter:Backend
     def versions(self):  # what the results depend on
         return {"my-library": my_layer_library.__version__}
 
-    def limits(self, variant):  # what must not be tried; see moe_conformance/limits.py
+    def limits(self, variant):  # what must not be tried; see moe_conformance/contract/limits.py
         return ()
 
     def open(self, topology, device):  # on every rank, once for each layout

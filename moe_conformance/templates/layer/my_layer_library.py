@@ -1,6 +1,6 @@
 """A library as small as can be, for my_adapter.py: router, all-to-all and experts in one module.
 
-Letters as in moe_conformance/contract.py; P = T * K routed pairs.
+Letters as in moe_conformance/contract; P = T * K routed pairs.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Backend:  # moe-conformance run --backend my_adapter:Backend
     def versions(self):  # what the results depend on
         return {"my-library": my_router_library.__version__}
 
-    def limits(self, variant):  # what must not be tried; see moe_conformance/limits.py
+    def limits(self, variant):  # what must not be tried; see moe_conformance/contract/limits.py
         return ()
 
     def open(self, topology, device):  # on every rank, once for each layout

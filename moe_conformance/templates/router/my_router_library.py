@@ -1,4 +1,4 @@
-"""A library as small as can be, for my_adapter.py: a top-k router. Letters as in moe_conformance/contract.py."""
+"""A library as small as can be, for my_adapter.py: a top-k router. Letters as in moe_conformance/contract."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moe_conformance.contract import Limit
-from moe_conformance.topology import Layout
+from moe_conformance.contract.topology import Layout
 
 MOST_TOKENS = 6
 _GREATEST = 4096

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Config, RoutingOptions
+from moe_conformance.contract.topology import Layout
 from moe_conformance.reference.routing import selection
-from moe_conformance.topology import Layout
 from moe_conformance.workloads.drawn.example import ASKED, DTYPES, FORMAT, KINDS
 from moe_conformance.workloads.records import tags
 from moe_conformance.workloads.records.draw import weight_dtype

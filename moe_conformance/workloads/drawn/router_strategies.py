@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from moe_conformance.contract import Config, Limit, RoutingOptions
-from moe_conformance.topology import Layout
+from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.drawn.freedom import Freedom
 from moe_conformance.workloads.drawn.strategies import microbatches, require_allowed, schedules, token_counts
 from moe_conformance.workloads.records import draw

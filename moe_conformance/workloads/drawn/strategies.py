@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_conformance.contract import Config, Limit
-from moe_conformance.topology import Layout
+from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.drawn.freedom import Freedom
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.features import broken

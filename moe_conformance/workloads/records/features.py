@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Limit, Routing
-from moe_conformance.topology import Layout
-from moe_conformance.workloads.corpus import misuse
+from moe_conformance.contract.topology import Layout
+from moe_conformance.workloads import misuse
 from moe_conformance.workloads.records.runs import ON_EXCHANGE, Script
 from moe_conformance.workloads.records.workload import FORWARD_ALONE, Call, Workload
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Config
-from moe_conformance.topology import Layout
+from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.records import draw
 
 Route = Callable[[int, Config, Layout, torch.Generator], Tensor]  # (T, config, layout, generator) -> ids_TK

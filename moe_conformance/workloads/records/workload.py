@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from moe_conformance.contract import Config
-from moe_conformance.topology import Layout
+from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.records.runs import Run
 
 Asynchrony = Literal["plain", "poisoned", "watched"]

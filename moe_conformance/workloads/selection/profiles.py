@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from moe_conformance.topology import Layout
+from moe_conformance.contract.topology import Layout
 
 Profile = Literal["quick", "full"]
 

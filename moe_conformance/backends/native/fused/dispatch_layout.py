@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.native.offered import Offered
-from moe_conformance.surfaces import Destinations
+from moe_conformance.contract import Destinations
 
 
 class DispatchLayout(Offered):

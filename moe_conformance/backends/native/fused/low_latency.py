@@ -21,8 +21,7 @@ from moe_conformance.backends.native.exchange import misuse
 from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Sent
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.router import capacity
-from moe_conformance.contract import Claims, Config, Delivery, Routing, Topology
-from moe_conformance.surfaces import Places
+from moe_conformance.contract import Claims, Config, Delivery, Places, Routing, Topology
 
 
 class TooManyTokens(ValueError):

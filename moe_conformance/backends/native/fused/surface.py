@@ -10,8 +10,7 @@ from moe_conformance.backends.native.fused import autograd
 from moe_conformance.backends.native.fused.fp8_wire import Float8Wire
 from moe_conformance.backends.native.fused.token_exchange import Handle, TokenExchange
 from moe_conformance.backends.native.groups import Placement
-from moe_conformance.contract import Claims, Config, Topology
-from moe_conformance.surfaces import Received
+from moe_conformance.contract import Claims, Config, Received, Topology
 
 
 class ReusableExchange:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from moe_conformance.surfaces import Counted
+from moe_conformance.contract import Counted
 
 
 class ShortcutCounters:

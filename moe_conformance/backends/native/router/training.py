@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_conformance.backends.native.layer.gradients import Replicated
 from moe_conformance.backends.native.router.losses import RouterLosses, Tokens
 from moe_conformance.backends.native.router.routing import Router
-from moe_conformance.contract import Claims, Config, Named, Read, Routed, Routing, Topology
-from moe_conformance.surfaces import Trained
+from moe_conformance.contract import Claims, Config, Named, Read, Routed, Routing, Topology, Trained
 
 Built = TypeVar("Built")
 Use = Callable[[type[Built]], type[Built]]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_conformance.backends.native.offered import Offered
-from moe_conformance.surfaces import PackedSequences
+from moe_conformance.contract import PackedSequences
 
 
 class Packing(Offered):

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.native.offered import Offered
-from moe_conformance.contract import Config, Routing
-from moe_conformance.surfaces import Dense
+from moe_conformance.contract import Config, Dense, Routing
 
 
 class RoutingForms(Offered):

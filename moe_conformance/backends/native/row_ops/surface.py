@@ -14,8 +14,7 @@ from torch import Tensor
 
 from moe_conformance.backends.native.offered import Offered
 from moe_conformance.backends.native.row_ops.permutation import Pairs, permute, sort_pairs, unpermute, weigh
-from moe_conformance.contract import Claims, Config, Routing
-from moe_conformance.surfaces import Permuted
+from moe_conformance.contract import Claims, Config, Permuted, Routing
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,262 @@
+"""Balance biases: what updates make of them, on all ranks, and what counters hold until then. E experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_conformance.chapters.balance_bias.judge.balancing_steps import (
+    History,
+    Point,
+    Rule,
+    declared,
+    history_of,
+    mistakes,
+)
+from moe_conformance.judging.compare.bounded import Worst, compare
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.cached import once
+from moe_conformance.judging.observed.claims import claims_of
+from moe_conformance.judging.verdict import ChangedState, Tally, WrongBias, WrongCount, WrongForm
+from moe_conformance.reference.balance_bias.updates import without_constant
+from moe_conformance.scenarios.outcome import Outcome
+
+_FLOAT32 = 2.0**-24
+
+
+def judge_updates(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every update moves every bias by the rate against its load, up to a constant.
+
+    Raises:
+        WrongBias: one has another value.
+        WrongForm: it has another shape, or is no floating point tensor.
+    """
+    findings, compared = once(outcome, _updates)
+    tally.include(compared)
+    if findings:
+        fail(WrongBias, "finish", findings)
+
+
+def _updates(outcome: Outcome) -> tuple[list[Finding], Tally]:
+    history, findings, tally = history_of(outcome), [], Tally()
+    for rank in history.ranks:
+        for layer in history.layers:
+            if found := _wrong_update(history, rank, layer, tally):
+                findings.append(found)
+    return findings, tally
+
+
+def _wrong_update(history: History, rank: int, layer: int, tally: Tally) -> Finding | None:
+    """Return the first update of a router that is wrong; those after it begin from it."""
+    before_E = history.workload.parameters["balance_bias", layer].double()
+    for point in history.points(rank, layer, declared(history.outcome)):
+        bias_E = _observed(history, point, rank, layer)
+        worst = _held(bias_E, point, tally, rank)
+        if not worst.holds:
+            return Finding("update", _told(history, point, before_E, bias_E, worst, rank, layer), (rank,), worst.size)
+        before_E = bias_E
+    return None
+
+
+def _observed(history: History, point: Point, rank: int, layer: int) -> Tensor:
+    bias_E: Tensor = history.seen(point.call, "updates")[rank][point.number]["now"][layer]
+    shape = (history.workload.config.experts,)
+    if tuple(bias_E.shape) != shape or not bias_E.is_floating_point():
+        said = f"rank {rank}: the balance bias is {bias_E.dtype} {tuple(bias_E.shape)}; expected float32 {shape}"
+        raise WrongForm("finish", said, ranks=(rank,))
+    return bias_E.double()
+
+
+def _held(bias_E: Tensor, point: Point, tally: Tally | None = None, rank: int | None = None) -> Worst:
+    """Hold a bias against a point, both without their constant: every update rounds once, and a centred one twice."""
+    allowed = 3 * (1 + point.updates) * _FLOAT32 * (1 + float(point.bias_E.abs().max()))
+    expected_E = without_constant(point.bias_E)
+    return compare(without_constant(bias_E), expected_E, torch.full_like(expected_E, allowed), tally, rank)
+
+
+def _told(history: History, point: Point, before_E: Tensor, bias_E: Tensor, worst: Worst, rank: int, layer: int) -> str:
+    """Say what an update did to the expert that is wrong the most, and of what that is likely to come."""
+    e = worst.at[0]
+    free_E, was_E = without_constant(bias_E), without_constant(before_E)
+    moved, right = float(free_E[e] - was_E[e]), worst.expected - float(was_E[e])
+    load, mean = int(point.loads_E[e]), float(point.loads_E.sum()) / len(bias_E)
+    said = f"rank {rank}: {point.name} moved the bias of expert {e} in router {layer} by {moved:+.6g}"
+    said = f"{said} relative to the mean bias, expected {right:+.6g}: its load is {load}, the mean load {mean:.6g}"
+    return said + _cause(history, point, bias_E, e, rank, layer)
+
+
+def _cause(history: History, point: Point, bias_E: Tensor, e: int, rank: int, layer: int) -> str:
+    """Return the mistake that explains this update, and of several the one that explains the most of all updates."""
+    explained: dict[str, int] = {}
+    for words, rule in mistakes(history.outcome):
+        points = history.points(rank, layer, rule)
+        if _held(bias_E, points[point.updates - 1]).holds:
+            explained[words] = sum(_held(_observed(history, each, rank, layer), each).holds for each in points)
+    if not explained and len(bias_E) * point.loads_E[e] == point.loads_E.sum():
+        return "; likely cause: an expert at the mean load is moved"
+    still = bool((bias_E == history.bias(point.call, rank, layer).double()).all())
+    said = "; it did not change" if still else ""
+    return f"{said}; likely cause: {max(explained, key=lambda words: explained[words])}" if explained else said
+
+
+def judge_agreement(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether all ranks of a router hold the same bits after every update.
+
+    Raises:
+        WrongBias: two ranks differ.
+    """
+    history, findings = history_of(outcome), []
+    for ranks in history.routers():
+        for call in history.steps:
+            seen = history.seen(call, "updates")
+            for number, first in enumerate(seen[ranks[0]]):
+                for rank in ranks[1:]:
+                    for layer in history.layers:
+                        mine_E, theirs_E = first["now"][layer], seen[rank][number]["now"][layer]
+                        if mine_E.dtype == theirs_E.dtype and torch.equal(mine_E, theirs_E):
+                            tally.add(elements=len(mine_E), rank=rank)
+                            continue
+                        e = int((mine_E.double() != theirs_E.double()).long().argmax())
+                        said = f"after update {number} of step {call} rank {rank} holds {float(theirs_E[e]):.9g}"
+                        both = (
+                            f"as the bias of expert {e} in router {layer}, and rank {ranks[0]} {float(mine_E[e]):.9g}"
+                        )
+                        cause = "expected the same bits; likely cause: they were updated by different loads"
+                        findings.append(Finding("differ", f"{said} {both}; {cause}", (rank,)))
+    if findings:
+        fail(WrongBias, "finish", findings)
+
+
+def judge_steady(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether biases keep their bits from one update to the next.
+
+    Raises:
+        ChangedState: a forward or a backward changed one.
+    """
+    history, findings = history_of(outcome), []
+    for call in history.steps:
+        for rank in history.ranks:
+            forwards = history.seen(call, "forwards")[rank]
+            for place, forward in enumerate(forwards):
+                for layer in history.layers:
+                    if torch.equal(forward["after"]["now"][layer], history.bias(call, rank, layer)):
+                        tally.add(elements=history.workload.config.experts, rank=rank)
+                        continue
+                    mode = history.batches(call, rank)[place].mode
+                    said = f"rank {rank}: the bias of router {layer} changed in forward {place} ({mode}) of step {call}"
+                    cause = "expected: in updates only; likely cause: it is updated by every forward"
+                    findings.append(Finding("steady", f"{said}; {cause}", (rank,)))
+    if findings:
+        fail(ChangedState, "route", findings)
+
+
+def judge_counters(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether counters hold the loads since the last update after every forward, and zeros after an update.
+
+    A backend whose counters cannot be read has nothing to compare here.
+
+    Raises:
+        WrongCount: one holds another load.
+    """
+    history, findings, rule = history_of(outcome), [], declared(outcome)
+    for rank in history.ranks:
+        for layer in history.layers:
+            if found := _wrong_counter(history, rank, layer, rule, tally):
+                findings.append(found)
+    if findings:
+        fail(WrongCount, "finish", findings)
+
+
+def _wrong_counter(history: History, rank: int, layer: int, rule: Rule, tally: Tally) -> Finding | None:
+    reach = "rank" if claims_of(history.outcome.ranks).balance_counters == "of_rank" else "router"
+    total_E = torch.zeros(history.workload.config.experts, dtype=torch.float64)
+    for call in history.steps:
+        for place, seen in enumerate(history.seen(call, "forwards")[rank]):
+            before_E = total_E
+            if history.kind(history.batches(call, rank)[place].mode, rule) == "training":
+                total_E = total_E + _of_forward(history, call, place, layer, rank, rule, reach)
+            if seen["after"]["loads"] is None:
+                return None
+            counter_E = seen["after"]["loads"][layer].double()
+            if torch.equal(counter_E, total_E):
+                tally.add(elements=len(counter_E), rank=rank)
+                continue
+            said = _counter_told(history, (call, place, layer, rank), rule, reach, before_E, total_E)
+            return Finding("counter", said, (rank,))
+        for number, seen in enumerate(history.seen(call, "updates")[rank]):
+            total_E = torch.zeros_like(total_E)
+            if seen["loads"] is not None and bool((seen["loads"][layer] != 0).any()):
+                said = f"rank {rank}: after update {number} of step {call} the counters of router {layer}"
+                return Finding("left", f"{said} hold {seen['loads'][layer].tolist()}; expected zeros", (rank,))
+            tally.add(elements=len(total_E) * (seen["loads"] is not None), rank=rank)
+    return None
+
+
+def _of_forward(history: History, call: int, place: int, layer: int, rank: int, rule: Rule, reach: str) -> Tensor:
+    ranks = [rank] if reach == "rank" else next(each for each in history.routers() if rank in each)
+    return torch.stack([history.load(call, place, layer, each, rule) for each in ranks]).sum(0).double()
+
+
+def _counter_told(
+    history: History, at: tuple[int, int, int, int], rule: Rule, reach: str, before_E: Tensor, total_E: Tensor
+) -> str:
+    """Say what a counter holds after a forward, and of what that is likely to come."""
+    call, place, layer, rank = at
+    counter_E = history.seen(call, "forwards")[rank][place]["after"]["loads"][layer].double()
+    mode = history.batches(call, rank)[place].mode
+    said = f"rank {rank}: after forward {place} ({mode}) of step {call} the counters of router {layer} hold"
+    said = f"{said} {_whole(counter_E)}, expected {_whole(total_E)}"
+    load_E = _of_forward(history, call, place, layer, rank, rule, reach)
+    if history.kind(mode, rule) != "training":
+        forced = history.workload.config.routing.forced
+        what = "forced loads" if forced else "forwards in this mode"
+        words = f"{what} are counted" if torch.equal(counter_E, before_E + load_E) else ""
+    elif torch.equal(counter_E, before_E + 2 * load_E):
+        again = history.workload.config.balance.recompute
+        words = "the forward that recomputation runs again is counted too" if again else "it is counted twice"
+    else:
+        words = next(
+            (
+                words
+                for words, other in mistakes(history.outcome)
+                if torch.equal(counter_E, before_E + _of_forward(history, call, place, layer, rank, other, reach))
+            ),
+            "",
+        )
+    return f"{said}; likely cause: {words}" if words else said
+
+
+def _whole(loads_E: Tensor) -> list[int | float]:
+    return [int(each) if each == int(each) else each for each in loads_E.tolist()]
+
+
+def judge_forced(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether biases keep their bits while routing is forced, or are updated where forced loads are claimed.
+
+    Raises:
+        WrongBias: they change, or are updated by other loads.
+    """
+    history, findings = history_of(outcome), []
+    if declared(outcome).forced == "counted":
+        return judge_updates(outcome, tally)
+    for call in history.steps:
+        for rank in history.ranks:
+            for layer in history.layers:
+                given_E = history.bias(history.steps[0], rank, layer)
+                for number, seen in enumerate(history.seen(call, "updates")[rank]):
+                    if torch.equal(seen["now"][layer], given_E):
+                        tally.add(elements=_uneven(history, call, rank, layer) * len(given_E), rank=rank)
+                        continue
+                    said = f"rank {rank}: update {number} of step {call} changed the bias of router {layer}"
+                    why = "while routing is forced; expected: no change, since Claims.forced_loads is 'ignored'"
+                    findings.append(Finding("forced", f"{said} {why}", (rank,)))
+    if findings:
+        fail(WrongBias, "finish", findings)
+    return None
+
+
+def _uneven(history: History, call: int, rank: int, layer: int) -> bool:
+    """Whether the loads of a step would have moved the bias."""
+    forwards = history.of_step(call, layer, rank, Rule())
+    total_E = torch.stack([each.loads_E for each in forwards]).sum(0)
+    return bool((total_E != total_E[0]).any())

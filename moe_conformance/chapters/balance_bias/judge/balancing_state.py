@@ -1,0 +1,198 @@
+"""Balance biases as state: one tensor, which is saved, loaded, precise, and left alone by the optimizer. E experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.chapters.balance_bias.judge.balancing_steps import History, declared, history_of
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.verdict import ChangedState, Tally, WrongBias, WrongGradient, WrongSelection
+from moe_conformance.reference.balance_bias.updates import growth
+from moe_conformance.scenarios.outcome import Outcome
+
+_FLOAT32 = 2.0**-24
+_MARGIN = 2.0**-13  # by which selection scores of float32 tell experts apart, here about 1
+
+
+def judge_in_place(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether updates show in earlier references and in the state dictionary.
+
+    Raises:
+        WrongBias: one of them has other values.
+    """
+    history, findings = history_of(outcome), []
+    words = {
+        "held": ("a reference that was taken before the first step", "the update made a new tensor"),
+        "saved": ("the state dictionary", "the tensor that is saved is not the one that is updated"),
+    }
+    for call in history.steps:
+        for rank in history.ranks:
+            for number, seen in enumerate(history.seen(call, "updates")[rank]):
+                for layer in history.layers:
+                    now_E = seen["now"][layer]
+                    for where, (what, cause) in words.items():
+                        found_E = seen[where][layer]
+                        if found_E is not None and torch.equal(found_E, now_E):
+                            tally.add(elements=len(now_E), rank=rank)
+                            continue
+                        holds = "does not hold it" if found_E is None else f"holds {_difference(found_E, now_E)}"
+                        said = f"rank {rank}: after update {number} of step {call} {what} {holds}"
+                        likely = f"; likely cause: {cause}" if found_E is not None else ""
+                        findings.append(Finding(where, f"{said} (the bias of router {layer}){likely}", (rank,)))
+    if findings:
+        fail(WrongBias, "finish", findings)
+
+
+def _difference(found_E: Tensor, now_E: Tensor) -> str:
+    e = int((found_E.double() != now_E.double()).long().argmax())
+    return f"{float(found_E[e]):.9g} for expert {e} instead of {float(now_E[e]):.9g}"
+
+
+def judge_selection(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every forward selects by the bias that the update before it left.
+
+    Tokens whose experts nearly tie are not compared.
+
+    Raises:
+        WrongSelection: a token selects other experts.
+    """
+    history, findings = history_of(outcome), []
+    for call in history.steps:
+        for rank in history.ranks:
+            for place in range(len(history.batches(call, rank))):
+                for layer in history.layers:
+                    ids_TK = history.ids(call, place, layer, rank).sort(1).values
+                    right_TK, margins_T = history.choice(call, place, layer, rank)
+                    right_TK, clear_T = right_TK.sort(1).values, margins_T > _MARGIN
+                    wrong = ((ids_TK != right_TK).any(1) & clear_T).nonzero().flatten().tolist()
+                    if not wrong:
+                        tally.add(pairs=int(clear_T.sum()) * ids_TK.shape[1], rank=rank)
+                        continue
+                    t = wrong[0]
+                    said = f"rank {rank}: in step {call} token {t} of forward {place} selected experts"
+                    said = f"{said} {ids_TK[t].tolist()} in router {layer}, expected {right_TK[t].tolist()} by scores"
+                    why = f"and bias, whose sums differ by {float(margins_T[t]):.2g} or more"
+                    cause = "likely cause: another bias is added, or with too few digits"
+                    findings.append(Finding("selection", f"{said} {why}; {cause}", (rank,)))
+    if findings:
+        fail(WrongSelection, "route", findings)
+
+
+def judge_reload(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether loading brings back the bits that were saved, and training goes on from them as before.
+
+    Raises:
+        WrongBias: another bias is there, or comes of the same step.
+    """
+    history, findings = history_of(outcome), []
+    methods = [call.method for call in history.workload.calls]
+    save, load = methods.index("save"), methods.index("load")
+    for rank in history.ranks:
+        pairs = [("after loading", history.seen(save, "now")[rank], history.seen(load, "now")[rank])]
+        again = [history.seen(call + 1, "updates")[rank][-1]["now"] for call in (save, load)]
+        pairs.append(("after the step that follows loading", *again))
+        for when, before, after in pairs:
+            for layer, (was_E, is_E) in enumerate(zip(before, after, strict=True)):
+                if was_E.dtype == is_E.dtype and torch.equal(was_E, is_E):
+                    tally.add(elements=len(was_E), rank=rank)
+                    continue
+                said = f"rank {rank}: {when} the bias of router {layer} is {_difference(is_E, was_E)}"
+                findings.append(Finding("reload", f"{said}; likely cause: it is not saved, or rounded", (rank,)))
+    if findings:
+        fail(WrongBias, "finish", findings)
+
+
+def judge_growth(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether the biases of an idle and a busy expert move apart by twice the rate in every update.
+
+    Raises:
+        WrongBias: they move by another amount than rounding in float32 explains.
+    """
+    history, findings = history_of(outcome), []
+    for rank in history.ranks:
+        for layer in history.layers:
+            if found := _stunted(history, rank, layer, tally):
+                findings.append(found)
+    if findings:
+        fail(WrongBias, "finish", findings)
+
+
+def _stunted(history: History, rank: int, layer: int, tally: Tally) -> Finding | None:
+    E, rate = history.workload.config.experts, history.workload.config.balance.rate
+    first_E = history.bias(history.steps[0], rank, layer).double()
+    always = [torch.ones(E, dtype=torch.bool), torch.ones(E, dtype=torch.bool)]
+    load = [call.method for call in history.workload.calls].index("load")
+    for point in history.points(rank, layer, declared(history.outcome)):
+        if point.call > load:
+            break  # it is not what came before
+        n_E = point.loads_E
+        always = [always[0] & (E * n_E < n_E.sum()), always[1] & (E * n_E > n_E.sum())]
+        bias_E = history.seen(point.call, "updates")[rank][point.number]["now"][layer]
+        grown_E = bias_E.double() - first_E
+        gap, error = growth(rate, point.updates)
+        error += 4 * point.updates * _FLOAT32 * (1 + float(first_E.abs().max()))
+        for low in always[0].nonzero().flatten().tolist():
+            for busy in always[1].nonzero().flatten().tolist():
+                found = float(grown_E[low] - grown_E[busy])
+                if abs(found - gap) <= error:
+                    tally.add(elements=1, rank=rank, worst=abs(found - gap) / error)
+                    continue
+                tally.beyond = max(tally.beyond, abs(found - gap) / error)
+                said = f"rank {rank}: {point.updates} updates by {rate} moved the biases of experts {low} (idle)"
+                said = f"{said} and {busy} (busy) of router {layer} apart by {found:.9g}, expected {gap:.9g}"
+                said = f"{said} within {error:.1g}"
+                return Finding("growth", f"{said}; likely cause: the bias is kept in {_kept(bias_E)}", (rank,))
+    return None
+
+
+def _kept(bias_E: Tensor) -> str:
+    if bias_E.dtype in (torch.bfloat16, torch.float16):
+        return f"{bias_E.dtype}"
+    rounded = bool((bias_E.to(torch.bfloat16).to(bias_E.dtype) == bias_E).all())
+    return "torch.bfloat16 between updates" if rounded else "too few digits"
+
+
+def judge_untrained(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether biases have no gradient, and an optimizer that moves the routers leaves them as they are.
+
+    Raises:
+        WrongGradient: a bias has a gradient that is not zero.
+        ChangedState: the optimizer changed a bias.
+    """
+    history = history_of(outcome)
+    findings: list[Finding] = []
+    for call in history.steps:
+        for rank in history.ranks:
+            for layer, gradient_E in enumerate(history.seen(call, "gradients")[rank]):
+                if gradient_E is None or not bool(gradient_E.any()):
+                    tally.add(elements=history.workload.config.experts, rank=rank)
+                    continue
+                size = f"{float(gradient_E.abs().max()):.3g}"
+                said = f"rank {rank}: the bias of router {layer} has a gradient of up to {size} in step {call}"
+                findings.append(Finding("gradient", f"{said}; expected none", (rank,)))
+    if findings:
+        fail(WrongGradient, "gradient", findings)
+    call = [each.method for each in history.workload.calls].index("optimise")
+    for rank in history.ranks:
+        findings += _optimised(history, call, rank, tally)
+    if findings:
+        fail(ChangedState, "finish", findings)
+
+
+def _optimised(history: History, call: int, rank: int, tally: Tally) -> list[Finding]:
+    before, after = (history.seen(call, name)[rank]["now"] for name in ("before", "after"))
+    changed: Any = history.seen(call, "changed")[rank]
+    if not changed:
+        said = f"rank {rank}: an optimizer over all parameters, each with a gradient, changed no element of the routers"
+        return [Finding("routers", f"{said}; expected: parameters() has them", (rank,))]
+    findings = []
+    for layer, (was_E, is_E) in enumerate(zip(before, after, strict=True)):
+        if torch.equal(was_E, is_E):
+            tally.add(elements=len(was_E), rank=rank)
+            continue
+        said = f"rank {rank}: a step of the optimizer left the bias of router {layer} at {_difference(is_E, was_E)}"
+        findings.append(Finding("optimised", f"{said}; likely cause: it is one of the parameters", (rank,)))
+    return findings

@@ -1,0 +1,113 @@
+"""Balance biases that are set to quantiles of the step's scores. V valid tokens, K slots, E experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_conformance.chapters.balance_bias.judge.balancing_steps import History, history_of
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.claims import claims_of
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongBias, WrongForm
+from moe_conformance.reference.balance_bias.quantiles import outside, quantile_bounds
+from moe_conformance.reference.routing.routes import scores
+from moe_conformance.scenarios.outcome import Outcome
+
+_ALLOWED = 64 * 2.0**-24  # times one plus the largest bias: scores and biases are of float32
+
+
+@dataclass(frozen=True)
+class _How:
+    """Which tokens a bias is made of. The defaults are right, all else is for likely causes."""
+
+    alone: bool = False  # of one rank
+    padding: bool = False  # counted too
+    last: bool = False  # of the last microbatch
+
+
+_MISTAKES = {
+    "every rank takes quantiles of its own tokens": _How(alone=True),
+    "padding tokens are counted": _How(padding=True),
+    "the last microbatch alone is counted": _How(last=True),
+}
+
+
+def judge_quantiles(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every bias after an update lies between the quantiles of its step, up to a constant.
+
+    Raises:
+        NotOffered: the backend estimates quantiles.
+        WrongBias: one lies outside.
+        WrongForm: it has another shape, or is not finite.
+    """
+    if claims_of(outcome.ranks).balance_quantiles == "estimated":
+        raise NotOffered("the backend claims balance_quantiles = 'estimated'")
+    history, findings = history_of(outcome), []
+    for ranks in history.routers():
+        for rank in ranks:
+            findings += [each for layer in history.layers for each in _wrong(history, ranks, rank, layer, tally)]
+    if findings:
+        fail(WrongBias, "finish", findings)
+
+
+def _wrong(history: History, ranks: Sequence[int], rank: int, layer: int, tally: Tally) -> Iterator[Finding]:
+    """Yield the updates of one router on one rank that are wrong."""
+    for call in history.steps:
+        (update,) = history.seen(call, "updates")[rank]
+        bias_E: Tensor = update["now"][layer]
+        if bias_E.shape != (history.workload.config.experts,) or not bool(bias_E.isfinite().all()):
+            raise WrongForm("finish", f"rank {rank}: the balance bias is {bias_E.tolist()}", ranks=(rank,))
+        off = _off(history, ranks, rank, (call, layer), _How())
+        allowed = _ALLOWED * (1 + float(bias_E.abs().max()))
+        if off <= allowed:
+            tally.add(elements=len(bias_E), rank=rank, worst=off / allowed)
+            continue
+        sentence = (
+            f"rank {rank}: the update of step {call} left the biases of router {layer} {off:.3g} outside of what gives "
+            f"every expert its share of the step's tokens; allowed {allowed:.3g}"
+        )
+        found = [words for words, how in _MISTAKES.items() if _off(history, ranks, rank, (call, layer), how) <= allowed]
+        cause = f"; likely cause: {found[0]}" if found else ""
+        yield Finding("quantile", sentence + cause, (rank,), off)
+
+
+def _off(history: History, ranks: Sequence[int], rank: int, at: tuple[int, int], how: _How) -> float:
+    """Return how far the bias after an update lies outside its bounds. The oracle subtracts it from scores."""
+    call, layer = at
+    bias_E = -history.bias(call, rank, layer).double()
+    bounds = []
+    for parts, padding in _parts(history, (rank,) if how.alone else ranks, at, how):
+        bounds.append(quantile_bounds(parts, bias_E, top_k=history.workload.config.top_k, padding=padding))
+    low_E, high_E = (torch.stack(each).mean(0) for each in zip(*bounds, strict=True))
+    return outside(-history.seen(call, "updates")[rank][0]["now"][layer].double(), low_E, high_E)
+
+
+def _parts(
+    history: History, ranks: Sequence[int], at: tuple[int, int], how: _How
+) -> Iterator[tuple[list[Tensor], list[Tensor | None]]]:
+    """Yield scores (T, E) and padding of what quantiles are taken of together: the step, or each part of it."""
+    call, layer = at
+    places = range(len(history.batches(call, ranks[0])))
+    if how.last:
+        places = places[-1:]
+    pairs = [[(place, rank) for place in places for rank in ranks]]
+    if claims_of(history.outcome.ranks).balance_quantiles == "parts":
+        size = history.workload.layout.tp * history.workload.layout.cp
+        groups = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+        pairs = [[(place, rank) for rank in group] for place in places for group in groups] or [[]]
+    for each in pairs:
+        found = [_scores(history, call, place, layer, rank) for place, rank in each]
+        masks = [None if how.padding else history.batches(call, rank)[place].padding_T for place, rank in each]
+        yield found, masks
+
+
+def _scores(history: History, call: int, place: int, layer: int, rank: int) -> Tensor:
+    logits_TE = history.seen(call, "forwards")[rank][place]["logits"][layer]
+    if logits_TE is None:
+        x = history.batches(call, rank)[place].x[layer]
+        router_ED = history.workload.parameters["router", layer].double()
+        logits_TE = x.reshape(-1, x.shape[-1]).double() @ router_ED.T
+    return scores(logits_TE, history.workload.config.routing.score)

@@ -1,0 +1,205 @@
+"""Steps of a trainer that update the balance bias: microbatches, padding, evaluation, forced routes, layers, bfloat16.
+
+Every rank has tokens of its own in every microbatch, most of which prefer one expert, another one on every rank. Biases
+and rates are multiples of a power of two, so that updates are exact; in bfloat16 they are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moe_conformance.contract import Balance, Config, RoutingOptions
+from moe_conformance.contract.topology import Layout
+from moe_conformance.workloads.chapter import EP2, SINGLE, TP2_EP2, Chapter
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.runs import ON_BALANCING_ROUTERS
+from moe_conformance.workloads.records.training import Mode, RouterBatch
+from moe_conformance.workloads.records.workload import Call, ParameterKey, Workload
+from moe_conformance.workloads.selection.profiles import Profile
+
+_E, _D, _B, _POSITIONS = 8, 16, 2, 5  # positions of each rank: round robin over E experts leaves some over
+_BALANCE = Balance(rate=2.0**-5)
+_QUANTILE = Balance(rule="quantile")
+_PULL = 0.1  # of the router's row of the expert that tokens prefer
+TP2_CP2, PP2_EP2 = Layout(4, tp=2, cp=2), Layout(4, pp=2, ep=2)
+
+Padding = Literal["none", "end", "ragged", "one rank", "all"]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step: how many microbatches train, what is padded, and how often the biases are updated after it."""
+
+    microbatches: int = 1
+    updates: int = 1
+    padding: Padding = "none"
+    modes: tuple[Mode, ...] = ()  # of forwards beside the microbatches, which do not train
+    seed: int = 0  # of its tokens
+
+
+Item = _Step | Literal["save", "load", "optimise"]
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """One script."""
+
+    name: str
+    items: tuple[Item, ...]
+    balance: Balance = _BALANCE
+    options: Mapping[str, Any] = field(default_factory=dict)
+    where: Literal["every layout", "small", "one rank"] = "small"
+
+
+_AGAIN = _Step(2, seed=2)
+_RECIPES = (
+    _Recipe(
+        "bias-microbatches",
+        (
+            *(_Step(2), _Step(0), _Step(3, 2, seed=1), _Step(1, 0, seed=4), _Step(1, seed=5)),
+            *("save", _AGAIN, "load", _AGAIN, "optimise"),
+        ),
+        where="every layout",
+    ),
+    _Recipe(
+        "bias-padding",
+        tuple(_Step(2, 1, padding, seed=n) for n, padding in enumerate(("end", "ragged", "one rank", "all", "none"))),  # type: ignore[arg-type]
+    ),
+    _Recipe(
+        "bias-evaluation",
+        (
+            _Step(1, modes=("evaluation", "evaluation")),
+            _Step(0, modes=("no_grad", "no_grad"), seed=1),
+            _Step(2, modes=("no_grad", "no_grad"), seed=2),
+            _Step(0, modes=("evaluation",), seed=3),
+            _Step(1, modes=("evaluation", "no_grad", "evaluation"), seed=4),
+        ),
+    ),
+    _Recipe("bias-recomputed", (_Step(2), _Step(1, seed=1)), replace(_BALANCE, recompute=True), where="one rank"),
+    _Recipe("bias-forced-dealt", (_Step(1), _Step(2, seed=1)), options={"routing.forced": (("round_robin", None),)}),
+    _Recipe("bias-forced-random", (_Step(1), _Step(2, seed=1)), options={"routing.forced": (("random", None),)}),
+    _Recipe("bias-layers", (_Step(2), _Step(1, seed=1)), replace(_BALANCE, layers=2, dense_layers=1)),
+    _Recipe("bias-dropped", (_Step(2), _Step(1, seed=1)), options={"capacity.factor": 0.75}, where="one rank"),
+    _Recipe(
+        "bias-dropped-padded",
+        (_Step(2), _Step(1, seed=1)),
+        options={"capacity.factor": 0.75, "capacity.padded": True},
+        where="one rank",
+    ),
+    _Recipe("bias-quantile", (_Step(2), _Step(3, seed=1), _Step(0), _Step(1, seed=2)), _QUANTILE, where="every layout"),
+    _Recipe(
+        "bias-quantile-padding",
+        (_Step(2, padding="ragged"), _Step(padding="all"), _Step(padding="one rank")),
+        _QUANTILE,
+    ),
+    _Recipe(
+        "bias-bfloat16",
+        (_Step(), _Step(), _Step(), "save", _Step(), "load", _Step()),
+        Balance(rate=0.001),
+        {"dtype": torch.bfloat16},
+        where="one rank",
+    ),
+)
+NAMES = tuple(recipe.name for recipe in _RECIPES)
+_SMALL = (SINGLE, EP2)
+QUICK = (*_SMALL, TP2_EP2, TP2_CP2, PP2_EP2)
+
+
+def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield all scripts, most of them on few ranks: what they show on more, the first one does."""
+    if layout.etp > 1:
+        return
+    for recipe in _RECIPES:
+        layouts = {"one rank": (SINGLE,), "small": _SMALL if profile == "quick" else (*_SMALL, TP2_CP2)}
+        if recipe.where == "every layout" or layout in layouts[recipe.where]:
+            yield _script(recipe, variant, layout)
+
+
+def _script(recipe: _Recipe, variant: str, layout: Layout) -> Workload:
+    routing = RoutingOptions(score="sigmoid", normalise=True, balance_bias=True)
+    plain = Config(variant=variant, experts=_E, hidden=_D, routing=routing, balance=recipe.balance)
+    config = plain.changed(recipe.options)
+    g = draw.generator(recipe.name)
+    parameters: dict[ParameterKey, Tensor] = {}
+    for layer in range(config.balance.layers):
+        parameters["router", layer] = torch.randn(_E, _D, generator=g).to(config.dtype)
+        order_E = torch.randperm(_E, generator=g)
+        parameters["balance_bias", layer] = _narrow_biases(order_E) if _narrow(config) else (order_E - 3) / 64
+    routers = [parameters["router", layer] for layer in range(config.balance.layers)]
+    calls = tuple(_call(item, recipe.name, config, layout, routers) for item in recipe.items)
+    return Workload(recipe.name, ON_BALANCING_ROUTERS, config, layout, (), parameters=parameters, calls=calls)
+
+
+def _narrow(config: Config) -> bool:
+    return config.dtype != torch.float32
+
+
+def _narrow_biases(order_E: Tensor) -> Tensor:
+    """Return biases around 0.75 that differ by 2.5 rates, which bfloat16 does not tell apart, and one far above."""
+    bias_E: Tensor = 0.75 + 0.0025 * order_E + 0.2 * (order_E == _E - 1)
+    return bias_E
+
+
+def _call(item: Item, name: str, config: Config, layout: Layout, routers: list[Tensor]) -> Call:
+    if isinstance(item, str):
+        return Call(item, ({},) * layout.world)
+    return Call(
+        "step", tuple(_given(item, f"{name} {item.seed}", config, layout, routers, r) for r in range(layout.world))
+    )
+
+
+def _given(step: _Step, seed: str, config: Config, layout: Layout, routers: list[Tensor], rank: int) -> dict[str, Any]:
+    """Return what a rank is given; a data parallel group has as many positions on all of its ranks."""
+    together = layout.tp * layout.cp
+    positions = _POSITIONS + rank // together % 2
+    batches = []
+    for m in range(step.microbatches):
+        padding_T = _padding(step.padding, positions, rank, m)
+        x = tuple(_tokens(router_ED, f"{seed} {m} {layer} {rank}", positions, 3 * rank + 2 * m + 5 * layer, padding_T)
+                  for layer, router_ED in enumerate(routers))  # fmt: skip
+        g = draw.generator("upstream", seed, m, rank)
+        upstream = tuple(torch.randn(positions * _B, _E, generator=g) for _ in routers)
+        batches.append(RouterBatch(x, upstream, padding_T))
+    beside = [
+        RouterBatch(
+            tuple(_tokens(each, f"{seed} beside {n} {layer} {rank}", positions, 6 + n, None)
+                  for layer, each in enumerate(routers)), (), None, mode,
+        )
+        for n, mode in enumerate(step.modes)
+    ]  # fmt: skip
+    if _narrow(config):  # the biases alone decide
+        batches = [replace(each, x=tuple(torch.zeros_like(x).to(config.dtype) for x in each.x)) for each in batches]
+    # Forwards that do not train come before, between and after those that do.
+    return {"batches": (*beside[:1], *batches[:1], *beside[1:], *batches[1:]), "updates": step.updates}
+
+
+def _tokens(router_ED: Tensor, seed: str, positions: int, preferred: int, padding_T: Tensor | None) -> Tensor:
+    """Return x (S, B, D), most of whose tokens prefer one expert; padding prefers the one before it."""
+    g = draw.generator("tokens", seed)
+    x_TD: Tensor = torch.randn(positions * _B, _D, generator=g) * _D**-0.5 + _PULL * router_ED.float()[preferred % _E]
+    if padding_T is not None:
+        x_TD[padding_T] += 3 * _PULL * router_ED.float()[(preferred - 1) % _E]
+    return x_TD.reshape(positions, _B, _D).to(router_ED.dtype)
+
+
+def _padding(padding: Padding, positions: int, rank: int, m: int) -> Tensor | None:
+    """Return which tokens of a microbatch are padding, bool (T,)."""
+    if padding == "none":
+        return None
+    padding_SB = torch.zeros(positions, _B, dtype=torch.bool)
+    if padding == "end":
+        padding_SB[positions - 1 - (rank + m) % 2 :] = True
+    if padding == "ragged":
+        for column in range(_B):
+            padding_SB[1 + (2 * column + rank + m) % (positions - 1) :, column] = True
+    if padding == "all" or (padding == "one rank" and rank == 0):
+        padding_SB[:] = True
+    return padding_SB.flatten()
+
+
+CHAPTERS = (Chapter((ON_BALANCING_ROUTERS,), NAMES, scripts, quick=QUICK),)

@@ -1,0 +1,279 @@
+"""Exchanges that pad experts to a capacity: the number of rows, and that the padding changes nothing.
+
+And slots that are empty because they were dropped: the results of a token of which some or all slots were dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from torch import Tensor
+
+from moe_conformance.contract import Claims
+from moe_conformance.engine.ledger.entry import group_words
+from moe_conformance.judging.findings import Finding, count, fail, some
+from moe_conformance.judging.observed.drop_rule import DropRule
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.traffic import carries_rows, dispatches, parted
+from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.shared.exchange.outputs import judge_outputs
+from moe_conformance.judging.verdict import (
+    AbsentGradient,
+    Tally,
+    WrongCollectives,
+    WrongCount,
+    WrongDelivery,
+    WrongGradient,
+    WrongOutput,
+)
+from moe_conformance.reference.capacity import limits, receive_budget
+from moe_conformance.workloads.records import tags
+
+# ---- padding to the capacity ---------------------------------------------------------------------------------------
+
+
+def judge_filled(reading: Reading, tally: Tally) -> None:
+    """Decide whether every expert receives as many rows as its capacity, and the padding changes nothing.
+
+    Counts those rows; y, dx and the gradients of the weights are exactly those without them.
+
+    Raises:
+        WrongCount: an expert receives another number of rows, or of tokens of one rank.
+        WrongForm, WrongOutput, AbsentGradient, WrongGradient: a padding row changed something.
+    """
+    findings, rows = _wrong_rows(reading, reading.claims)
+    if findings:
+        fail(WrongCount, "dispatch", findings, note=_by_design(reading))
+    for judge in (judge_outputs, judge_dx, judge_dweights):
+        judge(reading, tally)
+    for rank, number in rows.items():
+        tally.add(pairs=number, rank=rank)
+
+
+def judge_lossless_capacity(reading: Reading, tally: Tally) -> None:
+    """Decide whether the capacity that is to drop nothing is the largest load of any rank of the group for any expert.
+
+    Raises:
+        WrongCount: an expert receives another number of rows.
+        WrongDelivery: a pair was not delivered.
+    """
+    findings, rows = _wrong_rows(reading, reading.claims)
+    if findings:
+        fail(WrongCount, "dispatch", findings, note=_by_design(reading))
+    lost = []
+    for _, pair in reading.matching.lost:
+        to = f"expert {pair.expert} on rank {pair.destination}"
+        sentence = f"rank {pair.source} token {pair.token} was not delivered to {to}"
+        lost.append(Finding("lost", sentence, (pair.destination,)))
+    if lost:
+        fail(WrongDelivery, "dispatch", lost)
+    for rank, number in rows.items():
+        tally.add(pairs=number, rank=rank)
+
+
+def judge_reduced_once(reading: Reading, tally: Tally) -> None:
+    """Decide whether ranks that reduce the capacity that is to drop nothing do it once, over the group of their rows.
+
+    Looked at are the reductions with MAX of a dispatch, except of rows, before the first rows are sent. The capacity is
+    told from other numbers by the form of the call: operation, shape and dtype. An exchange that delivers a fixed
+    number of rows on every rank may have one more of the same form. Counts that are gathered need no reduction, and
+    where nothing is reduced nothing is wrong.
+
+    Raises:
+        WrongCollectives: two reductions of one form, or none of them over the group that exchanges rows.
+    """
+    groups, hidden, found = reading.outcome.workload.layout.groups(), reading.outcome.workload.config.hidden, []
+    allowed = 2 if reading.claims.handed == "static" else 1
+    for rank in reading.ranks:
+        own = next(group for group in groups["ep_etp"] if rank.rank in group)
+        for phase, calls in dispatches(rank):
+            before, _ = parted(calls, hidden)
+            reduced = [entry for entry in before if entry.reduce == "MAX" and not carries_rows(entry, hidden)]
+            forms = Counter((entry.op, entry.shapes_in, entry.dtype) for entry in reduced)
+            told = f"before the rows of {phase} are sent, rank {rank.rank} all-reduces (MAX)"
+            if (times := max(forms.values(), default=0)) > allowed:
+                times_words = f"{times} times instead of {allowed}"
+                found.append(f"{told} numbers of one shape and dtype {times_words} ({reduced[-1].where})")
+            if reduced and all(set(entry.ranks) != set(own) for entry in reduced):
+                among = group_words(reduced[0].ranks)
+                found.append(f"{told} over {among} instead of {group_words(own)}, in which its rows are exchanged")
+            tally.add(pairs=1, rank=rank.rank)
+    if found:
+        raise WrongCollectives("dispatch", some(found))
+
+
+def _by_design(reading: Reading) -> str:
+    """Name the claim under which the rows are right, if there is one."""
+    tp, claims = reading.outcome.workload.layout.tp, reading.claims
+    rounded = replace(claims, capacity_over="tp")
+    if rounded == claims or _wrong_rows(reading, rounded)[0]:
+        return ""
+    return f"; a backend that rounds the capacity up to a multiple of tp = {tp} by design claims capacity_over = 'tp'"
+
+
+def _wrong_rows(reading: Reading, claims: Claims) -> tuple[list[Finding], Counter[int]]:
+    """Hold the rows of every expert against the capacities; also count the rows of every rank."""
+    handed = Counter((entry.microbatch, entry.rank, entry.expert) for entry in reading.entries)
+    tagged = Counter((e.microbatch, e.rank, e.expert, e.source) for e in reading.entries if e.kind == tags.TAG)
+    findings, rows = list[Finding](), Counter[int]()
+    for m in range(len(reading.batches)):
+        for group in reading.outcome.workload.layout.groups()["ep_etp"]:
+            fewest, most = _capacities(reading, m, group, claims)
+            for rank in group:
+                for expert in reading.ranks[rank].local_experts:
+                    got = handed[m, rank, expert]
+                    rows[rank] += got
+                    if not sum(fewest) <= got <= sum(most):
+                        findings.append(_told(m, rank, expert, got, fewest, most))
+                    for place, source in enumerate(group):
+                        if (tokens := tagged[m, rank, expert, source]) > most[place]:
+                            sentence = f"rank {rank} receives {tokens} tokens of rank {source} for expert {expert}"
+                            told = f"{sentence}; the capacity for a rank is {most[place]}"
+                            findings.append(Finding("source", told, (rank,)))
+    return findings, rows
+
+
+def _told(m: int, rank: int, expert: int, got: int, fewest: list[int], most: list[int]) -> Finding:
+    of = f" in microbatch {m}" if m else ""
+    right = f"{sum(most)}" if fewest == most else f"{sum(fewest)} to {sum(most)}"
+    same = len(set(most)) == 1
+    each = f"{most[0]} of each rank" if same else f"{' + '.join(map(str, most))} of the ranks of its group"
+    sentence = f"rank {rank} receives {got} rows for expert {expert}{of} instead of {right}, {each}"
+    return Finding("rows", sentence, (rank,), abs(got - sum(most)))
+
+
+def _capacities(reading: Reading, m: int, group: tuple[int, ...], claims: Claims) -> tuple[list[int], list[int]]:
+    """Return the smallest and the largest legal number of rows of every rank of a group for one expert.
+
+    Where experts are padded with tokens that are not routed to them, there are no more rows than tokens.
+    """
+    config = reading.outcome.workload.config
+    ids = [reading.batches[m][rank].ids_TK for rank in group]
+    if config.capacity.factor is None:
+        room = limits.lossless_capacity(ids, config.experts, minimum=config.capacity.minimum)
+        if claims.capacity_over == "tp":  # places are cut among its ranks
+            tp = reading.outcome.workload.layout.tp
+            room = -(-room // tp) * tp
+        return [room] * len(group), [room] * len(group)
+    legal = [DropRule.of(claims).capacities(config, len(ids_TK)) for ids_TK in ids]
+    fewest = [limits.padded_rows(len(ids_TK), rooms[0])[0] for rooms, ids_TK in zip(legal, ids, strict=True)]
+    most = [limits.padded_rows(len(ids_TK), rooms[-1])[-1] for rooms, ids_TK in zip(legal, ids, strict=True)]
+    return fewest, most
+
+
+# ---- slots that were dropped ---------------------------------------------------------------------------------
+
+
+def judge_lost_tokens(reading: Reading, tally: Tally) -> None:
+    """Decide whether a token without any slot has an output of exactly zero in every element.
+
+    Raises:
+        WrongOutput: an element of one is not zero, or the output is missing.
+    """
+    findings, compared = [], []
+    for m, ranks in enumerate(reading.batches):
+        for rank, batch in enumerate(ranks):
+            y = reading.seen(m, rank).y
+            if y is None or len(y) != len(batch.x_TD):
+                got = "is None" if y is None else f"has {len(y)} rows"
+                told = f"y of rank {rank}{_of(reading, m)} {got} instead of {count(len(batch.x_TD), 'row')}"
+                findings.append(Finding("missing", told, (rank,)))
+                continue
+            lost = _without_slots(batch.ids_TK)
+            for t in lost:
+                wrong = (y[t] != 0).nonzero().flatten().tolist()
+                if wrong:
+                    value = float(y[t, wrong[0]])
+                    token = f"rank {rank} token {t}{_of(reading, m)}"
+                    sentence = (
+                        f"{token} had all slots dropped; its output is {value:g} instead of 0 in column {wrong[0]}"
+                    )
+                    findings.append(Finding("output", sentence, (rank,), min(abs(value), 1e300)))
+            compared.append((rank, len(lost) * batch.x_TD.shape[1]))
+    if findings:
+        fail(WrongOutput, "combine", findings)
+    for rank, elements in compared:
+        tally.add(elements=elements, rank=rank)
+
+
+def judge_dropped_gradients(reading: Reading, tally: Tally) -> None:
+    """Decide whether a dropped slot has a weight gradient of zero and adds nothing to the gradient of its token.
+
+    Counts the dropped slots. A token without any slot has a gradient of exactly zero, and it is there.
+
+    Raises:
+        AbsentGradient: the gradient of a token or of a weight is None.
+        WrongGradient, WrongForm: an element differs.
+    """
+    findings = []
+    for m, ranks in enumerate(reading.batches):
+        if not reading.goes_backward(m):
+            continue
+        for rank, batch in enumerate(ranks):
+            seen = reading.seen(m, rank)
+            if seen.dx_TD.value is None and len(batch.x_TD):
+                raise AbsentGradient("gradient", f"the gradient of x on rank {rank} is None", ranks=(rank,))
+            dweights = seen.dweights_TK.value
+            if dweights is None or dweights.shape != batch.ids_TK.shape:
+                continue  # `judge_dweights` decides whether it may be
+            for t, k in ((batch.ids_TK < 0) & (dweights != 0)).nonzero().tolist():
+                value = float(dweights[t, k])
+                whose = f"rank {rank} token {t} slot {k}{_of(reading, m)}"
+                told = f"the gradient of the routing weight of {whose} is {value:g} instead of 0; the slot was dropped"
+                findings.append(Finding("dropped slot", told, (rank,), min(abs(value), 1e300)))
+    if findings:
+        fail(WrongGradient, "gradient", findings)
+    with tally.uncounted() as own:
+        judge_dx(reading, own)
+    with tally.uncounted() as own:
+        judge_dweights(reading, own)
+    for m, ranks in enumerate(reading.batches):
+        for rank, batch in enumerate(ranks):
+            tally.add(pairs=int((batch.ids_TK < 0).sum()) * reading.goes_backward(m), rank=rank)
+
+
+def _of(reading: Reading, microbatch: int) -> str:
+    return f" of microbatch {microbatch}" if len(reading.batches) > 1 else ""
+
+
+def _without_slots(ids_TK: Tensor) -> list[int]:
+    lost: list[int] = (ids_TK < 0).all(1).nonzero().flatten().tolist()
+    return lost
+
+
+# ---- the worst case ------------------------------------------------------------------------------------------
+
+
+def judge_worst_case(reading: Reading, tally: Tally) -> None:
+    """Decide whether every rank received all rows that are routed to it where that is the worst case.
+
+    Counts the rows of ranks to whose experts all tokens are routed with as many slots as possible.
+
+    Raises:
+        WrongDelivery: a row was not delivered, or more rows than the worst case were.
+    """
+    workload = reading.outcome.workload
+    findings, full = [], list[tuple[int, int]]()
+    lost = Counter((each.microbatch, each.pair.destination) for each in reading.matching.lost)
+    received = Counter((e.microbatch, e.rank) for e in reading.entries if e.kind == tags.TAG)
+    wanted = Counter((m, pair.destination) for m, pairs in enumerate(reading.pairs) for pair in pairs)
+    for m, ranks in enumerate(reading.batches):
+        for group in workload.layout.groups()["ep_etp"]:
+            tokens = [len(ranks[rank].x_TD) for rank in group]
+            for rank in group:
+                held = len(reading.ranks[rank].local_experts)
+                most = receive_budget.worst_case_rows(tokens, workload.config.top_k, held)
+                if received[m, rank] > most:
+                    sentence = f"rank {rank} received {received[m, rank]} rows; worst case: {most}"
+                    findings.append(Finding("more", sentence, (rank,)))
+                if wanted[m, rank] == most and lost[m, rank]:
+                    missing = f"{lost[m, rank]} of {most} rows were not delivered to rank {rank}"
+                    sentence = f"{missing}, to which all tokens are routed"
+                    findings.append(Finding("lost", sentence, (rank,)))
+                elif wanted[m, rank] == most:
+                    full.append((rank, most))
+    if findings:
+        fail(WrongDelivery, "dispatch", findings)
+    for rank, rows in full:
+        tally.add(pairs=rows, rank=rank)

@@ -1,0 +1,136 @@
+"""Layers whose router drops: what the kept slots of a token add is left, and its shared part, and nothing else.
+
+Which slots are kept is computed from the spec (see `LayerExpected.kept`), so that nothing has to be guessed
+from y.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import Tensor
+
+from moe_conformance.judging.compare.bounded import Worst, compare
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import Place
+from moe_conformance.judging.shared.layer.expected import LayerExpected
+from moe_conformance.judging.shared.layer.layer import EVERY, expected_of, judge_layer_dx, judge_layer_gradients
+from moe_conformance.judging.verdict import Tally, WrongForm, WrongOutput
+
+
+def judge_lost_in_layer(reading: Reading, tally: Tally) -> None:
+    """Decide whether y of tokens that lost all their slots is their shared part alone, or zero, within rounding.
+
+    Counts the elements of such tokens.
+
+    Raises:
+        WrongForm: y is missing, or not (T, D).
+        WrongOutput: an element lies outside its bound.
+    """
+    findings, expected = [], expected_of(reading)
+    for (_, rank), t, kept, worst in _outputs(reading, expected):
+        if kept:
+            continue
+        tally.beyond = max(tally.beyond, 0.0 if worst.holds else worst.size)
+        if not worst.holds:
+            wrong = f"y is not {_shared_words(reading)}: {worst}"
+            sentence = f"rank {rank} token {t} had all slots dropped; {wrong}"
+            findings.append(Finding("lost", sentence, (rank,), worst.size))
+        tally.add(elements=reading.outcome.workload.config.hidden, rank=rank, worst=worst.ratio)
+    if findings:
+        fail(WrongOutput, "combine", findings, note=_by_design(reading, expected))
+
+
+def judge_kept_in_layer(reading: Reading, tally: Tally) -> None:
+    """Decide whether y of tokens that kept a slot is what the kept ones and the shared part add, within rounding.
+
+    Weights are those before the drop, unless the backend claims another rule. Counts the elements of such tokens.
+
+    Raises:
+        WrongForm: y is missing, or not (T, D).
+        WrongOutput: an element lies outside its bound.
+    """
+    findings, config, expected = [], reading.outcome.workload.config, expected_of(reading)
+    for (m, rank), t, kept, worst in _outputs(reading, expected):
+        if not kept:
+            continue
+        tally.beyond = max(tally.beyond, 0.0 if worst.holds else worst.size)
+        if not worst.holds:
+            slots = f"kept {kept} of {config.top_k} slots"
+            also = " and the shared experts" if config.shared.ffn else ""
+            wrong = f"y is not the sum over these{also}: {worst}"
+            sentence = f"rank {rank} token {t} of microbatch {m} {slots}; {wrong}"
+            findings.append(Finding("kept", sentence, (rank,), worst.size))
+        tally.add(elements=config.hidden, rank=rank, worst=worst.ratio)
+    if findings:
+        fail(WrongOutput, "combine", findings, note=_by_design(reading, expected))
+
+
+def judge_dropped_in_layer(reading: Reading, tally: Tally) -> None:
+    """Decide whether the kept slots alone, and the shared part, give gradients to tokens and to every parameter.
+
+    A token that lost all its slots has what comes back through its shared part; the weight of a dropped slot gives the
+    router nothing, but through a sum that it was in before the drop; an expert that keeps no slot ends with zeros. What
+    all addends of which are zero must be zero, and not None.
+
+    Raises:
+        NotOffered: the backend finishes no gradients.
+        Uncovered: the ranks of a stage together do not name all of a parameter.
+        AbsentGradient: a gradient is None.
+        WrongForm, WrongGradient: another shape; an element outside its bound.
+    """
+    judge_layer_dx(reading, tally)
+    judge_layer_gradients(reading, tally, EVERY)
+
+
+def _shared_words(reading: Reading) -> str:
+    return "the output of its shared experts" if reading.outcome.workload.config.shared.ffn else "zero"
+
+
+def _by_design(reading: Reading, expected: LayerExpected) -> str:
+    """Name the claim under which all outputs would be right, if there is one."""
+    for rule, note in expected.rule.others():
+        if all(worst.holds for *_, worst in _outputs(reading, expected.by(rule))):
+            return note
+    return _cause(reading, expected)
+
+
+def _cause(reading: Reading, expected: LayerExpected) -> str:
+    """Name the option that the layer ignores, if that explains all outputs."""
+    config = expected.workload.config
+    other = "position" if config.capacity.drop_policy == "weights" else "weights"
+    ignored: dict[str, dict[str, object]] = {
+        "no slot was dropped": {"capacity.factor": None},
+        f"slots are kept as by {other}": {"capacity.drop_policy": other},
+    }
+    for words, options in ignored.items():
+        workload = replace(expected.workload, config=config.changed(options))
+        if all(worst.holds for *_, worst in _outputs(reading, replace(expected, workload=workload))):
+            return f"; likely cause: {words}"
+    return ""
+
+
+def _outputs(reading: Reading, expected: LayerExpected) -> Iterator[tuple[Place, int, int, Worst]]:
+    """Hold y of every token against its bound: place, token, how many slots it keeps, and its worst element.
+
+    Raises:
+        WrongForm: y is missing, or has another shape.
+    """
+    for place in expected.places:
+        y_TD, (wanted_TD, allowed_TD) = _output(reading, place), expected.y(place)
+        for t, kept in enumerate(expected.kept[place].sum(1).tolist()):
+            yield place, t, kept, compare(y_TD[t], wanted_TD[t], allowed_TD[t])
+
+
+def _output(reading: Reading, place: Place) -> Tensor:
+    """Return y, (T, D).
+
+    Raises:
+        WrongForm: it is missing, or has another shape.
+    """
+    (m, rank), y_TD = place, reading.seen(*place).y
+    if y_TD is None or y_TD.shape != reading.batches[m][rank].x_TD.shape:
+        raise WrongForm("combine", f"y of rank {rank} in microbatch {m} is None or not (T, D)", ranks=(rank,))
+    return y_TD

@@ -1,0 +1,107 @@
+"""The pinned corpus of fixed receive budgets: batches that fit, that fit exactly, and that are one row too many.
+
+An exchange that refuses more rows than its budget does so on all ranks, and goes on with the next microbatch. One that
+drops them says so where they had no room, and goes on with the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from moe_conformance.contract import Config
+from moe_conformance.contract.topology import Layout
+from moe_conformance.workloads.chapter import EP2, EP2_ETP2, Chapter
+from moe_conformance.workloads.recipes import ONE_WITHOUT, UNEVEN, Recipe, exchange_workload
+from moe_conformance.workloads.records.routes import one_rank
+from moe_conformance.workloads.records.runs import ExchangeStep
+from moe_conformance.workloads.records.workload import Batch, Workload
+from moe_conformance.workloads.selection.profiles import Profile
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How to draw one workload with a budget."""
+
+    tokens: tuple[tuple[int, ...], ...]  # of every microbatch; of rank r the entry r modulo the length
+    of: int = 0  # the microbatch whose busiest rank the budget is made for
+    spare: int = 0  # rows that it has more than that
+    over: Literal["refuse", "drop"] = "refuse"
+    schedule: str = ""  # "": one microbatch after the other
+    memory: Literal["plain", "filled"] = "plain"
+    factor: float | None = None  # of the balanced load, in place of rows: all goes to one coordinate
+
+
+OVERFLOWS: Mapping[str, Budget] = {
+    "budget-exact-even": Budget(((8,),)),
+    "budget-exact-uneven": Budget((UNEVEN,)),
+    "budget-one-short-even": Budget(((3,), (9,), (4,)), of=1, spare=-1),
+    "budget-one-short-uneven": Budget(((2, 4, 0, 3), UNEVEN, (3, 1, 4, 2)), of=1, spare=-1),
+    "budget-by-turns": Budget(((24,), (2,), (6,)), of=2),
+    "budget-rank-without-tokens": Budget((ONE_WITHOUT, (2, 0, 1, 3), (0, 3, 2, 1)), of=0, spare=-2),
+    "budget-in-flight-even": Budget(((3,), (9,), (4,)), of=0, spare=1, schedule="F0 F1 B0 F2 B2"),
+    "factor-exceeded-even": Budget(((8,),), factor=1.0),
+    "budget-of-none": Budget(((0,), (3,), (0,))),
+    # The first fills the buffer of the busiest rank, the second is too much for most, the third leaves room.
+    "overfull-by-turns-even": Budget(((8,), (16,), (3,)), over="drop"),
+    # While gradients of what was dropped are still to come, others are dispatched.
+    "overfull-one-row-uneven": Budget(
+        ((2, 4, 0, 3), UNEVEN, (3, 1, 4, 2)), of=1, spare=-1, over="drop", schedule="F0 F1 F2 B1 B0 B2"
+    ),
+    "overfull-filled-uneven": Budget((ONE_WITHOUT, (2, 0, 1, 0)), spare=-4, over="drop", memory="filled"),
+    "overfull-of-none-even": Budget(((0,), (3,), (0,)), over="drop"),
+    "factor-overfull-even": Budget(((8,),), factor=1.0, over="drop"),
+}
+
+
+def overflows(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield the workloads of a variant on a layout."""
+    for name, asked in OVERFLOWS.items():
+        schedule = asked.schedule or " ".join(f"F{m} B{m}" for m in range(len(asked.tokens)))
+        recipe = Recipe(name, turns=asked.tokens, schedule=schedule, memory=asked.memory)
+        if asked.factor is not None:
+            recipe = replace(recipe, route=one_rank, needs_ep=True, config={"receive_buffer.factor": asked.factor})
+        if recipe.needs_ep and layout.ep == 1:
+            continue
+        workload = exchange_workload(recipe, ExchangeStep(option="receive budget"), variant, layout)
+        workload = replace(workload, config=workload.config.changed({"receive_buffer.overflow": asked.over}))
+        if asked.factor is not None:
+            yield workload
+            continue
+        room = max(0, busiest(workload.config, layout, workload.batches[asked.of]) + asked.spare)
+        yield replace(workload, config=workload.config.changed({"receive_buffer.rows": room}))
+
+
+def by_factor(workload: Workload) -> bool:
+    """Whether the budget is a multiple of the balanced load, which may be larger than asked for."""
+    return workload.config.receive_buffer.factor is not None
+
+
+def refuses(workload: Workload) -> bool:
+    """Whether rows beyond a budget of so many rows are to be refused."""
+    return workload.config.receive_buffer.overflow == "refuse" and not by_factor(workload)
+
+
+def refuses_some(workload: Workload) -> bool:
+    """Whether rows beyond the budget are to be refused, and others fit."""
+    return refuses(workload) and bool(workload.config.receive_buffer.rows)
+
+
+def drops(workload: Workload) -> bool:
+    """Whether rows beyond a budget of so many rows are to be dropped."""
+    return workload.config.receive_buffer.overflow == "drop" and not by_factor(workload)
+
+
+def busiest(config: Config, layout: Layout, ranks: tuple[Batch, ...]) -> int:
+    """Return the most rows that any ep coordinate wants, whose experts are in equal runs."""
+    held = config.experts // layout.ep
+    wanted = [0]
+    for group in layout.groups()["ep_etp"]:
+        for first in range(0, config.experts, held):
+            ids = [ranks[rank].ids_TK for rank in group]
+            wanted.append(sum(int(((ids_TK >= first) & (ids_TK < first + held)).sum()) for ids_TK in ids))
+    return max(wanted)
+
+
+CHAPTERS = (Chapter((ExchangeStep(option="receive budget"),), tuple(OVERFLOWS), overflows, "every", (EP2, EP2_ETP2)),)

@@ -1,0 +1,54 @@
+"""Settings of layers that were changed after building, compared with those of a layer that is built with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moe_conformance.chapters.config_rules.judge.resolved_settings import words_of
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.script import answers, values
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm
+from moe_conformance.reference.config_rules.shown import lawful_change
+from moe_conformance.scenarios.outcome import Outcome
+
+_CALLS = 6  # of every change: build, shown, change, shown; and build and shown of a new layer
+
+
+def judge_changed_later(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether changes after building reach all layers of all ranks, or raise and leave them as they were.
+
+    Raises:
+        NotOffered: nothing can be changed.
+        WrongForm: a layer has other settings than a new one, or was changed by a change that raised.
+        Raised: layers could not be built or shown.
+    """
+    findings: list[Finding] = []
+    for number in range(0, len(outcome.workload.calls), _CALLS):
+        findings += _wrong_layers(outcome, number, tally)
+    if findings:
+        fail(WrongForm, "run", findings)
+
+
+def _wrong_layers(outcome: Outcome, number: int, tally: Tally) -> Iterator[Finding]:
+    """Yield the layers that one change left with wrong settings."""
+    built, change, fresh = (answers(outcome, number + call) for call in (0, 2, 5))
+    if problem := next((each for each in (*built, *change) if each.error_by == "adapter"), None):
+        raise NotOffered(problem.error)
+    before, after = values(outcome, number + 1), values(outcome, number + 3)
+    to = words_of(outcome.workload.calls[number + 2].given[0]["to"])
+    raised = any(each.raised for each in change)
+    expected = "as before, since the change raised" if raised else "as in a layer that is built with them"
+    for rank, layers in enumerate(after):
+        old = before[rank][0]
+        new = old if fresh[rank].raised else fresh[rank].values[""][0]
+        for layer, seen in enumerate(layers):
+            if not lawful_change(old, new, [seen], raised):
+                has = _differing(seen, old if raised else new)
+                sentence = f"layer {layer} on rank {rank} has {has} after a change to {to}; expected: {expected}"
+                yield Finding("layer", sentence, (rank,))
+            tally.add(pairs=1, rank=rank)
+
+
+def _differing(seen: Mapping[str, Any], due: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} = {each!r} instead of {due[name]!r}" for name, each in seen.items() if each != due[name])

@@ -1,0 +1,328 @@
+"""Settings that a backend resolved: refused, built as asked or changed openly, as their rules allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from moe_conformance.contract import Settings
+from moe_conformance.judging.findings import Finding, fail, some
+from moe_conformance.judging.observed.script import SLIPS, answers
+from moe_conformance.judging.verdict import Mismatch, NotOffered, Raised, Refused, Tally, Unrefused, WrongForm
+from moe_conformance.reference.config_rules.outcomes import FACTS, lawful_build, outcomes
+from moe_conformance.reference.config_rules.rules import Settings as Neutral
+from moe_conformance.reference.config_rules.rules import broken
+from moe_conformance.reference.config_rules.shown import hidden, lawful_refusal, unknown
+from moe_conformance.scenarios.outcome import Answer, Outcome
+
+_VERSIONS = "RULE-19"
+_KNOWN: Mapping[str, tuple[object, ...]] = {
+    "dispatcher": ("alltoall", "allgather", "fused"),
+    "recompute": ("none", "full", "selective"),
+    "recompute_method": (None, "uniform", "block"),
+}
+_NAMES: Mapping[str, tuple[str, ...]] = {  # of which options hold several, in any order
+    "recompute_modules": ("moe", "layernorm"),
+    "capture": ("attention", "router", "moe", "mlp"),
+}
+_DEFAULTS = {field.name: field.default for field in fields(Settings)}
+_ASSUMED = ("versions", "extra")  # are no options of what was built
+
+
+_ERRORS: Mapping[str, type[Mismatch]] = {"built": Unrefused, "refused": Refused, "otherwise": Refused}
+
+
+@dataclass(frozen=True)
+class _Example:
+    """What became of settings: `neutral` is what the oracle knows them as, with the limits that the backend told."""
+
+    asked: Settings
+    neutral: Neutral
+    answers: tuple[Answer, ...]
+
+    @property
+    def refusing(self) -> tuple[int, ...]:
+        """The ranks that raised."""
+        return tuple(rank for rank, answer in enumerate(self.answers) if answer.raised)
+
+    @property
+    def by_library(self) -> bool:
+        """Whether the adapter names the refusal as one that the library documents."""
+        return any(answer.error_by == "library" for answer in self.answers)
+
+    @property
+    def words(self) -> str:
+        """The settings, as far as they differ from the defaults."""
+        return words_of(self.asked)
+
+    def ran(self, rank: int) -> Settings:
+        """Return what was built on a rank."""
+        return Settings(**self.answers[rank].values["settings"])
+
+    def changed(self, rank: int) -> tuple[str, ...]:
+        """Name the options that run with another value than was asked for."""
+        ran = self.ran(rank)
+        return tuple(name for name in _DEFAULTS if name not in _ASSUMED and getattr(ran, name) != _of(self.asked, name))
+
+
+def words_of(settings: Settings) -> str:
+    """Return settings in words, as far as they differ from the defaults."""
+    changed = (f for f in fields(settings) if getattr(settings, f.name) != f.default)
+    said = [f"{field.name}={getattr(settings, field.name)!r}" for field in changed]
+    return f"Settings({', '.join(said)})"
+
+
+def _of(settings: Settings, name: str) -> Any:
+    value = getattr(settings, name)
+    return tuple(sorted(value)) if name in _NAMES and value is not None else value
+
+
+def judge_rule(outcome: Outcome, rule: str, tally: Tally) -> None:
+    """Decide whether settings that break a rule are refused, or become what the rule allows, and others are accepted.
+
+    Settings that break another rule too are judged by all of them; where a limit on versions is not met, by that
+    alone. Valid ones may be refused by a limit that the adapter knows as documented.
+
+    Raises:
+        NotOffered: no settings that break the rule could be asked for, or no valid ones beside them were accepted.
+        Unrefused: they were built on some ranks as if nothing were wrong.
+        WrongForm: they were built with a change that the rule does not allow, or without a warning.
+        Refused: valid settings were refused, or built otherwise than asked.
+    """
+    examples, reasons = _examples(outcome)
+    usual = _usual_warnings(examples)
+    findings: list[Finding] = []
+    judged = accepted = 0
+    for example in examples:
+        rules = broken(example.neutral)
+        if _VERSIONS in rules and rule != _VERSIONS:
+            reasons.append(f"{example.words} needs other versions: {_limits(example.neutral)}")
+            continue
+        if rules and rule not in rules:
+            continue
+        judged += rule in rules
+        accepted += not rules and not example.refusing
+        findings += _wrong_outcomes(example, rule, usual) if rules else _wrong_builds(example)
+        for rank in range(len(example.answers)):
+            tally.add(pairs=1, rank=rank)
+    if findings:
+        kinds = {finding.kind for finding in findings}
+        fail(next((error for kind, error in _ERRORS.items() if kind in kinds), WrongForm), "run", findings)
+    if not judged:
+        raise NotOffered(reasons[0] if reasons else f"nothing that breaks {rule} could be asked for")
+    if not accepted:
+        raise NotOffered(f"nothing is accepted beside what breaks {rule}, so that a refusal proves nothing")
+
+
+def judge_refusals(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether all refusals have a message, are the same on all ranks, and no slips of the program.
+
+    Raises:
+        NotOffered: nothing was refused.
+        WrongForm: a refusal has no message, differs between ranks, or is an error such as AttributeError.
+        Refused: some ranks refuse what others build.
+    """
+    examples, reasons = _examples(outcome)
+    refused = [example for example in examples if example.refusing]
+    for example in refused:
+        errors = [(each.error_type, each.error) if each.raised else None for each in example.answers]
+        _judge_no_slip(example)
+        if not lawful_refusal(errors):
+            _tell_refusal(example, errors)
+        for rank in range(len(errors)):
+            tally.add(pairs=1, rank=rank)
+    if not refused:
+        raise NotOffered(reasons[0] if reasons else "nothing was refused")
+
+
+def judge_changes(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every option that runs with another value than asked is warned of, and shown alike on all ranks.
+
+    Raises:
+        NotOffered: nothing runs with another value.
+        WrongForm: a change was not warned of, or ranks show different values.
+    """
+    examples, _ = _examples(outcome)
+    usual = _usual_warnings(examples)
+    changed = [each for each in examples if not each.refusing and any(map(each.changed, range(len(each.answers))))]
+    for example in changed:
+        _judge_shown(example, usual)
+        for rank in range(len(example.answers)):
+            tally.add(pairs=len(example.changed(rank)), rank=rank)
+    if not changed:
+        raise NotOffered("no option runs with another value than asked")
+
+
+def judge_shown(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether valid settings are resolved to what was asked, option by option.
+
+    Raises:
+        NotOffered: none could be asked for.
+        WrongForm: an option is lost, or differs between ranks.
+    """
+    examples, reasons = _examples(outcome)
+    built = [example for example in examples if not example.refusing and not broken(example.neutral)]
+    for example in built:
+        _judge_shown(example, frozenset(), told=False)
+        for rank in range(len(example.answers)):
+            tally.add(elements=len(_DEFAULTS), rank=rank)
+    if not built:
+        raise NotOffered(reasons[0] if reasons else "no settings could be asked for")
+
+
+def judge_unknown(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether options and values that nobody knows are refused.
+
+    Raises:
+        NotOffered: none could be asked for.
+        Unrefused: one was accepted.
+    """
+    examples, reasons = _examples(outcome)
+    findings = []
+    for example in examples:
+        wrong = _unknown(example.asked)
+        taking = tuple(rank for rank, answer in enumerate(example.answers) if not answer.raised)
+        if taking:
+            on = some([f"rank {rank}" for rank in taking])
+            sentence = f"{example.words} is accepted on {on}; expected: an error, {', '.join(wrong)} is not known"
+            findings.append(Finding("accepted", sentence, taking))
+        for rank in range(len(example.answers)):
+            tally.add(pairs=1, rank=rank)
+    if findings:
+        fail(Unrefused, "run", findings)
+    if not examples:
+        raise NotOffered(reasons[0] if reasons else "no unknown option could be asked for")
+
+
+def _unknown(asked: Settings) -> tuple[str, ...]:
+    """Return the options, and the names in them, that must be refused."""
+    named: dict[str, object] = {name: value for name, value in _options(asked).items() if name not in _NAMES}
+    known: dict[str, Any] = {**dict.fromkeys(named), **_KNOWN}
+    for option, names in _NAMES.items():
+        parts = {f"{option} {name!r}": name for name in _of(asked, option) or ()}
+        named, known = {**named, **parts}, {**known, **dict.fromkeys(parts, names)}
+    return unknown({**named, **dict(asked.extra)}, known, defaults=_DEFAULTS)
+
+
+def _examples(outcome: Outcome) -> tuple[list[_Example], list[str]]:
+    """Return what became of all settings that could be asked for, and why others could not."""
+    found: list[_Example] = []
+    reasons: list[str] = []
+    for number in range(0, len(outcome.workload.calls), 2):
+        limits, resolved = answers(outcome, number), answers(outcome, number + 1)
+        if adapters := [each.error for each in (*limits, *resolved) if each.error_by == "adapter"]:
+            reasons.append(adapters[0])
+            continue
+        if untold := next((each for each in limits if each.raised), None):
+            raise Raised("run", f"limits of settings raised {untold.error_type}: {untold.error}")
+        given = [call["asked"] for call in outcome.workload.calls[number + 1].given]
+        found.append(_Example(given[0], _neutral(given, limits[0].values[""]), resolved))
+    return found, reasons
+
+
+def _judge_no_slip(example: _Example) -> None:
+    """Require that errors are none that a program raises by mistake."""
+    for rank in example.refusing:
+        answer = example.answers[rank]
+        if answer.error_type in SLIPS:
+            error = f"{answer.error_type}: {answer.error}"
+            sentence = f"resolve on rank {rank} stumbled over {example.words} instead of refusing it: {error}"
+            raise WrongForm("run", sentence, ranks=(rank,))
+
+
+def _limits(neutral: Neutral) -> str:
+    return ", ".join(f"{library} {needed}, found {found}" for library, needed, found in neutral.versions)
+
+
+def _neutral(given: Sequence[Settings], limits: Sequence[tuple[str, str, str | None]]) -> Neutral:
+    """Return settings in the oracle's words, with facts; the ranks' differ at most in whether the kernel is present."""
+    settings = given[0]
+    options = {f.name: _of(settings, f.name) for f in fields(Neutral) if f.name not in FACTS}
+    return Neutral(
+        **{
+            **options,
+            "dtype": str(settings.dtype).removeprefix("torch."),
+            "recompute_modules": frozenset(settings.recompute_modules),
+            "capture": None if settings.capture is None else frozenset(settings.capture),
+            "kernel_present": tuple(each.kernel != "absent" for each in given),
+            "kernel_frees_input": settings.kernel == "freeing",
+            "versions": tuple(tuple(limit) for limit in limits),
+        }
+    )
+
+
+def _usual_warnings(examples: Sequence[_Example]) -> frozenset[str]:
+    """Return what is warned of where nothing is wrong."""
+    valid = (each for each in examples if not broken(each.neutral) and not each.refusing)
+    return frozenset(text for each in valid for answer in each.answers for text in answer.values["warned"])
+
+
+def _wrong_builds(example: _Example) -> Iterator[Finding]:
+    """Yield where valid settings are refused by no documented limit, or built otherwise than asked."""
+    for rank, answer in enumerate(example.answers):
+        start = f"{example.words} breaks no rule and"
+        if answer.raised and not example.by_library:
+            yield Finding("refused", f"{start} is refused on rank {rank}: {answer.error!r}", (rank,))
+        elif not answer.raised and (changed := example.changed(rank)):
+            yield Finding("otherwise", f"{start} runs on rank {rank} with {_changes(example, rank, changed)}", (rank,))
+
+
+def _wrong_outcomes(example: _Example, rule: str, usual: frozenset[str]) -> Iterator[Finding]:
+    """Yield what is wrong with the settings that were built on some rank though they break a rule."""
+    allowed = ", ".join(sorted(outcomes(example.neutral)))
+    for rank, answer in enumerate(example.answers):
+        if answer.raised:
+            continue
+        ran = _neutral([example.ran(rank)], ())
+        changed = example.changed(rank)
+        start = f"{example.words} breaks {rule} and is built on rank {rank}"
+        if not changed:
+            if "honoured" not in outcomes(example.neutral):
+                yield Finding("built", f"{start} as if nothing were wrong; allowed: {allowed}", (rank,))
+        elif not lawful_build(example.neutral, ran):
+            yield Finding("changed", f"{start} with {_changes(example, rank, changed)}; allowed: {allowed}", (rank,))
+        elif not _warned(example, usual):
+            yield Finding("silent", f"{start} with {_changes(example, rank, changed)} without a warning", (rank,))
+
+
+def _judge_shown(example: _Example, usual: frozenset[str], *, told: bool = True) -> None:
+    """Require that all options are shown as asked, or changed with a warning where changes may be `told`."""
+    resolved = [_options(example.ran(rank)) for rank in range(len(example.answers))]
+    warned = [told and _warned(example, usual)] * len(resolved)
+    lost = hidden(_options(example.asked), _options(Settings()), resolved, warned)
+    if lost:
+        by_rank = [
+            f"{name} = {resolved[rank][name]!r} on rank {rank}" for name in lost for rank in range(len(resolved))
+        ]
+        without = " without a warning" if told else ""
+        raise WrongForm("run", f"{example.words} is resolved{without} to {some(by_rank)}")
+
+
+def _tell_refusal(example: _Example, errors: Sequence[tuple[str, str] | None]) -> None:
+    """Raise what is wrong with a refusal."""
+    building = [f"rank {rank}" for rank, error in enumerate(errors) if error is None]
+    refusing = example.refusing
+    error_type, error = example.answers[refusing[0]].error_type, example.answers[refusing[0]].error
+    if building:
+        told = f"is built on {some(building)} and refused on {some([f'rank {rank}' for rank in refusing])}: {error!r}"
+        raise Refused("run", f"{example.words} {told}", ranks=refusing)
+    if not error.strip():
+        raise WrongForm("run", f"{example.words} is refused by {error_type} without a message", ranks=refusing)
+    others = {(each.error_type, each.error) for each in example.answers}
+    told = " and ".join(f"{kind}: {text!r}" for kind, text in sorted(others))
+    raise WrongForm("run", f"{example.words} is refused differently on its ranks: {told}", ranks=refusing)
+
+
+def _warned(example: _Example, usual: frozenset[str]) -> bool:
+    """Whether a rank warned of something that is not warned of where nothing is wrong."""
+    return any({*answer.values["warned"]} - usual for answer in example.answers if not answer.raised)
+
+
+def _changes(example: _Example, rank: int, names: Sequence[str]) -> str:
+    ran = example.ran(rank)
+    return ", ".join(f"{name} = {_of(ran, name)!r} instead of {_of(example.asked, name)!r}" for name in names)
+
+
+def _options(settings: Settings) -> dict[str, Any]:
+    return {name: _of(settings, name) for name in _DEFAULTS if name not in _ASSUMED}

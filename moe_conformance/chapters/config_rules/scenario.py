@@ -1,0 +1,54 @@
+"""Settings that a backend resolves, with what it warned of meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moe_conformance.contract import ConfigRules, Malformed, Settings, VersionLimit
+from moe_conformance.scenarios.warned import recorded
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What one call of `resolve` returned, and its warnings."""
+
+    settings: Settings
+    warned: tuple[str, ...]
+
+
+class RecordedRules:
+    """The surface of a backend; its warnings are part of the answers."""
+
+    def __init__(self, rules: ConfigRules) -> None:
+        """Keep the surface."""
+        self.rules = rules
+        self.resolved = getattr(rules, "resolved", {})
+
+    def limits(self, asked: Settings) -> tuple[tuple[str, str, str | None], ...]:
+        """Return the limits as plain tuples."""
+        return tuple(tuple(VersionLimit(*limit)) for limit in self.rules.limits(asked))  # type: ignore[misc]
+
+    def resolve(self, asked: Settings) -> Resolution:
+        """Resolve them under a recorder of warnings.
+
+        Raises:
+            Malformed: it returned something else than `Settings`.
+        """
+        with recorded() as warned:
+            settings: Any = self.rules.resolve(asked)
+        if not isinstance(settings, Settings):
+            raise Malformed(f"resolve returned {type(settings).__name__}; expected Settings")
+        return Resolution(settings, tuple(warned))
+
+    def build(self, asked: Settings, layers: int) -> Any:
+        """Build layers."""
+        return self.rules.build(asked, layers)
+
+    def change(self, built: Any, to: Settings) -> None:
+        """Change them."""
+        self.rules.change(built, to)
+
+    def shown(self, built: Any) -> tuple[Settings, ...]:
+        """Return the settings of every layer."""
+        return tuple(self.rules.shown(built))

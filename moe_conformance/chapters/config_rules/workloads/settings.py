@@ -1,0 +1,177 @@
+"""Settings that are resolved and never run: for every rule the examples of the oracle, and all options one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, Literal
+
+import torch
+
+from moe_conformance.contract import Config, Settings
+from moe_conformance.contract.topology import Layout
+from moe_conformance.reference.config_rules import cases
+from moe_conformance.reference.config_rules.outcomes import FACTS
+from moe_conformance.reference.config_rules.rules import Settings as Neutral
+from moe_conformance.workloads.chapter import EP2, SINGLE, Chapter
+from moe_conformance.workloads.records.runs import ON_CONFIG_RULES
+from moe_conformance.workloads.records.workload import Call, Ref, Workload
+from moe_conformance.workloads.selection.profiles import Profile
+
+_LAYOUTS = (SINGLE, EP2)
+_VERSIONS = "RULE-19"
+_KERNELS = "RULE-24"
+
+# Of RULE-25 exchanges are built, which says more.
+RULES = tuple(f"RULE-{number:02}" for number in range(6, 28) if number != 25)
+CHANGING = ("RULE-06", "RULE-07", "RULE-15", "RULE-23", "RULE-24")  # a backend may change what breaks them, openly
+SHOWN, UNKNOWN, LATER = "options-shown", "options-unknown", "options-changed"
+
+_ON = Settings(overlap=True, ep=2)
+_CAPTURED = replace(_ON, defer_weight_gradients=True, capture=("router",))
+
+
+def workload_of(rule: str) -> str:
+    """Return the name of the workload of a rule."""
+    return rule.lower()
+
+
+def asked(neutral: Neutral) -> Settings:
+    """Return an example of the oracle as a backend is asked for it."""
+    options: dict[str, Any] = {
+        field.name: getattr(neutral, field.name) for field in fields(neutral) if field.name not in FACTS
+    }
+    scopes = neutral.capture
+    return Settings(
+        **{
+            **options,
+            "dtype": getattr(torch, neutral.dtype),
+            "kernel": _kernel(neutral),
+            "recompute_modules": tuple(sorted(neutral.recompute_modules)),
+            "capture": None if scopes is None else tuple(sorted(scopes)),
+        }
+    )
+
+
+def _kernel(neutral: Neutral) -> Literal["present", "absent", "freeing"] | None:
+    if neutral.kernel is None:
+        return None
+    if neutral.kernel_frees_input:
+        return "freeing"
+    return "present" if all(neutral.kernel_present) else "absent"
+
+
+def _examples(rule: str) -> list[Settings]:
+    """Return what a rule is asked with: broken and mended in turn, then what fits as well; each once."""
+    if rule == _VERSIONS:
+        assumed = ("2.5.1", "2.5.10", "2.6.0", "2.6.0a0+git12", "2.9.1", "2.10", "2.10.1", "3.0")
+        found = [replace(each, versions=(("torch", text),)) for text in assumed for each in (_ON, _CAPTURED)]
+        return [_ON, _CAPTURED, *found]
+    pairs = [each for case in cases.cases() if case.rule == rule for each in (case.broken, case.mended)]
+    uneven = [each for each in pairs if len({*each.kernel_present}) == 2]
+    found = [asked(each) for each in pairs if each not in uneven]
+    found += [asked(each) for of, each in cases.fits() if of == rule]
+    if rule == "RULE-23":  # a kernel that is not there may be named as well
+        found += [Settings(dispatcher=name, kernel="absent") for name in ("alltoall", "allgather")]
+    return list(dict.fromkeys(found))
+
+
+_ALONE: Mapping[str, tuple[Any, ...]] = {
+    "experts": (4, None), "top_k": (1, 3), "dispatcher": ("allgather", "fused"), "pp": (2,), "ep": (2,),
+    "dtype": (torch.float32, torch.float16), "shared_experts": (1, 2), "capture": (("attention",),),
+    "offload_first_product": (True,), "attention_bias": (True,), "accumulate_in_product": (False,),
+    "packed": (True,), "prediction_layers": (1,),
+}  # fmt: skip
+# Each differs from the default in options that native, or a real backend, may have.
+_OPTIONS: tuple[Settings, ...] = (
+    Settings(),
+    *(Settings(**{name: value}) for name, values in _ALONE.items() for value in values),
+    Settings(groups=4, groups_chosen=2),
+    Settings(pp=2, virtual_stages=2),
+    Settings(dispatcher="fused", kernel="present"),
+    Settings(recompute="full", recompute_method="uniform", recompute_layers=1),
+    Settings(recompute="full", recompute_method="block", recompute_layers=1),
+    Settings(recompute="selective", recompute_modules=("layernorm",)),
+    Settings(recompute="selective", recompute_modules=("moe",)),
+    Settings(shared_experts=1, overlap_shared=True),
+    _ON,
+    replace(_ON, defer_weight_gradients=True),
+)  # fmt: skip
+
+# Each has one value that nobody knows, or an option.
+_UNKNOWN = (
+    Settings(dispatcher="alltoal"),
+    Settings(dispatcher=""),
+    Settings(recompute="selectiv"),
+    Settings(recompute=""),
+    Settings(recompute="full", recompute_method="unifrom", recompute_layers=1),
+    Settings(recompute="selective", recompute_modules=("layernrom",)),
+    Settings(recompute="selective", recompute_modules=("layernorm", "")),
+    Settings(capture=("attentoin",)),
+    Settings(capture=("attention", "")),
+    Settings(extra=(("moe_token_dispacher", "alltoall"),)),
+    Settings(extra=(("", 1),)),
+)
+
+
+# From what to what layers that are built are changed; the last two do not fit them, or anything.
+_CHANGES = (
+    (Settings(), Settings(top_k=3)),
+    (Settings(groups=4, groups_chosen=2), Settings(groups=2, groups_chosen=1)),
+    (Settings(groups=4, groups_chosen=2), Settings()),
+    (Settings(), Settings(experts=4)),
+    (Settings(), Settings(top_k=9)),
+)
+_LAYERS = 3
+
+
+def _changes(ranks: int) -> tuple[Call, ...]:
+    """Build layers, show, change and show them again; then build and show others as they are to be."""
+    calls: list[Call] = []
+    for before, to in _CHANGES:
+        first = Ref(len(calls))
+        then = Ref(len(calls) + 4)
+        for method, given in (
+            ("build", {"asked": before, "layers": _LAYERS}),
+            ("shown", {"built": first}),
+            ("change", {"built": first, "to": to}),
+            ("shown", {"built": first}),
+            ("build", {"asked": to, "layers": 1}),
+            ("shown", {"built": then}),
+        ):
+            calls.append(Call(method, (given,) * ranks, may_raise=True))
+    return tuple(calls)
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of the workloads."""
+    return (*map(workload_of, RULES), SHOWN, UNKNOWN, LATER)
+
+
+def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield the workloads, on one rank and on two."""
+    del profile
+    if layout not in _LAYOUTS:
+        return
+    for rule in RULES:
+        alike = [(each,) * layout.world for each in _examples(rule)]
+        if rule == _KERNELS and layout.world > 1:
+            kernel = Settings(dispatcher="fused", kernel="present")
+            alike.append((kernel, *[replace(kernel, kernel="absent")] * (layout.world - 1)))
+        yield _workload(workload_of(rule), alike, variant, layout)
+    for name, options in ((SHOWN, _OPTIONS), (UNKNOWN, _UNKNOWN)):
+        yield _workload(name, [(each,) * layout.world for each in options], variant, layout)
+    yield Workload(LATER, ON_CONFIG_RULES, Config(variant=variant), layout, (), calls=_changes(layout.world))
+
+
+def _workload(name: str, by_rank: Sequence[tuple[Settings, ...]], variant: str, layout: Layout) -> Workload:
+    """Ask for the limits of settings, and then for what they resolve to."""
+    calls = tuple(
+        Call(method, tuple({"asked": each} for each in ranks), may_raise=True)
+        for ranks in by_rank
+        for method in ("limits", "resolve")
+    )
+    return Workload(name, ON_CONFIG_RULES, Config(variant=variant), layout, (), calls=calls)
+
+
+CHAPTERS = (Chapter((ON_CONFIG_RULES,), names(), draw, quick=_LAYOUTS),)

@@ -1,0 +1,381 @@
+"""The communication of a step, from the ledgers: calls, rows of width D, and other bytes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from moe_conformance.chapters.cost.judge.claimed_wires import all_places, all_tokens
+from moe_conformance.chapters.cost.judge.routing_maps import Map, require_maps
+from moe_conformance.engine.ledger.entry import Entry, group_words
+from moe_conformance.judging.findings import some
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.traffic import (
+    by_phase,
+    bytes_leaving,
+    carries_rows,
+    exchange_phases,
+    rows_leaving,
+)
+from moe_conformance.judging.verdict import Costly, NotOffered, Tally, WrongForm
+from moe_conformance.reference.cost import calls as cost_calls
+from moe_conformance.reference.cost import rows as cost
+from moe_conformance.reference.cost import wire_bytes
+
+
+def judge_no_calls(reading: Reading, tally: Tally) -> None:
+    """Decide whether an exchange of one rank with itself makes no collective, in forward and backward.
+
+    Raises:
+        Costly: it makes one.
+    """
+    found, one = [], "its exchange group has one rank"
+    for rank in reading.ranks:
+        for phase, calls in exchange_phases(rank):
+            if not cost_calls.legal_calls(len(calls), ranks=1):
+                found.append(f"rank {rank.rank} calls {_words(calls)} in {phase}; expected: no collective, since {one}")
+            tally.add(pairs=1, rank=rank.rank)
+    if found:
+        raise Costly("run", some(found))
+
+
+def judge_even_calls(reading: Reading, tally: Tally) -> None:
+    """Decide whether every microbatch takes the same number of collectives, on all ranks of an exchange group.
+
+    Point-to-point messages are not counted: one exchange has as many of them as are not empty.
+
+    Raises:
+        Costly: two differ.
+        NotOffered: the ledger has messages only, or fewer rows than must be sent.
+    """
+    calls_by_kind: dict[tuple[tuple[int, ...], str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for group in reading.outcome.workload.layout.groups()["ep_etp"]:
+        for rank in group:
+            for phase, calls in exchange_phases(reading.ranks[rank]):
+                collectives = [entry for entry in calls if entry.sequence is not None]
+                calls_by_kind[group, phase.partition(":")[0]][phase].append(len(collectives))
+                tally.add(pairs=1, rank=rank)
+    found = [
+        f"{kind} takes different numbers of collectives on {group_words(group)}: "
+        + ", ".join(f"{numbers} in {phase}" for phase, numbers in by_case.items())
+        for (group, kind), by_case in calls_by_kind.items()
+        if not cost_calls.same_calls(list(by_case.values()))
+    ]
+    if found:
+        raise Costly("run", some(found))
+    require_rows(reading)
+    if not any(sum(numbers) for by_case in calls_by_kind.values() for numbers in by_case.values()):
+        raise NotOffered("the ledger has no collective; point-to-point messages are not counted")
+
+
+def judge_rows(reading: Reading, tally: Tally) -> None:
+    """Decide whether dispatch and combine each move no more rows than the claimed wire needs.
+
+    In a forward that calls the experts several times, they are judged together. The tally has the rows that are sent
+    and the smallest possible number, whatever the verdict.
+
+    Raises:
+        Costly: one moves more.
+        NotOffered: the ledger has fewer rows than must be sent, so that they are sent in another form; or the rows of
+            the adapter's own gather are among them.
+    """
+    found = []
+    if reading.claims.wire == "copies":
+        raise NotOffered("the adapter gathers tokens over tp, and its rows would be counted")
+    tally.travelled = _travelled(reading)
+    require_rows(reading)
+    for half in halves(reading):
+        allowed, smallest = half.times * needed_rows(reading, half.m), half.times * smallest_rows(reading, half.m)
+        if half.rows > allowed:
+            times = cost.ratio(math.ceil(half.rows), smallest)
+            least = f"{times:.3g} times the smallest number"
+            to_all = half.rows == half.times * all_tokens(reading, half.m)
+            design = "; a backend that sends all tokens to all ranks by design claims wire = 'all'" if to_all else ""
+            for wire in ("capacity", "capacity_all"):
+                if half.rows == half.times * all_places(reading, half.m, to_all=wire == "capacity_all"):
+                    to = "all ranks" if wire == "capacity_all" else "every expert"
+                    design = f"; a backend that sends every rank's capacity to {to} claims wire = '{wire}'"
+            found.append(f"{half.name} moves {half.rows:g} rows, {least}; allowed: {allowed}{design}")
+        else:
+            tally.add(pairs=len(reading.ranks), worst=half.rows / allowed if allowed else 0.0)
+    if found:
+        raise Costly("run", some(found))
+
+
+def judge_backward_rows(reading: Reading, tally: Tally) -> None:
+    """Decide whether a backward moves no more than its forward: rows, and a number for each weight.
+
+    No count or index is exchanged again, and the bytes of weights in forward are the most that may be sent back.
+
+    Raises:
+        Costly: it moves more.
+        NotOffered: the ledger has fewer rows in forward than must be sent.
+    """
+    require_rows(reading)
+    found = []
+    for m, forward in _forwards(reading).items():
+        if not reading.goes_backward(m):
+            continue
+        back = {rank.rank: by_phase(rank)[f"backward:{m}"] for rank in reading.ranks}
+        for rank, calls in back.items():
+            if again := [entry for entry in calls if entry.shapes_in and "float" not in entry.dtype]:
+                found.append(f"backward:{m} exchanges {again[0].dtype} again on rank {rank}: {_words(again)}")
+            tally.add(pairs=1, rank=rank)
+        floats = {rank: [entry for entry in calls if "float" in entry.dtype] for rank, calls in forward.items()}
+        there, here, weights = _moved(reading, forward), _moved(reading, back), _moved(reading, floats).beside
+        if reading.claims.wire == "copies":  # tp ranks with the same tokens sum gradients: forward has no such call
+            weights = here.beside
+        if not found and not cost_calls.legal_backward(there, here, weight_bytes=weights):
+            found.append(
+                f"backward:{m} moves {here.dispatch} rows and {here.beside} other bytes; forward:{m} moves "
+                f"{there.dispatch} rows, and weights in {weights} bytes"
+            )
+    if found:
+        raise Costly("gradient", some(found))
+
+
+def judge_beside_rows(reading: Reading, tally: Tally) -> None:
+    """Decide whether the bytes of a forward other than rows grow with ranks, experts and moved rows only.
+
+    Where the backend reports that whole maps are sent with all tokens, the ledger must have both, a mark and a weight
+    for every expert of every token, once each; in addition to them the counts alone.
+
+    Raises:
+        Costly: it sends more bytes.
+        WrongForm: the reported routing is unknown, does not fit the wire, or is not what the ledger has.
+        NotOffered: the ledger has fewer rows than must be sent: those in another form would count as other bytes.
+    """
+    config, maps, found = reading.outcome.workload.config, _gathers_maps(reading), []
+    require_rows(reading)
+    W = reading.outcome.workload.layout.ep * reading.outcome.workload.layout.etp
+    for m, forwards in _forwards(reading).items():
+        for rank, calls in forwards.items():
+            moved = _moved(reading, {rank: calls})
+            rows, entry = moved.dispatch, None
+            if maps:
+                T = len(reading.batches[m][rank].x_TD)
+                entry = require_maps(calls, rank, Map(T, config.experts, W), config.hidden, f"forward:{m}")
+                rows = T * (W - 1)
+            allowed = wire_bytes.metadata_bytes(W, config.experts, config.top_k, rows, map_entry=entry)
+            if moved.beside > allowed:
+                sent = f"{moved.beside} bytes in addition to {moved.dispatch} rows"
+                what = f"{allowed}, whole maps and counts" if maps else allowed
+                found.append(f"rank {rank} sends {sent} in forward:{m}; allowed: {what}")
+            else:
+                tally.add(pairs=1, rank=rank, worst=moved.beside / allowed)
+    if found:
+        raise Costly("dispatch", some(found))
+
+
+def judge_handed(reading: Reading, tally: Tally) -> None:
+    """Decide whether the experts of a rank receive no more rows than are routed to them, and padding to the multiple.
+
+    Where all tokens are delivered, as the backend has to claim, no more than these; where a fixed number is, as many on
+    all ranks of an exchange group.
+
+    Raises:
+        Costly: they receive more.
+        NotOffered: the backend claims a fixed number of rows.
+    """
+    handed = reading.claims.handed
+    if handed == "static":
+        if uneven := _uneven(reading):
+            raise Costly("dispatch", f"the backend claims handed = 'static', and {uneven}; expected: equally many")
+        raise NotOffered("the backend claims handed = 'static', a fixed number of delivered rows")
+    excess = [each for each in _handed(reading, handed) if each.rows > each.allowed]
+    if excess:
+        raise Costly("dispatch", some(each.sentence for each in excess) + _by_design(reading, excess))
+    for rank in reading.ranks:
+        tally.add(pairs=len(reading.batches), rank=rank.rank)
+
+
+class _Handed(NamedTuple):
+    """The rows that a rank delivers to its experts in a microbatch, as many as a claim says, and the most it allows."""
+
+    m: int
+    rank: int
+    rows: int
+    claimed: int
+    allowed: int
+    what: str  # they are allowed for
+
+    @property
+    def sentence(self) -> str:
+        told = f"rank {self.rank} delivers {self.rows} rows to its experts in microbatch {self.m}"
+        return f"{told} instead of at most {self.allowed}, for {self.what}"
+
+
+def _handed(reading: Reading, claimed: str) -> Iterator[_Handed]:
+    """List what every rank delivers, under a claim other than "static"."""
+    for m, pairs in enumerate(reading.pairs):
+        routed = Counter((pair.destination, pair.expert) for pair in pairs)
+        for group in reading.outcome.workload.layout.groups()["ep_etp"]:
+            tokens = sum(len(reading.batches[m][rank].x_TD) for rank in group)
+            for rank in group:
+                rows_N = [routed[rank, expert] for expert in reading.ranks[rank].local_experts]
+                what = f"{tokens} tokens" if claimed == "tokens" else f"{sum(rows_N)} routed pairs"
+                if claimed == "batched":
+                    what = f"{len(rows_N)} experts with at most {max(rows_N)} routed pairs"
+                    rows_N = [max(rows_N)] * len(rows_N)
+                number = tokens if claimed == "tokens" else sum(rows_N)
+                allowed = tokens if claimed == "tokens" else wire_bytes.most_rows(rows_N, reading.claims.multiple)
+                yield _Handed(m, rank, _delivered(reading, m, rank), number, allowed, what)
+
+
+_DESIGNS = {"tokens": "delivers all tokens", "batched": "pads its experts to the largest load"}
+
+
+def _by_design(reading: Reading, excess: Sequence[_Handed]) -> str:
+    """Name the claims under which all delivered rows are right, and those in excess as many as it says."""
+    told, places = "", {(each.m, each.rank) for each in excess}
+    for claim, design in _DESIGNS.items():
+        handed = list(_handed(reading, claim))
+        full = all(each.rows == each.claimed for each in handed if (each.m, each.rank) in places)
+        if full and all(each.rows <= each.allowed for each in handed):
+            told += f"; a backend that {design} claims handed = {claim!r}"
+    if not _uneven(reading):
+        told += "; a backend that delivers a fixed number of rows claims handed = 'static'"
+    return told
+
+
+def _uneven(reading: Reading) -> str:
+    """Say which ranks of an exchange group deliver different numbers of rows; "" if none do."""
+    for m in range(len(reading.batches)):
+        for group in reading.outcome.workload.layout.groups()["ep_etp"]:
+            rows = [_delivered(reading, m, rank) for rank in group]
+            if len(set(rows)) > 1:
+                return f"ranks {some(group)} deliver {some(rows)} rows in microbatch {m}"
+    return ""
+
+
+def _delivered(reading: Reading, m: int, rank: int) -> int:
+    return sum(len(call.rows_RD) for call in reading.seen(m, rank).exchange.handed)
+
+
+class Half(NamedTuple):
+    """Dispatch or combine of one microbatch, or both at once, and the rows that it moves off all ranks."""
+
+    m: int
+    name: str
+    times: int  # how many halves it is
+    rows: float
+
+
+_HALVES = {"dispatch": ("forward", "dispatch"), "combine": ("combine", "answered")}
+
+
+def halves(reading: Reading) -> Iterator[Half]:
+    """List dispatch and combine of every microbatch; as one where the experts were called several times in between."""
+    phases = [by_phase(rank) for rank in reading.ranks]
+    for m in range(len(reading.batches)):
+        rows = {
+            half: sum(
+                _rows(reading, phases[rank.rank].get(f"{name}:{m}", ()), rank.rank)
+                for rank in reading.ranks
+                for name in names
+            )
+            for half, names in _HALVES.items()
+        }
+        if all(len(rank.microbatches[m].exchange.handed) == 1 for rank in reading.ranks):
+            yield from (Half(m, f"{half}:{m}", 1, moved) for half, moved in rows.items())
+        else:
+            yield Half(m, f"forward:{m}", 2, sum(rows.values()))
+
+
+def require_rows(reading: Reading) -> None:
+    """Raise `NotOffered` where the ledger has fewer rows of width D than must be sent: the others are in another form.
+
+    By a transport of its own, packed with something else, or in pieces.
+    """
+    for half in halves(reading):
+        smallest = half.times * smallest_rows(reading, half.m)
+        if half.rows < smallest:
+            raise NotOffered(f"the ledger has {half.rows:g} of at least {smallest} rows of width D in {half.name}")
+
+
+def _forwards(reading: Reading) -> Mapping[int, Mapping[int, Sequence[Entry]]]:
+    """Return the calls of every microbatch's forward, in halves or not, rank by rank."""
+    return {
+        m: {
+            rank.rank: [
+                entry
+                for phase, calls in by_phase(rank).items()
+                if phase in [f"{name}:{m}" for names in _HALVES.values() for name in names]
+                for entry in calls
+            ]
+            for rank in reading.ranks
+        }
+        for m in range(len(reading.batches))
+    }
+
+
+def _rows(reading: Reading, calls: Sequence[Entry], rank: int) -> float:
+    hidden = reading.outcome.workload.config.hidden
+    return sum(rows_leaving(entry, rank, hidden) for entry in calls if carries_rows(entry, hidden))
+
+
+def _moved(reading: Reading, calls_by_rank: Mapping[int, Sequence[Entry]]) -> cost_calls.Moved:
+    """Count what ranks send by calls that may belong to either half: rows, and other bytes."""
+    hidden, rows, beside = reading.outcome.workload.config.hidden, 0.0, 0.0
+    for rank, calls in calls_by_rank.items():
+        rows += _rows(reading, calls, rank)
+        beside += sum(bytes_leaving(entry, rank) for entry in calls if not carries_rows(entry, hidden))
+    return cost_calls.Moved(math.ceil(rows), 0, math.ceil(beside))
+
+
+def _travelled(reading: Reading) -> dict[str, float]:
+    """Count what ranks send in all forwards, and the least that they must: each row once there and once back."""
+    config, forwards = reading.outcome.workload.config, _forwards(reading)
+    least = 2 * sum(smallest_rows(reading, m) for m in forwards)
+    calls = [(rank, entry) for by_rank in forwards.values() for rank, each in by_rank.items() for entry in each]
+    return {
+        "rows": sum(_rows(reading, [entry], rank) for rank, entry in calls),
+        "least_rows": least,
+        "bytes": sum(bytes_leaving(entry, rank) for rank, entry in calls),
+        "least_bytes": least * config.hidden * config.dtype.itemsize,
+        "calls": max(len(each) for by_rank in forwards.values() for each in by_rank.values()),
+    }
+
+
+def needed_rows(reading: Reading, m: int) -> int:
+    """Count the rows that a dispatch may move, by the claimed wire."""
+    wire = reading.claims.wire
+    if wire == "pairs":
+        return pair_rows(reading, m)
+    if wire == "tokens":
+        return smallest_rows(reading, m)
+    if wire in ("capacity", "capacity_all"):
+        return all_places(reading, m, to_all=wire == "capacity_all")
+    return all_tokens(reading, m)
+
+
+def _gathers_maps(reading: Reading) -> bool:
+    """Whether the backend claims that whole routing maps are sent; they can with all tokens only."""
+    claims = reading.claims
+    if claims.routing == "maps" and claims.wire != "all":
+        sentence = f"the backend claims routing = 'maps', and wire = {claims.wire!r}; expected wire = 'all'"
+        raise WrongForm("dispatch", sentence)
+    return claims.routing == "maps"
+
+
+def pair_rows(reading: Reading, m: int) -> int:
+    """Count the rows of microbatch m where every routed pair is sent by itself."""
+    return int(cost.pair_rows(*_routed(reading, m)).sum())
+
+
+def smallest_rows(reading: Reading, m: int) -> int:
+    """Count the rows of microbatch m where a token is sent once to each rank that needs it."""
+    return int(cost.least_rows(*_routed(reading, m)).sum())
+
+
+def _routed(reading: Reading, m: int) -> tuple[list[torch.Tensor], Sequence[Sequence[int]], list[tuple[int, ...]]]:
+    ids = [batch.ids_TK for batch in reading.batches[m]]
+    return ids, reading.outcome.workload.layout.groups()["ep_etp"], [rank.local_experts for rank in reading.ranks]
+
+
+def _words(calls: Sequence[Entry]) -> str:
+    return some([f"{entry.op} on {group_words(entry.ranks)}" for entry in calls])

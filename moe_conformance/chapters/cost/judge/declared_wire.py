@@ -1,0 +1,95 @@
+"""The rows that a dispatch sends on a wire that the backend claims, held against the ledger."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from moe_conformance.chapters.cost.judge.cost import Half, halves, needed_rows, pair_rows, require_rows, smallest_rows
+from moe_conformance.engine.ledger.entry import Entry
+from moe_conformance.judging.findings import some
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.traffic import by_phase, carries_rows, rows_leaving
+from moe_conformance.judging.verdict import Costly, NotOffered, Tally
+from moe_conformance.reference.cost import rows as cost
+
+
+def judge_declared_rows(reading: Reading, tally: Tally) -> None:
+    """Decide whether dispatch and combine each send what the claimed wire is, where it is not one row for each pair.
+
+    A wire that claims more than the routed pairs may send as many as these, or what it claims, and no number between.
+
+    Raises:
+        Costly: more rows are sent, or other rows than are claimed.
+        NotOffered: the backend claims no wire, or the ledger has fewer rows than must be sent.
+    """
+    wire = reading.claims.wire
+    if wire == "pairs":
+        raise NotOffered("the backend claims wire = 'pairs', the default: COST-03 counts its rows")
+    require_rows(reading)
+    found = []
+    if wire == "copies":
+        found = _of_gathered(reading, tally)
+    else:
+        for half in halves(reading):
+            found += _of_half(reading, half)
+            tally.add(pairs=len(reading.ranks))
+    if found:
+        raise Costly("run", some(found))
+
+
+def _of_half(reading: Reading, half: Half) -> list[str]:
+    """Say what is wrong with the rows of a half."""
+    wire = reading.claims.wire
+    if wire == "tokens":
+        smallest = half.times * smallest_rows(reading, half.m)
+        return [f"{half.name} moves {half.rows:g} rows; needed: {smallest}"] if half.rows > smallest else []
+    claimed, pairs = (half.times * rows(reading, half.m) for rows in (needed_rows, pair_rows))
+    if half.rows > claimed or (half.times == 1 and pairs < half.rows < claimed):
+        told = f"the backend claims wire = {wire!r}, which is {claimed} rows in {half.name}"
+        return [f"{told}, and it moves {half.rows:g}; the routed pairs are {pairs}"]
+    return []
+
+
+def _of_gathered(reading: Reading, tally: Tally) -> list[str]:
+    """Say where tokens are not gathered over tp, as is claimed, or where other calls send more than these need."""
+    found, groups = [], reading.outcome.workload.layout.groups()
+    tensor_group = {rank: tuple(group) for group in groups["tp"] for rank in group}
+    phases = [by_phase(rank) for rank in reading.ranks]
+    for m, batches in enumerate(reading.batches):
+        tokens, sent = [len(batch.x_TD) for batch in batches], 0.0
+        for rank in range(len(batches)):
+            names = (f"{name}:{m}" for name in ("forward", "dispatch", "combine", "answered"))
+            calls = [entry for name in names for entry in phases[rank].get(name, ())]
+            group = tensor_group[rank]
+            sizes = {tokens[rank], max(tokens[each] for each in group)}  # blocks may be padded to the largest
+            gathers = [each for each in calls if _gathers(reading, each, group, sizes)]
+            if len(group) == 1 or not gathers:
+                told = f"the backend claims wire = 'copies', and rank {rank} gathers its tokens {len(gathers)} times"
+                found.append(f"{told} over {len(group)} tp ranks in microbatch {m}; expected: over 2 or more")
+            sent += _rows(reading, calls, rank) - _rows(reading, gathers[:1], rank)  # the first is the adapter's
+            tally.add(pairs=1, rank=rank)
+        ids = [torch.cat([batches[each].ids_TK for each in tensor_group[rank]]) for rank in range(len(batches))]
+        held = [rank.local_experts for rank in reading.ranks]
+        pairs = int(cost.pair_rows(ids, groups["ep_etp"], held).sum())
+        reduced = 2 * int(cost.all_gather_rows([len(each) for each in ids], groups["ep_etp"]).sum())
+        allowed = pairs + max(pairs, reduced)
+        if sent > allowed:
+            told = f"microbatch {m} moves {sent:g} rows beside the gather over tp"
+            found.append(f"{told}; allowed: {allowed}, for dispatch and combine of the gathered tokens")
+    return found
+
+
+def _gathers(reading: Reading, entry: Entry, group: Sequence[int], sizes: set[int]) -> bool:
+    """Whether a call gathers the tokens of a rank over a group, padded to one of some sizes."""
+    if not entry.op.startswith("all_gather") or tuple(entry.ranks) != tuple(group):
+        return False
+    hidden = reading.outcome.workload.config.hidden
+    return carries_rows(entry, hidden) and sum(map(math.prod, entry.shapes_in)) // hidden in sizes
+
+
+def _rows(reading: Reading, calls: Sequence[Entry], rank: int) -> float:
+    hidden = reading.outcome.workload.config.hidden
+    return sum(rows_leaving(entry, rank, hidden) for entry in calls if carries_rows(entry, hidden))

@@ -1,0 +1,75 @@
+"""Equal steps, one after the other: their calls, and the process groups and the memory that each leaves behind."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from moe_conformance.chapters.cost.judge.cost import require_rows
+from moe_conformance.judging.findings import some
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.traffic import exchange_phases, signature
+from moe_conformance.judging.verdict import Costly, NotOffered, Tally
+from moe_conformance.reference.cost import calls as cost_calls
+from moe_conformance.scenarios.memory import LONGER
+from moe_conformance.scenarios.outcome import RankOutcome
+
+
+def judge_repeated(reading: Reading, tally: Tally) -> None:
+    """Decide whether the same microbatch, run again and again, makes the same calls after the first time.
+
+    And leaves as many process groups, counted after every backward, and less than half of the bytes of x, counted after
+    steps of which the suite keeps nothing. What the suite writes down of each call is less than that.
+
+    Raises:
+        Costly: some step makes other calls than the second, changes the number of groups, or keeps memory.
+        NotOffered: the ledger has fewer rows than must be sent.
+    """
+    found: list[str] = []
+    for rank in reading.ranks:
+        found += _other_calls(rank, tally)
+        if len(set(rank.live_groups[1:])) > 1:
+            groups = ", ".join(map(str, rank.live_groups))
+            found.append(f"rank {rank.rank} has another number of process groups after each step: {groups}")
+        found += _kept_bytes(reading, rank, tally)
+    if found:
+        raise Costly("run", some(found))
+    require_rows(reading)
+
+
+def judge_kept_memory(reading: Reading, tally: Tally) -> None:
+    """Decide whether equal steps of which the suite keeps nothing leave less than half of the bytes of x allocated.
+
+    Raises:
+        Costly: some rank keeps more after every one of them.
+        NotOffered: no rank can count what is allocated.
+    """
+    if all(each is None for rank in reading.ranks for each in rank.bytes_in_use):
+        raise NotOffered("the C library of the ranks does not tell how many bytes are allocated")
+    if found := [said for rank in reading.ranks for said in _kept_bytes(reading, rank, tally)]:
+        raise Costly("run", some(found))
+
+
+def _other_calls(rank: RankOutcome, tally: Tally) -> Iterator[str]:
+    steps: dict[str, list[list[object]]] = defaultdict(list)
+    for phase, calls in exchange_phases(rank):
+        steps[phase.partition(":")[0]].append([signature(entry) for entry in calls])
+    for kind, calls_by_step in steps.items():
+        if not cost_calls.settled(calls_by_step):
+            numbers = [len(calls) for calls in calls_by_step]
+            told = f"makes different calls in equal {kind} passes of one batch"
+            yield f"rank {rank.rank} {told}: {numbers} calls"
+        tally.add(pairs=len(calls_by_step) - 1, rank=rank.rank)
+
+
+def _kept_bytes(reading: Reading, rank: RankOutcome, tally: Tally) -> Iterator[str]:
+    in_use = [each for each in rank.bytes_in_use if each is not None]
+    if not in_use:  # this process cannot count them
+        return
+    x_TD = reading.batches[0][rank.rank].x_TD
+    grown, size = cost_calls.growth(in_use), LONGER * x_TD.nbytes
+    if grown >= size // 2:
+        left = f"leaves {grown} or more bytes allocated after each of {len(in_use)} equal steps"
+        allocated = ", ".join(map(str, in_use))
+        yield f"rank {rank.rank} {left} with {size} bytes of x; expected: none (allocated: {allocated})"
+    tally.add(pairs=len(in_use) - 1, rank=rank.rank)

@@ -1,0 +1,39 @@
+"""What a backend leaves behind in its process when it is gone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.shared.equivalence.runs import Ran, read_twin, those_that_ran
+from moe_conformance.judging.verdict import ChangedState, Tally
+
+
+def judge_settings(ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide whether the settings of every rank's process are the same before a backend's import and after its end.
+
+    Raises:
+        ChangedState: one differs.
+        Raised, Hung, Died, RunFailed: the run did not finish.
+    """
+    findings = []
+    for run in map(read_twin, those_that_ran(ran)):
+        for rank in run.ranks:
+            for name, (before, after) in rank.settings_changed.items():
+                sentence = f"{name}, on rank {rank.rank} {_difference(before, after)}"
+                findings.append(Finding(name, sentence, (rank.rank,)))
+            tally.add(elements=rank.settings_seen - len(rank.settings_changed), rank=rank.rank)
+    if findings:
+        fail(ChangedState, "run", findings)
+
+
+def _difference(before: str, after: str) -> str:
+    """Say what differs; of several lines, which were added and which are gone."""
+    if "\n" not in before + after:
+        return f"is {after!r} instead of {before!r}"
+    old, new = Counter(before.splitlines()), Counter(after.splitlines())
+    added, gone = list((new - old).elements()), list((old - new).elements())
+    if not added and not gone:
+        return "has its lines in another order"
+    return f"has {added} more and {gone} less"

@@ -1,0 +1,46 @@
+"""The backend's own experts behind an exchange, with all its shortcuts, and without those that it can spare.
+
+Tokens are dealt round robin, as the config says: each goes to all experts of one rank, and all experts get equally
+many. A forward without gradients comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moe_conformance.contract import Config
+from moe_conformance.contract.topology import Layout
+from moe_conformance.workloads.chapter import EP2_EDP2, SINGLE, Chapter
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.runs import ExpertsStep
+from moe_conformance.workloads.records.workload import Batch, Drawn, Twist, Workload
+from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
+
+OPTIONAL = ExpertsStep(option="optional")
+_HELD, _TOKENS = 2, (8, 6, 4, 6)  # experts of a rank, as many as a token has slots; of rank r modulo 4
+_NAMES = {"own-with-shortcuts": False, "own-without-shortcuts": True}  # whether they are hidden
+
+
+def draw_all(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield both."""
+    del profile
+    if layout.world <= USUAL_RANKS:
+        for name, hidden in _NAMES.items():
+            yield _workload(name, hidden, variant, layout)
+
+
+def _workload(name: str, hidden: bool, variant: str, layout: Layout) -> Workload:
+    asked = {"experts": _HELD * layout.ep, "top_k": _HELD, "routing.forced": (("round_robin", None),)}
+    config = Config(variant=variant).changed(asked)
+    tokens = tuple(tuple(_TOKENS[(rank + m) % 4] for rank in range(layout.world)) for m in range(2))
+
+    def batch(m: int, rank: int) -> Batch:
+        ids_TK = draw.in_turn(tokens[m][rank], config)
+        return draw.real_batch(ids_TK, config, draw.generator("optional", layout.name, m, rank))
+
+    parameters = draw.expert_parameters(config, draw.generator("optional", layout.name, "experts"))
+    twist = Twist(without_optional=hidden)
+    return Workload(name, OPTIONAL, config, layout, Drawn(tokens, batch), "N0 F1 B1", parameters, twist=twist)
+
+
+CHAPTERS = (Chapter((OPTIONAL,), tuple(_NAMES), draw_all, quick=(SINGLE, EP2_EDP2)),)

@@ -1,0 +1,49 @@
+"""How uneven loads become as the deviation of the forced bias grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.equivalence.runs import Ran, read_twin, those_that_ran
+from moe_conformance.judging.shared.router.routers import expected_of
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongCount
+from moe_conformance.reference.capacity.limits import loads
+from moe_conformance.reference.forcing.imbalance import imbalance_rises, mean_overload
+
+_RANKS = 8  # among which experts are divided to be counted, however many ranks there are
+
+
+def judge_spread(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide whether the mean over forwards of the largest load of 8 ranks rises with each deviation and stays below 8.
+
+    `ran` has the larger deviations, ascending.
+
+    Raises:
+        NotOffered: not all of them were run.
+        WrongForm: the router did not return ids (T, K).
+        WrongCount: the means do not rise.
+    """
+    if len(those_that_ran(ran)) < len(ran):
+        raise NotOffered("; ".join(f"{each.twin.how}: {each.why_not}" for each in ran if each.outcome is None))
+    experts = reading.outcome.workload.config.experts
+    blocks = [range(first, first + experts // _RANKS) for first in range(0, experts, experts // _RANKS)]
+    for rank in reading.ranks:
+        draws = [_loads(each, rank.rank) for each in (reading, *map(read_twin, ran))]
+        if not imbalance_rises(draws, blocks):
+            said = ", ".join(f"{mean_overload(each, blocks):.4g}" for each in draws)
+            sentence = (
+                f"with forced biases of deviation 0, 0.5 and 2 the largest load of {_RANKS} ranks over their mean load "
+                f"is {said} on rank {rank.rank}; expected it to rise and to stay below {_RANKS}; likely cause: the "
+                "deviation does not reach the bias"
+            )
+            raise WrongCount("route", sentence, ranks=(rank.rank,))
+        tally.add(pairs=sum(int(loads_E.sum()) for each in draws for loads_E in each), rank=rank.rank)
+
+
+def _loads(reading: Reading, rank: int) -> list[Tensor]:
+    """Return the loads (E,) of each forward of a rank."""
+    own = expected_of(reading)
+    return [loads(own.ids[place], own.workload.config.experts) for place in own.places if place[1] == rank]

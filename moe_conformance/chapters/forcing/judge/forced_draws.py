@@ -1,0 +1,257 @@
+"""What random and biased forcing draw: loads, logits where they are told, and who draws like whom."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from moe_conformance.chapters.forcing.judge.forced_logits_noise import chosen_by_own, following, without_noise
+from moe_conformance.chapters.forcing.judge.forced_routing import expect_forced_weights, forced_expected_of
+from moe_conformance.chapters.forcing.workloads.forcing import bias_decides_alone
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import Place, stages
+from moe_conformance.judging.shared.router.expected import RouterExpected
+from moe_conformance.judging.shared.router.routers import expected_of
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongCount, WrongSelection
+from moe_conformance.reference.capacity.limits import loads
+from moe_conformance.reference.forcing.draws import (
+    bias_moment,
+    bias_moment_bounds,
+    chance_alike,
+    legal_random_loads,
+    load_margin,
+    one_choice,
+)
+
+_CHANCE = 1e-9  # that independent draws agree
+
+
+def judge_random(reading: Reading, tally: Tally) -> None:
+    """Decide whether routes are as of standard normal logits, other ones for each forward and each rank's tokens.
+
+    Ranks that hold copies draw alike. What the router itself would select has no part in it. What logits and weights
+    have to do with each other is judged where logits are told.
+
+    Raises:
+        WrongForm, WrongCount, WrongSelection, WrongWeight: they are not.
+    """
+    own = expected_of(reading)
+    findings = [finding for place in own.places for finding in _uneven(own, place)]
+    if findings:
+        fail(WrongCount, "route", findings)
+    if findings := [*_alike_in_turn(own), *_alike_on_ranks(own)]:
+        fail(WrongSelection, "route", findings)
+    if findings := [finding for place in own.places for finding in chosen_by_own(own, place)]:
+        fail(WrongSelection, "route", findings)
+    if (expected := forced_expected_of(reading)) is not None:
+        if findings := [finding for place in own.places for finding in _not_normal(expected, place)]:
+            fail(WrongSelection, "route", findings)
+        if findings := [finding for rank in _ranks(own) for finding in following(expected, own, rank)]:
+            fail(WrongSelection, "route", findings)
+        with tally.uncounted() as uncounted:
+            expect_forced_weights(reading, expected, uncounted)
+    for place in own.places:
+        tally.add(pairs=own.ids[place].numel(), rank=place[1])
+
+
+def _uneven(own: RouterExpected, place: Place) -> list[Finding]:
+    config, tokens, rank = own.workload.config, len(own.ids[place]), place[1]
+    loads_E = loads(own.ids[place], config.experts)
+    if bool(legal_random_loads(loads_E, config.top_k).all()):
+        return []
+    margin, mean = load_margin(tokens, config.top_k, config.experts), tokens * config.top_k / config.experts
+    sentence = (
+        f"rank {rank} has the loads {loads_E.tolist()} per expert; expected for random logits {mean:g} each, off by no "
+        f"more than {margin:.4g}"
+    )
+    return [Finding("loads", sentence, (rank,))]
+
+
+def _alike_in_turn(own: RouterExpected) -> list[Finding]:
+    """Tell the ranks whose forwards select the same for the same tokens."""
+    findings = []
+    for (m, rank), ids_TK in own.ids.items():
+        before = m - 1, rank
+        if m and _same_tokens(own, before, (m, rank)) and _agree(own, before, (m, rank)):
+            sentence = (
+                f"rank {rank} selects the same experts for all {len(ids_TK)} tokens in two forwards; expected new "
+                "random logits in each forward"
+            )
+            findings.append(Finding("in turn", sentence, (rank,)))
+    return findings
+
+
+def _alike_on_ranks(own: RouterExpected) -> list[Finding]:
+    """Tell the ranks that draw alike for other tokens, or otherwise for copies."""
+    copies = own.workload.config.token_copies
+    stage = {rank: ranks for ranks in stages(own.workload.layout) for rank in ranks}  # other stages are other layers
+    findings = []
+    for (m, rank), ids_TK in own.ids.items():
+        for other in (each for each in stage[rank] if each < rank):
+            if copies and _same_tokens(own, (m, other), (m, rank)):
+                if not torch.equal(own.ids[m, other].sort(1).values, ids_TK.sort(1).values):
+                    sentence = f"tp ranks {other} and {rank} hold the same tokens and select different experts"
+                    findings.append(Finding("copies", sentence, (other, rank)))
+            elif _agree(own, (m, other), (m, rank)):
+                sentence = (
+                    f"ranks {other} and {rank} hold different tokens and select the same experts; likely cause: both "
+                    "drew random logits from the same seed"
+                )
+                findings.append(Finding("on ranks", sentence, (other, rank)))
+    return findings
+
+
+def _same_tokens(own: RouterExpected, one: Place, other: Place) -> bool:
+    batches = own.workload.batches
+    return torch.equal(batches[one[0]][one[1]].x_TD, batches[other[0]][other[1]].x_TD)
+
+
+def _agree(own: RouterExpected, one: Place, other: Place) -> bool:
+    """Whether two places select alike, token for token, as they hardly can by chance."""
+    first_TK, second_TK = own.ids[one], own.ids[other]
+    tokens, config = min(len(first_TK), len(second_TK)), own.workload.config
+    if chance_alike(tokens, config.top_k, config.experts) > _CHANCE:
+        return False
+    return torch.equal(first_TK[:tokens].sort(1).values, second_TK[:tokens].sort(1).values)
+
+
+def _not_normal(expected: RouterExpected, place: Place) -> list[Finding]:
+    """Tell logits that are not of mean 0 for each expert and of variance 1."""
+    logits_TE = expected.logits(place)
+    if not len(logits_TE):
+        return []
+    of_experts = _outside([logits_TE], 0.0)
+    of_all = _outside(list(logits_TE[:, None]), 0.0)  # each token for itself: the mean square of all
+    said = [f"the means over its tokens {of_experts}"] if of_experts else []
+    said += [f"the logits {of_all}"] if of_all else []
+    sentence = f"the forced logits of rank {place[1]} are not standard normal: "
+    return [Finding("normal", sentence + each, (place[1],)) for each in said]
+
+
+def _outside(draws: list[Tensor], deviation: float) -> str:
+    """Say by which mean square the draws, (T, E) each, show another deviation of a bias; "" if they do not."""
+    T, E = draws[0].shape
+    low, high = bias_moment_bounds(deviation, T, E, len(draws))
+    found = bias_moment(draws)
+    return "" if low <= found <= high else f"have a mean square of {found:.4g}; expected {low:.4g} to {high:.4g}"
+
+
+def judge_bias_draws(reading: Reading, tally: Tally) -> None:
+    """Decide whether the forced bias is one number for each expert, of the deviation that was asked for.
+
+    Where it decides alone all tokens of a forward select alike; elsewhere it shows in the logits, as does what is there
+    besides: noise of variance 1, and nothing of the router's own logits.
+
+    Raises:
+        NotOffered: a bias that does not decide alone, and logits that the backend does not tell.
+        WrongForm, WrongSelection: no such bias.
+    """
+    own = expected_of(reading)
+    findings = _split(own) if bias_decides_alone(own.workload) else _wrong_deviation(reading)
+    if findings:
+        fail(WrongSelection, "route", findings)
+    if not bias_decides_alone(own.workload) and (expected := forced_expected_of(reading)) is not None:
+        for rank in _ranks(own):
+            if findings := [*without_noise(expected, rank), *following(expected, own, rank)]:
+                fail(WrongSelection, "route", findings)
+    for place in own.places:
+        tally.add(pairs=own.ids[place].numel(), rank=place[1])
+
+
+def _ranks(own: RouterExpected) -> range:
+    return range(own.workload.layout.world)
+
+
+def _split(own: RouterExpected) -> list[Finding]:
+    findings = []
+    for (m, rank), ids_TK in own.ids.items():
+        if not one_choice([ids_TK]):
+            sentence = (
+                f"tokens of rank {rank} select {sorted(ids_TK[0].tolist())} and others in forward {m}; expected the "
+                "same experts for all tokens, as the forced bias, one per expert for all tokens, dominates the logits"
+            )
+            findings.append(Finding("split", sentence, (rank,)))
+    return findings
+
+
+def _wrong_deviation(reading: Reading) -> list[Finding]:
+    """Tell the ranks whose logits show another deviation; of a bias that is kept the first forward has all."""
+    expected = forced_expected_of(reading)
+    if expected is None:
+        raise NotOffered("the router does not report the forced logits")
+    deviation = expected.workload.config.routing.forced[0][1]
+    assert deviation is not None
+    findings = []
+    for rank in _ranks(expected):
+        draws = [expected.logits(place) for place in expected.places if place[1] == rank]
+        fewest = min(map(len, draws))
+        draws = [logits_TE[:fewest] for logits_TE in draws[: 1 if deviation < 0 else None]]
+        if said := _outside(draws, deviation):
+            sentence = (
+                f"the mean forced logits of the experts on rank {rank}, with a bias of deviation {deviation:g}, {said}"
+            )
+            findings.append(Finding("deviation", sentence, (rank,)))
+    return findings
+
+
+def judge_bias_on_ranks(reading: Reading, tally: Tally) -> None:
+    """Decide whether all ranks of a pipeline stage draw the same bias, which decides alone.
+
+    Raises:
+        WrongForm, WrongSelection: ranks select otherwise than others.
+    """
+    own = expected_of(reading)
+    findings = []
+    for m in range(len(own.workload.batches)):
+        for ranks in stages(own.workload.layout):
+            if not one_choice([own.ids[m, rank] for rank in ranks]):
+                chosen = {rank: sorted(own.ids[m, rank][0].tolist()) for rank in ranks if len(own.ids[m, rank])}
+                said = ", ".join(f"rank {rank} {experts}" for rank, experts in chosen.items())
+                sentence = (
+                    f"the forced bias is not the same on ranks of one pipeline stage: in forward {m} select {said}"
+                )
+                findings.append(Finding("ranks", sentence, ranks))
+    if findings:
+        fail(WrongSelection, "route", findings)
+    for place in own.places:
+        tally.add(pairs=own.ids[place].numel(), rank=place[1])
+
+
+def judge_bias_in_turn(reading: Reading, tally: Tally) -> None:
+    """Decide whether a bias that decides alone is drawn anew in every forward, or is one of its layer and stays so.
+
+    Rounds of a router without tokens show nothing.
+
+    Raises:
+        WrongForm, WrongSelection: forwards select alike that must not, or otherwise than others of a kept bias.
+    """
+    own = expected_of(reading)
+    chosen = {place: ids_TK for place, ids_TK in own.ids.items() if len(ids_TK)}
+    pairs = [(one, other) for one, other in combinations(sorted(chosen), 2) if one[1] == other[1]]
+    findings = []
+    for one, other in pairs:
+        if sentence := _wrong_turn(own, one, other):
+            findings.append(Finding(sentence.split(": ")[-1], sentence, (one[1],)))
+    if findings:
+        fail(WrongSelection, "route", findings)
+    for place in {place for pair in pairs for place in pair}:
+        tally.add(pairs=chosen[place].numel(), rank=place[1])
+
+
+def _wrong_turn(own: RouterExpected, one: Place, other: Place) -> str:
+    """Say what is wrong with the choices of two forwards on a rank; "" if nothing is."""
+    config, routers = own.workload.config, own.workload.routers
+    keeps, same_layer = (config.routing.forced[0][1] or 0.0) < 0, one[0] % routers == other[0] % routers
+    alike = one_choice([own.ids[one], own.ids[other]])
+    said = f"rank {one[1]} in forwards {one[0]} and {other[0]} of {'one layer' if same_layer else 'two layers'}"
+    if keeps and same_layer:
+        anew = "the bias that is kept between forwards was drawn again"
+        return "" if alike else f"{said} selects different experts; likely cause: {anew}"
+    if not alike or chance_alike(1, config.top_k, config.experts) > _CHANCE:
+        return ""
+    if keeps:
+        return f"{said} selects the same experts; likely cause: the layers share one kept bias"
+    return f"{said} selects the same experts; likely cause: no new bias was drawn"

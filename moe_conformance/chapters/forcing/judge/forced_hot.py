@@ -1,0 +1,204 @@
+"""Routers that are forced to a hot rank, node or expert, and configurations that are refused.
+
+Expert parallel rank i of N experts each holds the experts i N to (i + 1) N - 1. The ranks of an exchange group are the
+sources of its tokens; which rank is hot is free, but all of them have the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from moe_conformance.contract.topology import Layout
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.script import answers, judge_refused
+from moe_conformance.judging.shared.router.expected import RouterExpected
+from moe_conformance.judging.shared.router.routers import expected_of
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongSelection
+from moe_conformance.reference.capacity.limits import loads
+from moe_conformance.reference.forcing.hot import (
+    Blocks,
+    first_hot_ranks,
+    hot_blocks,
+    hot_by_ratio,
+    hot_experts,
+)
+from moe_conformance.reference.forcing.imbalance import overload
+from moe_conformance.reference.forcing.routes import verdict
+from moe_conformance.scenarios.outcome import Outcome
+
+
+def blocks_of(layout: Layout, experts: int, ranks: int = 1) -> Blocks:
+    """Return the experts of every expert parallel rank, or of blocks of so many ranks.
+
+    >>> blocks_of(Layout(4, ep=4), 8, 2)
+    [range(0, 4), range(4, 8)]
+    """
+    size = experts // layout.ep * ranks
+    return [range(first, first + size) for first in range(0, experts, size)]
+
+
+def judge_hot_rank(reading: Reading, tally: Tally) -> None:
+    """Decide whether one expert parallel rank gets as many slots of every token as possible.
+
+    Raises:
+        WrongForm, WrongSelection: not the same rank, or not as many.
+    """
+    workload = reading.outcome.workload
+    blocks = blocks_of(workload.layout, workload.config.experts)
+    _judge(reading, tally, lambda ids: hot_blocks(ids, blocks), _most("rank", len(blocks[0])))
+
+
+def judge_hot_node(reading: Reading, tally: Tally) -> None:
+    """Decide whether one node gets as many slots of every token as possible, and its experts equally many.
+
+    Raises:
+        WrongForm, WrongSelection: not the same node, not as many, or unevenly.
+    """
+    workload = reading.outcome.workload
+    ranks = int(workload.config.routing.forced[0][1] or 1)
+    blocks = blocks_of(workload.layout, workload.config.experts, ranks)
+    told = _most(f"node of {ranks} ranks", len(blocks[0]))
+    _judge(reading, tally, lambda ids: hot_blocks(ids, blocks, even=True), lambda of: f"{told(of)}, spread evenly")
+
+
+def judge_hot_expert(reading: Reading, tally: Tally) -> None:
+    """Decide whether one expert gets a slot of every token, and the others equally many.
+
+    Raises:
+        WrongForm, WrongSelection: not the same expert, not of every token, or the others unevenly.
+    """
+    experts = reading.outcome.workload.config.experts
+    told = _most("expert", 1)
+    _judge(reading, tally, lambda ids: hot_experts(ids, experts), lambda of: f"{told(of)}, and the others evenly")
+
+
+def judge_ratio(reading: Reading, tally: Tally) -> None:
+    """Decide whether one expert parallel rank gets the ratio times what each other one gets.
+
+    Raises:
+        WrongForm, WrongSelection: not the same rank, another ratio, or the others unevenly.
+    """
+    workload = reading.outcome.workload
+    blocks, ratio = blocks_of(workload.layout, workload.config.experts), workload.config.routing.forced[0][1]
+    assert ratio is not None  # the corpus asks for none without
+    _judge(
+        reading,
+        tally,
+        lambda ids: hot_by_ratio(ids, blocks, ratio),
+        lambda of: f"one rank gets {ratio:g} times what each other rank gets, as far as its experts allow",
+    )
+
+
+def judge_alternating(reading: Reading, tally: Tally) -> None:
+    """Decide whether the hot rank goes round, one on with every forward, and is the same on all source ranks.
+
+    Raises:
+        WrongForm, WrongSelection: it does not.
+    """
+    own = expected_of(reading)
+    workload = own.workload
+    blocks = blocks_of(workload.layout, workload.config.experts)
+    forwards = range(len(workload.batches))
+    findings = []
+    for ranks in workload.layout.groups()["ep_etp"]:
+        ids = [[own.ids[m, rank] for rank in ranks] for m in forwards]
+        if first_hot_ranks(ids, blocks):
+            continue
+        hot = [hot_blocks(each, blocks) for each in ids]
+        by_forward = "; ".join(f"forward {m}: {_ranks(each)}" for m, each in enumerate(hot))
+        cause = "likely cause: the hot rank stays" if all(each == hot[0] for each in hot) else _cause(own, ranks)
+        sentence = (
+            f"the hot expert parallel rank on {_sources(ranks)} is {by_forward}; expected for alternating: one rank "
+            f"on with every forward; {cause}"
+        )
+        findings.append(Finding("turns", sentence, ranks))
+    _end(own, findings, tally)
+
+
+def judge_strategies_refused(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every rank refuses to build a router with two strategies, or without the parameter of one.
+
+    What the adapter refuses proves nothing about the library.
+
+    Raises:
+        Unrefused, Hung: some ranks built it.
+        NotOffered: the adapter refused everything.
+    """
+    calls = range(len(outcome.workload.calls))
+    by_adapter = [all(answer.error_by == "adapter" for answer in answers(outcome, call)) for call in calls]
+    if all(by_adapter):
+        raise NotOffered(answers(outcome, 0)[0].error)
+    for number, call in enumerate(outcome.workload.calls):
+        if by_adapter[number]:
+            continue
+        forced = call.given[0]["config"].routing.forced
+        assert verdict(forced) == "refused", forced  # the corpus asks for nothing else
+        asked = f"a router forced by {' and '.join(f'{name} ({value})' for name, value in forced)}"
+        judge_refused(outcome, number, tally, stage="run", asked=asked)
+
+
+# ---- how -----------------------------------------------------------------------------------------------------
+
+
+def _judge(
+    reading: Reading,
+    tally: Tally,
+    hot: Callable[[Sequence[Tensor]], tuple[int, ...]],
+    expected: Callable[[RouterExpected], str],
+) -> None:
+    """Ask for each exchange group and forward which block may have been hot; there has to be one."""
+    own, findings = expected_of(reading), []
+    E, ep = own.workload.config.experts, own.workload.layout.ep
+    for m in range(len(own.workload.batches)):
+        for ranks in own.workload.layout.groups()["ep_etp"]:
+            ids = [own.ids[m, rank] for rank in ranks]
+            if hot(ids):
+                continue
+            name = own.workload.config.routing.forced[0][0]
+            total_E = torch.stack([loads(each, E) for each in ids]).sum(0)
+            by_rank = total_E.reshape(ep, -1).sum(1).tolist()
+            sentence = (
+                f"{_sources(ranks)} together route {total_E.tolist()} tokens to the experts and {by_rank} to the "
+                f"expert parallel ranks in forward {m}; expected for {name}: {expected(own)}; {_cause(own, ranks, m)}"
+            )
+            findings.append(Finding("hot", sentence, ranks, float(max(by_rank))))
+    _end(own, findings, tally)
+
+
+def _end(own: RouterExpected, findings: list[Finding], tally: Tally) -> None:
+    if findings:
+        fail(WrongSelection, "route", findings)
+    for place in own.places:
+        tally.add(pairs=own.ids[place].numel(), rank=place[1])
+
+
+def _most(block: str, size: int) -> Callable[[RouterExpected], str]:
+    def told(own: RouterExpected) -> str:
+        config = own.workload.config
+        slots = min(config.top_k, size)
+        times = overload(config.top_k, config.experts, size)
+        return f"one {block} gets {slots} of the {config.top_k} slots of every token, {times:g} times the mean load"
+
+    return told
+
+
+def _cause(own: RouterExpected, ranks: Sequence[int], forward: int = 0) -> str:
+    if all(bool(own.legal((forward, rank)).all()) for rank in ranks):
+        return "likely cause: the strategy was accepted and ignored: every token goes where its own logits send it"
+    blocks = blocks_of(own.workload.layout, own.workload.config.experts)
+    alone = [hot_blocks([own.ids[forward, rank]], blocks) for rank in ranks]
+    if all(alone) and not set(alone[0]).intersection(*alone[1:]):
+        return f"likely cause: each source rank has another hot rank: {', '.join(map(_ranks, alone))}"
+    return "likely cause: not all slots that could go to the hot experts do, or the others are dealt unevenly"
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return "none" if not ranks else " or ".join(map(str, ranks))
+
+
+def _sources(ranks: Sequence[int]) -> str:
+    return f"the ranks {list(ranks)}"

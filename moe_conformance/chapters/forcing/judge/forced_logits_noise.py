@@ -1,0 +1,83 @@
+"""The noise in forced logits: of every token its own, of variance 1, and nothing of what the router itself says.
+
+z_te = g_te + b_e, g standard normal: less their means over the tokens of a forward, logits z are noise alone, whatever
+the bias b is. Drawn independently of the input, it is as often above as below zero where the router's own logits l are
+high.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+
+from torch import Tensor
+
+from moe_conformance.judging.findings import Finding
+from moe_conformance.judging.observed.scopes import Place
+from moe_conformance.judging.shared.router.expected import RouterExpected
+from moe_conformance.reference.forcing.draws import load_margin
+
+_DEVIATIONS = 8  # standard deviations that chance may make: more are no accident
+
+
+def without_noise(forced: RouterExpected, rank: int) -> list[Finding]:
+    """Tell a rank whose forced logits, less their means over the tokens, have another variance than 1.
+
+    Rule: sum r^2 over n = E (T - 1) of each forward, r_te = z_te - mean_t z_te, is 1 +- 8 sqrt(2 / n) times n.
+    """
+    noise = [_centred(forced.logits(place)) for place in forced.places if place[1] == rank]
+    degrees = sum(r_TE.shape[1] * max(0, len(r_TE) - 1) for r_TE in noise)
+    if not degrees:
+        return []
+    variance = sum(float(r_TE.square().sum()) for r_TE in noise) / degrees
+    margin = _DEVIATIONS * sqrt(2 / degrees)
+    if abs(variance - 1) <= margin:
+        return []
+    sentence = (
+        f"the forced logits of rank {rank}, less their means over the tokens, have a variance of {variance:.4g}; "
+        f"expected 1 +- {margin:.2g}, as each token has random noise of its own in addition to the bias per expert"
+    )
+    return [Finding("noise", sentence, (rank,))]
+
+
+def following(forced: RouterExpected, own: RouterExpected, rank: int) -> list[Finding]:
+    """Tell a rank whose forced logits follow the router's own.
+
+    Rule: |sum r_te c_te| <= 8 sqrt(sum c^2), c_te = l_te - mean_t l_te: given the tokens, a sum of normal numbers.
+    """
+    product = spread = 0.0
+    for place in forced.places:
+        if place[1] == rank:
+            own_TE = _centred(own.logits(place))
+            product += float((_centred(forced.logits(place)) * own_TE).sum())
+            spread += float(own_TE.square().sum())
+    if abs(product) <= _DEVIATIONS * sqrt(spread):
+        return []
+    sentence = (
+        f"the forced logits of rank {rank} follow the router's own, {product / sqrt(spread):.4g} standard deviations "
+        "from independence; expected forced logits that replace the router's own"
+    )
+    return [Finding("following", sentence, (rank,))]
+
+
+def chosen_by_own(own: RouterExpected, place: Place) -> list[Finding]:
+    """Tell a rank whose random routes have more of what the router itself would select, or less, than chance has it.
+
+    Rule: K^2 T / E pairs, off by no more than a load of T K choices of K in E: a token's experts are drawn without
+    being put back, so that they lie no wider than so many independent ones (Hoeffding 1963, theorem 4).
+    """
+    ids_TK, rank = own.ids[place], place[1]
+    K, E = own.workload.config.top_k, own.workload.config.experts
+    common = int((ids_TK[:, :, None] == own.choice(place)[:, None, :]).sum())
+    mean, margin = ids_TK.numel() * K / E, load_margin(ids_TK.numel(), K, E)
+    if abs(common - mean) <= margin:
+        return []
+    sentence = (
+        f"{common} of the {ids_TK.numel()} routes of rank {rank} are what the router itself would have selected; "
+        f"expected by chance {mean:g}, off by no more than {margin:.4g}"
+    )
+    return [Finding("own", sentence, (rank,))]
+
+
+def _centred(logits_TE: Tensor) -> Tensor:
+    """Return logits less their means over the tokens; (0, E) is left as it is."""
+    return logits_TE - logits_TE.mean(0) if len(logits_TE) else logits_TE

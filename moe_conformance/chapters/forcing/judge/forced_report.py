@@ -1,0 +1,111 @@
+"""What routers report of forced routing: the entry "forced" of `resolved`, and what building them warned of.
+
+A report is held against what was asked and against what ran. It is no evidence of what ran.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from math import isclose
+
+from moe_conformance.chapters.forcing.judge.forced_routing import require_forced
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.router.routers import expected_of
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm
+from moe_conformance.reference.forcing.routes import STRATEGIES
+from moe_conformance.scenarios.outcome import RankOutcome
+
+_OF_FORCING = re.compile(r"\bforc(e|ed|es|ing)\b", re.IGNORECASE)  # a warning may be of anything
+_NUMBER = re.compile(r"[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?")
+
+
+def judge_reported(reading: Reading, tally: Tally) -> None:
+    """Decide whether a forced router reports its strategy and parameter, resolved or in a warning, on every rank.
+
+    Raises:
+        WrongForm: it does not.
+    """
+    name, parameter = reading.outcome.workload.config.routing.forced[0]
+    findings = []
+    for rank in reading.ranks:
+        texts = _texts(rank)
+        if any(name in _named(text) and _has(text, parameter) for text in texts):
+            tally.add(pairs=1, rank=rank.rank)
+            continue
+        by = "" if parameter is None else f" by {parameter:g}"
+        told = f"reports {' and '.join(map(repr, texts))}" if texts else "reports nothing of it"
+        sentence = (
+            f"rank {rank.rank} is forced to route by the strategy {name}{by}, and {told}; expected: strategy and "
+            "parameter in resolved['forced'], or in a warning while it is built"
+        )
+        findings.append(Finding("unreported", sentence, (rank.rank,)))
+    if findings:
+        fail(WrongForm, "route", findings)
+
+
+def judge_nothing_reported(reading: Reading, tally: Tally) -> None:
+    """Decide whether a router without forced routing reports no strategy, neither resolved nor in a warning.
+
+    Raises:
+        WrongForm: it reports one.
+    """
+    findings = []
+    for rank in reading.ranks:
+        texts = [rank.resolved["forced"]] if "forced" in rank.resolved else []
+        texts += [text for text in rank.warned if _OF_FORCING.search(text)]
+        for text in texts:
+            if named := _named(text):
+                sentence = f"rank {rank.rank} reports {text!r}, and its router is not forced by {' or '.join(named)}"
+                findings.append(Finding("reported", sentence, (rank.rank,)))
+        tally.add(pairs=1, rank=rank.rank)
+    if findings:
+        fail(WrongForm, "route", findings)
+
+
+def judge_strategy_in_force(reading: Reading, tally: Tally) -> None:
+    """Decide whether the strategy that a router reports is the one that was asked for, and whether any is in force.
+
+    Raises:
+        NotOffered: it reports none.
+        WrongForm: it reports another one.
+        WrongSelection: it reports the right one, and its tokens are routed by its own logits.
+    """
+    own, asked = expected_of(reading), reading.outcome.workload.config.routing.forced[0][0]
+    reporting = {rank.rank: _named(rank.resolved.get("forced", "")) for rank in reading.ranks}
+    if not any(reporting.values()):
+        raise NotOffered("the router reports no strategy in resolved['forced']")
+    findings = [
+        Finding("other", f"rank {rank} reports the strategy {' and '.join(named)}; in force is {asked}", (rank,))
+        for rank, named in reporting.items()
+        if named and named != [asked]
+    ]
+    if findings:
+        fail(WrongForm, "route", findings)
+    require_forced(own)
+    for place in own.places:
+        tally.add(pairs=own.ids[place].numel(), rank=place[1])
+
+
+def _texts(rank: RankOutcome) -> list[str]:
+    return [*([rank.resolved["forced"]] if "forced" in rank.resolved else []), *rank.warned]
+
+
+def _named(text: str) -> Sequence[str]:
+    """Return the strategies that a text names, by their names in the contract.
+
+    >>> _named("forced: Round-Robin"), _named("biased by 0.5"), _named("none")
+    (['round_robin'], ['biased'], [])
+    """
+    words = re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
+    return [name for name in STRATEGIES if re.search(rf"\b{name.replace('_', ' ')}\b", words)]
+
+
+def _has(text: str, parameter: float | None) -> bool:
+    """Whether a text has the parameter, if there is one.
+
+    >>> _has("biased by -2", -2.0), _has("biased", 0.5), _has("random", None)
+    (True, False, True)
+    """
+    return parameter is None or any(isclose(float(each), parameter, rel_tol=1e-3) for each in _NUMBER.findall(text))

@@ -1,0 +1,346 @@
+"""Forced routers: what a strategy has to leave of groups, loads, weights and gradients, and who was never forced.
+
+Logits that are forced are taken as the backend tells them: whether they were drawn as they must be is another question
+than what the router made of them.
+"""
+
+from __future__ import annotations
+
+from math import comb
+
+import torch
+
+from moe_conformance.chapters.forcing.workloads.forcing import forces_logits
+from moe_conformance.judging.compare.bounded import compare, note_beyond
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.cached import once
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import Place
+from moe_conformance.judging.shared.router.expected import ForcedExpected, RouterExpected
+from moe_conformance.judging.shared.router.routers import (
+    expected_of,
+    judge_router_dx,
+    judge_router_gradient,
+    judge_router_weights,
+    judge_selection,
+)
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm, WrongGradient, WrongSelection, WrongWeight
+from moe_conformance.reference.capacity.limits import loads
+from moe_conformance.reference.forcing.routes import balanced, balanced_sum, groups_used
+from moe_conformance.reference.forcing.scores import forced_weights, undecided_weights
+from moe_conformance.reference.routing import selection
+
+_ROUNDING = 2.0**-16  # of a weight whose logits are exact, in float32
+_CHANCE = 1e-9  # that draws agree with what the router would have chosen; less is no accident
+
+
+def forced_expected_of(reading: Reading) -> RouterExpected | None:
+    """Return the oracle's answer for the logits in force: the router's own where ids are forced.
+
+    None where logits are forced and the backend tells none.
+
+    Raises:
+        WrongForm: logits of another shape, or not finite, or told in some places only.
+    """
+    return once(reading, _expect_forced)
+
+
+def _expect_forced(reading: Reading) -> RouterExpected | None:
+    own = expected_of(reading)
+    if not forces_logits(own.workload):
+        return own
+    told = {place: reading.seen(*place).router.logits_TE for place in own.places}
+    if all(logits_TE is None for logits_TE in told.values()):
+        return None
+    forced = {}
+    for (m, rank), logits_TE in told.items():
+        shape = len(own.ids[m, rank]), own.workload.config.experts
+        if logits_TE is None or tuple(logits_TE.shape) != shape or not bool(logits_TE.isfinite().all()):
+            raise WrongForm("route", f"the forced logits of rank {rank} are not {shape} or not finite", ranks=(rank,))
+        forced[m, rank] = logits_TE
+    return ForcedExpected(own.workload, own.ids, own.divisor, forced)
+
+
+# ---- the group limit -----------------------------------------------------------------------------------------
+
+
+def judge_forced_groups(reading: Reading, tally: Tally) -> None:
+    """Decide whether forced logits are bound by the group limit, and forced ids are not.
+
+    Raises:
+        WrongForm, WrongSelection: no such choice; or nothing was forced.
+    """
+    if forces_logits(reading.outcome.workload):
+        _judge_limit(reading, tally)
+    else:
+        judge_forced_loads(reading, tally)
+
+
+def _judge_limit(reading: Reading, tally: Tally) -> None:
+    own, forced = expected_of(reading), forced_expected_of(reading)
+    require_forced(own)
+    config = own.workload.config
+    assert config.routing.groups is not None  # asked only where there are groups
+    groups, chosen = config.routing.groups
+    findings = []
+    for m, rank in own.places:
+        used_T = groups_used(own.ids[m, rank], config.experts, groups)
+        for t in (used_T > chosen).nonzero().flatten().tolist():
+            sentence = (
+                f"the experts {sorted(own.ids[m, rank][t].tolist())} of rank {rank} token {t} are in {int(used_T[t])} "
+                f"groups; expected at most {chosen}; likely cause: logits were forced after the group limit"
+            )
+            findings.append(Finding("groups", sentence, (rank,), float(used_T[t])))
+    if findings:
+        fail(WrongSelection, "route", findings)
+    _require_groups_forced(own)
+    if forced is not None:
+        with tally.uncounted() as uncounted:
+            judge_selection(reading, uncounted, forced)
+    for place in own.places:
+        tally.add(pairs=own.ids[place].numel(), rank=place[1])
+
+
+def _require_groups_forced(own: RouterExpected) -> None:
+    """Fail where random logits selected among the groups that the router's own logits open, token for token."""
+    config = own.workload.config
+    assert config.routing.groups is not None
+    if config.routing.forced[0][0] != "random":
+        return  # a bias may open the same groups for all tokens, and these by chance
+    findings = []
+    for place in own.places:
+        tokens = len(own.ids[place])
+        if comb(*config.routing.groups) ** -tokens < _CHANCE and _within_own_groups(own, place):
+            sentence = (
+                f"all {tokens} tokens of rank {place[1]} select experts of the groups that the router's own logits "
+                "select, not the forced ones; likely cause: logits were forced after the group limit"
+            )
+            findings.append(Finding("own groups", sentence, (place[1],)))
+    if findings:
+        fail(WrongSelection, "route", findings)
+
+
+def _within_own_groups(own: RouterExpected, place: Place) -> bool:
+    """Whether every token's experts are of groups that are open to it by its own scores."""
+    config = own.workload.config
+    if config.routing.groups is None:
+        return False
+    scores_TE = own.selection_scores(place, own.bias_E)
+    open_TE = selection.group_mask(
+        scores_TE, config.routing.groups, top_k=config.top_k, group_score=config.routing.group_score
+    )
+    return bool(open_TE.gather(1, own.ids[place]).all())
+
+
+def require_forced(own: RouterExpected) -> None:
+    """Fail where all tokens of a rank selected what they would have without a strategy."""
+    config = own.workload.config
+    findings = []
+    for place in own.places:
+        tokens = len(own.ids[place])
+        chance = float(comb(config.experts, config.top_k)) ** -tokens
+        if chance < _CHANCE and bool(own.legal(place).all()):
+            sentence = (
+                f"all {tokens} tokens of rank {place[1]} are routed by the router's own logits; likely cause: "
+                f"forced routing {config.routing.forced[0][0]} was requested, accepted and ignored"
+            )
+            findings.append(Finding("ignored", sentence, (place[1],)))
+    if findings:
+        fail(WrongSelection, "route", findings)
+
+
+# ---- loads ---------------------------------------------------------------------------------------------------
+
+
+def judge_forced_loads(reading: Reading, tally: Tally) -> None:
+    """Decide whether round robin loads every rank's experts with counts that differ by at most one, in all groups.
+
+    Raises:
+        WrongForm, WrongSelection: other loads, or nothing was forced.
+    """
+    own = expected_of(reading)
+    findings = []
+    for place in own.places:
+        loads_E = loads(own.ids[place], own.workload.config.experts)
+        if not balanced(loads_E):
+            findings.append(_unbalanced(own, place, loads_E.tolist()))
+    if findings:
+        fail(WrongSelection, "route", findings)
+    for place in own.places:
+        tally.add(pairs=own.ids[place].numel(), rank=place[1])
+
+
+def judge_loads_over_ranks(reading: Reading, tally: Tally) -> None:
+    """Decide whether round robin also balances the loads over all source ranks of an expert parallel group.
+
+    They differ by at most one where all ranks have as many tokens, and else by at most the number of ranks.
+
+    Raises:
+        WrongForm, WrongSelection: other loads.
+    """
+    own, config, findings = expected_of(reading), reading.outcome.workload.config, []
+    for m in range(len(reading.batches)):
+        for ranks in own.workload.layout.groups()["ep_etp"]:
+            loads_by_rank = [loads(own.ids[m, rank], config.experts) for rank in ranks]
+            if not balanced_sum(loads_by_rank):
+                total_E = torch.stack(loads_by_rank).sum(0)
+                sentence = (
+                    f"the ranks {list(ranks)} together have the loads {total_E.tolist()} per expert in forward {m}; "
+                    "expected for round_robin over all source ranks: as even as over one; likely cause: a rank does "
+                    "not begin at the expert, modulo E, where the K slots of each token of the rank before end"
+                )
+                findings.append(Finding("sum", sentence, ranks, float(total_E.max() - total_E.min())))
+            for rank in ranks:
+                tally.add(pairs=own.ids[m, rank].numel(), rank=rank)
+    if findings:
+        fail(WrongSelection, "route", findings)
+
+
+def _unbalanced(own: RouterExpected, place: Place, loads_E: list[int]) -> Finding:
+    name, rank = own.workload.config.routing.forced[0][0], place[1]
+    cause = ""
+    if bool(own.legal(place).all()):
+        cause = (
+            "; every token is routed by the router's own logits; likely cause: forced routing "
+            f"{name} was requested, accepted and ignored"
+        )
+    elif _within_own_groups(own, place):
+        cause = "; likely cause: forced ids were limited to the groups that the router's own scores select"
+    sentence = f"rank {rank} has the loads {loads_E} per expert; expected for {name}: they differ by at most one{cause}"
+    return Finding(cause, sentence, (rank,), float(max(loads_E) - min(loads_E)))
+
+
+# ---- weights and gradients -----------------------------------------------------------------------------------
+
+
+def judge_forced_weights(reading: Reading, tally: Tally) -> None:
+    """Decide whether the selected experts have the weights and gradients of the logits in force, by its rule.
+
+    To the parameters where the backend finishes their gradients.
+
+    Raises:
+        NotOffered: logits are forced, and the backend tells none.
+        AbsentGradient, Uncovered, WrongForm, WrongGradient, WrongSelection, WrongWeight: as `judge_router_weights`,
+            `judge_router_dx` and `judge_router_gradient`.
+    """
+    expected = _visible(reading)
+    expect_forced_weights(reading, expected, tally)
+    _judge_gradients(reading, tally, expected)
+
+
+def _judge_gradients(reading: Reading, tally: Tally, expected: RouterExpected) -> None:
+    judge_router_dx(reading, tally, expected)
+    if any(rank.grads_final is not None for rank in reading.ranks):
+        judge_router_gradient(reading, tally, expected)
+
+
+def expect_forced_weights(reading: Reading, expected: RouterExpected, tally: Tally) -> None:
+    """Decide whether the selected experts have the expected weights, and name weights that are of others.
+
+    Raises:
+        WrongForm, WrongWeight: as `judge_router_weights`.
+    """
+    findings = [finding for place in expected.places for finding in _of_others(reading, expected, place)]
+    if findings:
+        for place in expected.places:
+            weights_TK, target = reading.seen(*place).router.weights_TK, expected.weights(place)
+            if weights_TK is not None and weights_TK.shape == target.expected.shape:
+                note_beyond(tally, weights_TK, *target)
+        fail(WrongWeight, "route", findings)
+    judge_router_weights(reading, tally, expected)
+
+
+def judge_masked_weights(reading: Reading, tally: Tally) -> None:
+    """Decide whether forced experts at -inf have the weight 0, the others their score, and all a finite one.
+
+    They have to be forced for that: masks are no exception to `judge_forced_loads`. Logits are entries of the tokens
+    there, so that a weight errs by a few roundings of itself.
+
+    Raises:
+        WrongForm, WrongSelection, WrongWeight: they do not, or are not forced.
+    """
+    with tally.uncounted() as uncounted:
+        judge_forced_loads(reading, uncounted)
+    own, findings = expected_of(reading), []
+    for place in own.places:
+        ids_TK, weights_TK = own.ids[place], reading.seen(*place).router.weights_TK
+        if weights_TK is None or weights_TK.shape != ids_TK.shape:
+            sentence = f"the weights of rank {place[1]} do not have the shape {tuple(ids_TK.shape)} of the ids"
+            raise WrongForm("route", sentence, ranks=(place[1],))
+        logits_TE = own.logits(place)
+        right_TK = forced_weights(logits_TE, ids_TK, **own.weighing)
+        near_TK = (weights_TK.double() - right_TK).abs() <= _ROUNDING * right_TK
+        free_T1 = undecided_weights(logits_TE, ids_TK)[:, None]
+        legal_T = torch.where(free_T1, weights_TK.isfinite(), near_TK).all(1)
+        for t in (~legal_T).nonzero().flatten().tolist():
+            sentence = (
+                f"rank {place[1]} token {t} has the weights {weights_TK[t].tolist()}, which do not follow from "
+                f"the logits of its forced experts, {logits_TE[t].gather(0, ids_TK[t]).tolist()}"
+            )
+            findings.append(Finding("masked", sentence, (place[1],)))
+        tally.add(pairs=ids_TK.numel(), rank=place[1])
+    if findings:
+        fail(WrongWeight, "route", findings)
+
+
+def _of_others(reading: Reading, expected: RouterExpected, place: Place) -> list[Finding]:
+    """Say that the weights are those of the experts that the router would have selected, or of its own logits."""
+    weights_TK = reading.seen(*place).router.weights_TK
+    target = expected.weights(place)
+    if weights_TK is None or weights_TK.shape != target.expected.shape or compare(weights_TK, *target).holds:
+        return []
+    own = expected_of(reading)
+    others = {
+        "the experts that the router would have selected without forcing": expected.weigh(
+            own.logits(place), own.choice(place)
+        ),
+        "its experts by the router's own logits, not by the forced ones": expected.weigh(
+            own.logits(place), own.ids[place]
+        ),
+    }
+    rank, loose = place[1], float(target.allowed.max())
+    for whose, other_TK in others.items():
+        if torch.allclose(weights_TK.double().sort(1).values, other_TK.sort(1).values, rtol=0, atol=loose):
+            sentence = f"the weights of every token of rank {rank} are wrong; likely cause: they are those of {whose}"
+            return [Finding(whose, sentence, (rank,))]
+    return []
+
+
+def judge_straight_through(reading: Reading, tally: Tally) -> None:
+    """Decide whether the gradient of forced logits goes straight through the router's own, to tokens and parameters.
+
+    To the parameters where the backend finishes their gradients.
+
+    Raises:
+        NotOffered: the backend tells no forced logits.
+        AbsentGradient, Uncovered, WrongForm, WrongGradient, WrongSelection: as `judge_router_dx` and
+            `judge_router_gradient`.
+    """
+    expected = _visible(reading)
+    _require_passage(reading, expected, tally)
+    _judge_gradients(reading, tally, expected)
+
+
+def _require_passage(reading: Reading, expected: RouterExpected, tally: Tally) -> None:
+    """Fail where the tokens' gradients are zeros, and should be others."""
+    findings = []
+    for m, rank in expected.places:
+        if not reading.goes_backward(m):
+            continue
+        dx_TD, target = reading.seen(m, rank).dx_TD.value, expected.dx((m, rank))
+        wanted = bool((target.expected.abs() > target.allowed).any())
+        if wanted and dx_TD is not None and not bool(dx_TD.any()):
+            sentence = (
+                f"dx of rank {rank} is zero; likely cause: no gradient passes through the forced logits to the router"
+            )
+            findings.append(Finding("closed", sentence, (rank,)))
+            note_beyond(tally, dx_TD, *target)
+    if findings:
+        fail(WrongGradient, "gradient", findings)
+
+
+def _visible(reading: Reading) -> RouterExpected:
+    expected = forced_expected_of(reading)
+    if expected is None:
+        raise NotOffered("the router does not report the forced logits")
+    return expected

@@ -1,0 +1,1 @@
+"""The pinned workloads of this chapter."""

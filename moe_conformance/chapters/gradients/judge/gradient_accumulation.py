@@ -1,0 +1,87 @@
+"""Equivalent runs of which more is required than equality: sums over microbatches, gradients at padding rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.finished_gradients import steps_of
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.equivalence.parameters import allowed_of, assembled, assembled_again, far_off
+from moe_conformance.judging.shared.equivalence.runs import Ran, judge_alike, read_twin, those_that_ran
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongGradient
+
+
+def judge_sum(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide whether parameters end with the sum of what every microbatch alone gives them, and tokens with the same.
+
+    Raises:
+        NotOffered: some microbatch was not run alone, or the backend finishes no gradients.
+        WrongGradient: a sum differs by more than the rounding errors of all runs together.
+        As `judge_alike`.
+    """
+    _require_all(ran)
+    judge_alike(reading, ran, tally)
+    runs = [read_twin(each) for each in those_that_ran(ran)]
+    whole, parts = assembled(reading), [assembled(run) for run in runs]
+    findings = list[Finding]()
+    for (stage, key), actual in whole.items():
+        expected = torch.stack([part[stage, key] for part in parts]).sum(0)
+        allowed = sum((allowed_of(run, stage, key) for run in runs), allowed_of(reading, stage, key))
+        name, expert = key
+        sentence = f"the gradient of {name} of expert {expert} is not the sum over the microbatches, each run alone"
+        findings += far_off(reading, stage, (actual, expected, allowed), sentence, tally)
+    if findings:
+        fail(WrongGradient, "finish", findings)
+
+
+def judge_steps(reading: Reading, alone: Sequence[Ran], stepped: Ran, tally: Tally) -> None:
+    """Decide whether steps of one microbatch each end with what that microbatch alone gives.
+
+    Raises:
+        NotOffered: the backend takes no second step, or finishes no gradients.
+        AbsentGradient: gradients of the microbatch alone are finished, and the step's are not.
+        WrongGradient: one differs by more than the rounding errors of both.
+        As `judge_alike`.
+    """
+    _require_all([*alone, stepped])
+    judge_alike(reading, [stepped], tally)
+    findings = list[Finding]()
+    for m, (single, step) in enumerate(zip(map(read_twin, alone), steps_of(read_twin(stepped)), strict=True)):
+        expected, found = assembled(single), assembled_again(stepped.twin, step)
+        for (stage, key), was in expected.items():
+            allowed = 2 * allowed_of(single, stage, key)
+            name, expert = key
+            sentence = (
+                f"in step {m} the gradient of {name} of expert {expert} differs from that of microbatch {m} run alone"
+            )
+            findings += far_off(reading, stage, (found[stage, key], was, allowed), sentence, tally)
+    if findings:
+        fail(WrongGradient, "finish", findings, start=f"run {stepped.twin.how}, ")
+
+
+def _require_all(ran: Sequence[Ran]) -> None:
+    """Raise `NotOffered` if an equivalent run was not run."""
+    if any(each.outcome is None for each in ran):
+        raise NotOffered("; ".join(each.why_not for each in ran if each.outcome is None))
+
+
+def judge_padding_gradients(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide whether an equivalent run with other gradients at padding rows is alike, and count those rows.
+
+    Raises:
+        NotOffered: no padding row was delivered to any expert.
+        As `judge_alike`.
+    """
+    with tally.uncounted() as own:
+        judge_alike(reading, ran, own)
+    rows = 0
+    for run in map(read_twin, those_that_ran(ran)):
+        for rank in run.ranks:
+            padding = sum(seen.exchange.padding_gradients for seen in rank.microbatches)
+            tally.add(pairs=padding, rank=rank.rank)
+            rows += padding
+    if not rows:
+        raise NotOffered("no padding row was delivered to an expert")

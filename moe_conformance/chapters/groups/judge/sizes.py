@@ -1,0 +1,114 @@
+"""Which sizes a backend makes groups for, and whether its dense and expert groups have the same pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moe_conformance.contract.topology import Layout, RankLists
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.script import SLIPS
+from moe_conformance.judging.verdict import NotOffered, Raised, Tally, Unrefused, WrongGroups
+from moe_conformance.reference.groups.members import valid
+from moe_conformance.reference.groups.rules import mixed_groups
+from moe_conformance.scenarios.outcome import Told
+from moe_conformance.workloads.records.workload import Wish
+
+_AXES = ("world", "tp", "cp", "pp", "ep", "etp")
+_OF_ONE_STAGE = ("tp", "cp", "dp", "dp_cp", "ep", "etp", "ep_etp", "edp")
+
+
+def judge_sizes(answers: Mapping[Wish, Told], tally: Tally) -> None:
+    """Decide whether groups are made for the sizes of a layout, and for no others.
+
+    What an adapter refuses proves nothing about the library. No limit can refuse a world with data parallelism only.
+    Counts an element per result.
+
+    Raises:
+        WrongGroups: sizes of a layout raised something that is no refusal by a limit, or sizes of 1 were refused.
+        Unrefused: sizes of no layout were accepted.
+        Raised: sizes of no layout raised an internal error, such as a division by zero.
+        NotOffered: of sizes that make no layout, the adapter refused all.
+    """
+    refused = [
+        Finding("raised", f"{wish} {'raised' if told.by == 'raised' else 'was refused:'} {told.error}", ())
+        for wish, told in _layouts(answers, fits=True)
+        if told.by == "raised" or (told.by == "library" and wish.layout == Layout(wish.layout.world))
+    ]
+    if refused:
+        fail(WrongGroups, "groups", refused)
+    impossible = _layouts(answers, fits=False)
+    taken = [
+        Finding("taken", f"{wish} was accepted, although {_problem(wish)}", ())
+        for wish, told in impossible
+        if told.lists is not None
+    ]
+    if taken:
+        fail(Unrefused, "groups", taken)
+    slip = "raised an internal error instead of refusing the sizes"
+    stumbled = [
+        Finding("stumbled", f"{wish} {slip}: {told.error}; {_problem(wish)}", ())
+        for wish, told in impossible
+        if told.by == "raised" and f"builtins.{told.error.partition(':')[0]}" in SLIPS
+    ]
+    if stumbled:
+        fail(Raised, "groups", stumbled)
+    if impossible and all(told.by == "adapter" for _, told in impossible):
+        raise NotOffered(impossible[0][1].error)
+    tally.add(elements=sum(told.by != "adapter" for told in answers.values()), rank=0)
+
+
+def judge_stages(answers: Mapping[Wish, Told], tally: Tally) -> None:
+    """Decide whether all groups but those along pp have ranks of one stage, by the position in the groups along pp.
+
+    Raises:
+        WrongGroups: a group along pp has not pp ranks, or a rank is in none; dense and expert groups have other groups
+            along pp, or another group holds ranks of two stages.
+    """
+    findings = []
+    for wish, told in answers.items():
+        if told.lists is None or "pp" not in told.lists or _problem(wish):
+            continue
+        findings += [
+            Finding(f"stages {name}", f"the {name} groups are {list(told.lists[name])} with {wish}", ())
+            for name in ("pp", "expert_pp")
+            if name in told.lists and not _staged(told.lists[name], wish.layout)
+        ]
+        stage_of = _stages(told.lists["pp"], wish.layout.world)
+        other = _stages(told.lists.get("expert_pp", told.lists["pp"]), wish.layout.world)
+        if differing := [rank for rank in range(wish.layout.world) if stage_of[rank] != other[rank]]:
+            rank = differing[0]
+            both = f"stage {stage_of[rank]} of the dense groups and {other[rank]} of the expert groups"
+            said = f"rank {rank} is in {both}"
+            findings.append(Finding("folds", f"{said} with {wish}", (rank,)))
+        for name in _OF_ONE_STAGE:
+            for group in mixed_groups(told.lists.get(name, ()), stage_of):
+                stages = [stage_of[rank] for rank in group]
+                sentence = f"the {name} group {list(group)} has ranks of the stages {stages} with {wish}"
+                findings.append(Finding(f"mixed {name}", sentence, group))
+        tally.add(elements=wish.layout.world)
+    if findings:
+        fail(WrongGroups, "groups", findings)
+
+
+def _layouts(answers: Mapping[Wish, Told], *, fits: bool) -> list[tuple[Wish, Told]]:
+    return [(wish, told) for wish, told in answers.items() if (_problem(wish) is None) is fits]
+
+
+def _problem(wish: Wish) -> str | None:
+    return valid(**{axis: getattr(wish.layout, axis) for axis in _AXES})
+
+
+def _staged(groups: RankLists, layout: Layout) -> bool:
+    """Whether every rank is in one group, and every group has a rank of each stage."""
+    ranks = sorted(rank for group in groups for rank in group)
+    return ranks == list(range(layout.world)) and all(len(group) == layout.pp for group in groups)
+
+
+def _stages(groups: RankLists, world: int) -> list[int]:
+    """Return the stage of every rank, -1 for one that is in no group."""
+    stages = [-1] * world
+    for group in groups:
+        for stage, rank in enumerate(sorted(group)):
+            if 0 <= rank < world:
+                stages[rank] = stage
+    return stages

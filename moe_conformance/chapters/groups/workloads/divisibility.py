@@ -1,0 +1,43 @@
+"""Scripts for what a layout cannot divide: experts over ep, the width of an expert over etp. Nothing may be built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from moe_conformance.contract import Config
+from moe_conformance.contract.topology import Layout
+from moe_conformance.workloads.chapter import Chapter
+from moe_conformance.workloads.records.runs import ON_SESSION
+from moe_conformance.workloads.records.workload import Call, Workload
+from moe_conformance.workloads.selection.profiles import Profile
+
+EXPERTS, NO_EXPERTS, WIDTH = "indivisible-experts", "no-experts", "indivisible-width"
+NAMES = (EXPERTS, NO_EXPERTS, WIDTH)
+_WIDEST = 6  # ranks: what cannot be divided is no other on more
+
+
+def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield what does not divide: of experts a few too many, fewer than ranks and none; of widths likewise."""
+    del profile
+    if layout.world > _WIDEST:
+        return
+    ep, etp = layout.ep, layout.etp
+    if ep > 1:
+        counts = dict.fromkeys((ep + 1, 3 * ep - 1, ep - 1))
+        configs = [Config(variant=variant, experts=count, top_k=1) for count in counts]
+        yield _workload(EXPERTS, configs, ("exchange", "experts"), layout)
+        yield _workload(NO_EXPERTS, [Config(variant=variant, experts=0, top_k=1)], ("exchange", "experts"), layout)
+    if etp > 1:
+        configs = [Config(variant=variant, experts=2 * ep, top_k=1, ffn=width) for width in (8 * etp + 1, etp - 1)]
+        yield _workload(WIDTH, configs, ("experts",), layout)
+
+
+def _workload(name: str, configs: list[Config], surfaces: tuple[str, ...], layout: Layout) -> Workload:
+    asked: list[tuple[str, Mapping[str, Config]]] = [
+        (surface, {"config": config}) for config in configs for surface in surfaces
+    ]
+    calls = tuple(Call(surface, (given,) * layout.world, may_raise=True) for surface, given in asked)
+    return Workload(name, ON_SESSION, Config(variant=configs[0].variant), layout, (), calls=calls)
+
+
+CHAPTERS = (Chapter((ON_SESSION,), NAMES, corpus, variants="every"),)

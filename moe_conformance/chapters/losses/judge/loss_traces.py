@@ -1,0 +1,111 @@
+"""Where losses must leave no trace: in evaluation, in routing weights; and that they are finite."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_conformance.chapters.losses.judge.loss_rules import CALLED
+from moe_conformance.chapters.losses.judge.loss_steps import steps_of
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.verdict import ChangedState, Tally, WrongGradient, WrongWeight
+from moe_conformance.scenarios.outcome import Outcome
+
+
+def judge_evaluation(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether forwards outside training leave nothing: no report, no loss, and the bits of later steps.
+
+    Raises:
+        ChangedState: they leave something.
+    """
+    findings = []
+    steps = steps_of(outcome)
+    for step in steps:
+        for rank in range(outcome.workload.layout.world):
+            for place, batch in enumerate(step.batches(rank)):
+                if batch.mode != "training" and step.forwards[rank][place]["loss"] is not None:
+                    said = f"rank {rank}: a forward in mode {batch.mode} of {step.name} returned a loss; expected: none"
+                    findings.append(Finding("returned", said, (rank,)))
+                tally.add(pairs=int(batch.mode != "training"), rank=rank)
+            if step.trained:
+                continue
+            for name, value in step.reports[rank].items():
+                if float(value) != 0:
+                    said = f"rank {rank} reports {CALLED[name]} as {float(value):.6g} after {step.name}"
+                    none = "in which no forward trains; expected: nothing"
+                    findings.append(Finding("reported", f"{said}, {none}", (rank,)))
+    trained = [step for step in steps if step.trained]
+    for step in trained[1:]:
+        for rank in range(outcome.workload.layout.world):
+            for name, value in step.reports[rank].items():
+                if not torch.equal(value, trained[0].reports[rank].get(name, value + 1)):
+                    before = float(trained[0].reports[rank].get(name, torch.tensor(torch.nan)))
+                    said = f"rank {rank} reports {CALLED[name]} as {float(value):.9g} after {step.name}"
+                    other = f"and as {before:.9g} after {trained[0].name}, of the same microbatches"
+                    cause = "forwards in evaluation or without gradients were counted"
+                    findings.append(Finding("counted", f"{said}, {other}; likely cause: {cause}", (rank,)))
+            for layer, (now, then) in enumerate(zip(step.finals[rank], trained[0].finals[rank], strict=True)):
+                if now is None or then is None or not torch.equal(now, then):
+                    said = f"rank {rank}: the gradient of router {layer} has other bits in {step.name}"
+                    other = f"than in {trained[0].name}, of the same microbatches"
+                    cause = "forwards in evaluation or without gradients left counts"
+                    findings.append(Finding("bits", f"{said} {other}; likely cause: {cause}", (rank,)))
+                else:
+                    tally.add(elements=now.numel(), rank=rank)
+    if findings:
+        fail(ChangedState, "loss", findings)
+
+
+def judge_weights_kept(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether routing weights with a loss have the bits of those in evaluation, where there is none.
+
+    Raises:
+        WrongWeight: they have not.
+    """
+    findings = []
+    for step in steps_of(outcome):
+        for rank in range(outcome.workload.layout.world):
+            batches = step.batches(rank)
+            for place, batch in enumerate(batches):
+                for other, without in enumerate(batches):
+                    if batch.mode != "training" or without.mode != "evaluation" or not _same_x(batch.x, without.x):
+                        continue
+                    sides = (step.forwards[rank][each] for each in (place, other))
+                    for with_TK, without_TK in zip(*(side["weights"] for side in sides), strict=True):
+                        tally.add(elements=with_TK.numel(), rank=rank)
+                        if not torch.equal(with_TK, without_TK):
+                            off = float((with_TK - without_TK).abs().max())
+                            said = (
+                                f"rank {rank}: routing weights in training differ by {off:.2g} from those in evaluation"
+                            )
+                            cause = "of the same tokens; likely cause: a loss was added to them instead of attached"
+                            findings.append(Finding("weights", f"{said}, {cause}", (rank,)))
+    if findings:
+        fail(WrongWeight, "loss", findings)
+
+
+def _same_x(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def judge_finite(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether losses and gradients are finite.
+
+    Raises:
+        WrongGradient: one is not.
+    """
+    findings = []
+    for step in steps_of(outcome):
+        for rank in range(outcome.workload.layout.world):
+            named = {f"the report of {CALLED[name]}": value for name, value in step.reports[rank].items()}
+            named |= {f"the gradient of router {layer}": each for layer, each in enumerate(step.finals[rank])}  # type: ignore[misc]
+            for place in step.trained:
+                named |= {f"dL/dx of forward {place}": each for each in step.forwards[rank][place]["dx"]}
+            for name, value in named.items():
+                if value is None or not bool(torch.isfinite(value).all()):
+                    said = f"rank {rank}: {name} in {step.name} is {'absent' if value is None else 'not finite'}"
+                    findings.append(Finding("finite", said, (rank,)))
+                else:
+                    tally.add(elements=value.numel(), rank=rank)
+    if findings:
+        fail(WrongGradient, "loss", findings)

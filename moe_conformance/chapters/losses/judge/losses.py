@@ -1,0 +1,324 @@
+"""Losses of routers: the values that are reported, what they leave in gradients, and when there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_conformance.chapters.losses.judge.loss_bounds import main_slope_bound, roundoff, slope_bound, value_bound
+from moe_conformance.chapters.losses.judge.loss_rules import CALLED, Part, Parts, Rule, Steps
+from moe_conformance.chapters.losses.judge.loss_steps import Step, legal, mistakes, steps_of
+from moe_conformance.judging.compare.bounded import Target, compare, factor, within
+from moe_conformance.judging.findings import Finding, fail, ratio_names, ratio_words
+from moe_conformance.judging.observed.cached import once
+from moe_conformance.judging.observed.scopes import shard_of
+from moe_conformance.judging.verdict import (
+    AbsentGradient,
+    NotOffered,
+    Tally,
+    WrongGradient,
+    WrongLoss,
+)
+from moe_conformance.reference.losses.reports import model_loss, reported
+from moe_conformance.reference.losses.scaling import router_gradients
+from moe_conformance.scenarios.outcome import Outcome
+
+
+def require_reports(outcome: Outcome) -> None:
+    """Raise `NotOffered` of a backend that returns its losses, and reports none."""
+    if not any(step.tells for step in steps_of(outcome)):
+        raise NotOffered("the backend returns its losses, and reports none")
+
+
+def require_values(outcome: Outcome) -> None:
+    """Raise `NotOffered` where nothing is reported, and ranks share the microbatches of which losses are returned."""
+    steps = steps_of(outcome)
+    if not any(step.tells for step in steps) and len(steps[0].groups()[0]) > 1:
+        raise NotOffered("the backend reports no losses, and what ranks return of a microbatch that they share is free")
+
+
+def judge_values(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every loss of every step is reported, or returned, as what it is, and on every rank.
+
+    Raises:
+        WrongLoss: another value, or none.
+    """
+    findings, compared = once(outcome, _values)
+    tally.include(compared)
+    if findings:
+        fail(WrongLoss, "loss", findings)
+
+
+def _values(outcome: Outcome) -> tuple[list[Finding], Tally]:
+    """Return what is wrong with the reports of all steps, and what was compared."""
+    findings: list[Finding] = []
+    tally = Tally()
+    for step in steps_of(outcome):
+        if not step.trained:
+            continue
+        layers = [step.parts(layer) for layer in range(outcome.workload.config.losses.layers)]
+        rules = list(legal(outcome, layers[0]))
+        made = {rule: [_of(outcome, step, parts, rule) for parts in layers] for rule in rules}
+        for name in next(iter(made.values()))[0].names:
+            targets = [_reported(outcome, made[rule], name) for rule in rules]
+            for rank, report in enumerate(step.reports):
+                if not step.tells:
+                    continue
+                if name not in report:
+                    said = f"rank {rank} reports no {CALLED[name].removeprefix('the ')} after {step.name}"
+                    findings.append(Finding("absent", said, (rank,)))
+                    continue
+                value = _whole(outcome, step, rank, name)
+                found = [compare(value, *target) for target in targets]
+                best = min(found, key=lambda worst: worst.ratio)
+                if best.holds:
+                    tally.add(elements=1, rank=rank, worst=best.ratio)
+                    continue
+                tally.beyond = max(tally.beyond, found[0].size)
+                cause = _value_cause(outcome, step, name, value, targets[0], layers)
+                said = f"rank {rank} reports {CALLED[name]} of {step.name} as {found[0]}"
+                findings.append(Finding(name, f"{said}{cause}", (rank,), found[0].size))
+        findings += _returned(outcome, step, layers, tally)
+    return findings, tally
+
+
+def _returned(outcome: Outcome, step: Step, layers: list[Parts], tally: Tally) -> list[Finding]:
+    """Return what is wrong with losses that are returned, with their coefficients, where one rank has a microbatch."""
+    findings: list[Finding] = []
+    if len(step.groups()[0]) > 1 or outcome.workload.config.losses.global_batch:
+        return findings
+    made = [_of(outcome, step, parts, next(legal(outcome, parts))) for parts in layers]
+    for m, place in enumerate(step.trained):
+        of_layers = [torch.stack([each.values[name][m] for name in each.names]).sum(0) for each in made]
+        bounds = [
+            torch.stack([value_bound(each, name, each.values[name][m]) for name in each.names]).sum(0) for each in made
+        ]
+        for rank in range(outcome.workload.layout.world):
+            if (loss := step.forwards[rank][place]["loss"]) is None:
+                continue
+            target = Target(model_loss([each[rank] for each in of_layers]), model_loss([each[rank] for each in bounds]))
+            worst = compare(loss.reshape(()), *target, tally, rank)
+            if not worst.holds:
+                said = f"rank {rank} returns as the loss of microbatch {m} of {step.name} {worst}"
+                findings.append(Finding("returned", said, (rank,), worst.size))
+    return findings
+
+
+def _of(outcome: Outcome, step: Step, parts: Parts, rule: Rule) -> Steps:
+    return Steps(outcome.workload.config, rule, parts, step.scale)
+
+
+def _reported(outcome: Outcome, layers: list[Steps], name: str, with_coefficient: bool | None = None) -> Target:
+    """Return what is to be reported of a loss: its mean over microbatches, groups and layers."""
+    if with_coefficient is None:
+        with_coefficient = outcome.ranks[0].claims.reported_losses == "with_coefficient"
+    by = None if with_coefficient else layers[0].coefficient(name)
+    value = reported([steps.values[name] for steps in layers], coefficient=by)
+    size = reported([value_bound(steps, name, steps.values[name]) for steps in layers], coefficient=by)
+    return Target(value, size)
+
+
+def _sizes(outcome: Outcome, step: Step) -> dict[str, float]:
+    """Return the factors that have a name."""
+    layout, config = outcome.workload.layout, outcome.workload.config
+    routers = config.losses.layers
+    sizes = {
+        "tp": layout.tp, "cp": layout.cp, "tp * cp": layout.tp * layout.cp, "dp": layout.dp,
+        "the number of microbatches": len(step.trained), "K": config.top_k, "E": config.experts,
+        "the number of sequences": step.batches(0)[step.trained[0]].x[0].shape[1], "two": 2.0, "K * K": config.top_k**2,
+        "layers with a router": routers,
+        "layers with a router over all layers": routers / (routers + config.losses.dense_layers),
+    }  # fmt: skip
+    return ratio_names(sizes)
+
+
+def _value_cause(outcome: Outcome, step: Step, name: str, value: Tensor, target: Target, layers: list[Parts]) -> str:
+    causes = []
+    for words, rule in mistakes(outcome):
+        guess = _reported(outcome, [_of(outcome, step, parts, rule) for parts in layers], name)
+        if within(value, *guess) and not within(target.expected, *guess):
+            causes.append(words)
+            break
+    made = [_of(outcome, step, parts, next(legal(outcome, parts))) for parts in layers]
+    other = outcome.ranks[0].claims.reported_losses == "divided"
+    if within(value, *_reported(outcome, made, name, with_coefficient=other)):
+        claimed = outcome.ranks[0].claims.reported_losses
+        has = "has the coefficient in it" if other else "is divided by the coefficient"
+        causes.append(f"it {has}, and Claims.reported_losses is {claimed!r}")
+    names = _sizes(outcome, step)
+    if (ratio := factor(value, *target, names)) is not None:
+        causes.append(f"it is {ratio_words(ratio, names)}")
+    return _causes(causes)
+
+
+def _whole(outcome: Outcome, step: Step, rank: int, name: str) -> Tensor:
+    """Return what a rank reports, or the mean over ranks where each is said to report a part."""
+    if name == "z" and outcome.ranks[0].claims.reported_z == "own":
+        return torch.stack([report[name].reshape(()) for report in step.reports if name in report]).mean()
+    return step.reports[rank][name].reshape(())
+
+
+def _causes(causes: list[str]) -> str:
+    """Return what may be the cause; several mistakes may have the same result."""
+    return f"; likely cause: {'; or '.join(causes)}" if causes else ""
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """What one layer's gradients should be in one step under a rule: the router's, finished, and the input's."""
+
+    steps: Steps
+    main: float  # by which the main loss's gradients are finished
+
+    def router(self) -> Target:
+        """Return the finished gradient of the router, (E, D)."""
+        expected = self.main_part() + sum(self.steps.loss_gradient(name) for name in self.steps.names)
+        return Target(expected, self._bound(expected))
+
+    def main_part(self) -> Tensor:
+        """Return what the upstream gradients leave in it."""
+        return self.main * sum(  # type: ignore[return-value]
+            router_gradients(part.x_TD, _zeros(part), self.steps.main_slope(part))[1] for part in self._parts()
+        )
+
+    def _parts(self) -> Iterator[Part]:
+        for row in self.steps.parts:
+            yield from row
+
+    def _bound(self, expected: Tensor) -> Tensor:
+        allowed = roundoff(self.steps) * expected.abs()
+        for m, row in enumerate(self.steps.parts):
+            for d, part in enumerate(row):
+                size_TE = self.main * main_slope_bound(self.steps, part)
+                for name in self.steps.names:
+                    size_TE = size_TE + self.main * abs(self._local(name, m, d)) * slope_bound(self.steps, name, part)
+                allowed = allowed + 2 * size_TE.T @ part.x_TD.abs()
+        return allowed
+
+    def _local(self, name: str, m: int, d: int) -> float:
+        return self.steps.local_factor(name, m, d, self.main)
+
+    def input(self, m: int, d: int, router_ED: Tensor) -> Target:
+        """Return the gradient of the input of a part, (T, D), before anything is finished."""
+        part = self.steps.parts[m][d]
+        slope_TE, size_TE = self.steps.main_slope(part), main_slope_bound(self.steps, part)
+        for name in self.steps.names:
+            slope_TE = slope_TE + self._local(name, m, d) * self.steps.slopes[name][m][d]
+            size_TE = size_TE + abs(self._local(name, m, d)) * slope_bound(self.steps, name, part)
+        dx_TD, _ = router_gradients(part.x_TD, router_ED, slope_TE)
+        return Target(dx_TD, 2 * size_TE @ router_ED.abs() + roundoff(self.steps) * dx_TD.abs())
+
+
+def _zeros(part: Part) -> Tensor:
+    return part.x_TD.new_zeros(part.logits_TE.shape[1], part.x_TD.shape[1])
+
+
+def _main(outcome: Outcome, steps: Steps) -> float:
+    """Return by what the gradients of the main loss are finished, as its upstream gradients came."""
+    layout = outcome.workload.layout
+    if outcome.workload.config.losses.per_token:
+        return 1 / max(1, sum(steps.valid(part) for row in steps.parts for part in row))
+    return 1 / (layout.dp * layout.cp) if outcome.ranks[0].loss_convention == "mean_over_dp" else 1.0
+
+
+def judge_gradients(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether the finished gradients of routers, and those of their inputs, hold every loss once.
+
+    Raises:
+        WrongGradient: another value.
+        AbsentGradient: there is none.
+    """
+    findings, compared = once(outcome, _gradients)
+    tally.include(compared)
+    if findings:
+        error = AbsentGradient if all(finding.kind == "absent" for finding in findings) else WrongGradient
+        fail(error, "loss", findings)
+
+
+def _gradients(outcome: Outcome) -> tuple[list[Finding], Tally]:
+    """Return what is wrong with the gradients of all steps, and what was compared."""
+    findings: list[Finding] = []
+    tally = Tally()
+    for step in steps_of(outcome):
+        for layer in range(outcome.workload.config.losses.layers) if step.trained else ():
+            findings += _of_layer(outcome, step, layer, tally)
+    return findings, tally
+
+
+def _of_layer(outcome: Outcome, step: Step, layer: int, tally: Tally) -> list[Finding]:
+    """Return what is wrong in one layer under every legal rule, in words of the first."""
+    parts, first, off = step.parts(layer), None, 0.0
+    for rule in legal(outcome, parts):
+        steps = _of(outcome, step, parts, rule)
+        mine = Tally()
+        found = list(_compared(outcome, step, layer, _Gradients(steps, _main(outcome, steps)), mine))
+        if not found:
+            tally.include(mine)
+            return []
+        first, off = (found, mine.beyond) if first is None else (first, off)
+    assert first is not None  # there is a legal rule
+    tally.beyond = max(tally.beyond, off)
+    return first
+
+
+def _compared(outcome: Outcome, step: Step, layer: int, expected: _Gradients, tally: Tally) -> Iterator[Finding]:
+    of = "" if outcome.workload.config.losses.layers == 1 else f" of layer {layer}"
+    whole = expected.router()
+    for rank, finals in enumerate(step.finals):
+        final_ED = finals[layer] if layer < len(finals) else None
+        if final_ED is None:
+            yield Finding("absent", f"rank {rank}: the router{of} has no gradient after {step.name}", (rank,))
+            continue
+        shard = step.shards[rank][layer]
+        target = Target(shard_of(whole.expected, shard), shard_of(whole.allowed, shard))
+        worst = compare(final_ED, *target, tally, rank)
+        if not worst.holds:
+            cause = "" if shard else _gradient_cause(outcome, step, layer, final_ED.double(), target, expected)
+            said = f"rank {rank}: the finished gradient of the router{of} in {step.name} is {worst}"
+            yield Finding("router", f"{said}{cause}", (rank,), worst.size)
+    router_ED = outcome.workload.parameters["router", layer].double()
+    for m, place in enumerate(step.trained):
+        for d, part in enumerate(expected.steps.parts[m]):
+            whole = expected.input(m, d, router_ED)
+            for number, rank in enumerate(part.ranks):
+                dx = step.forwards[rank][place]["dx"][layer]
+                if dx is None:
+                    yield Finding("absent", f"rank {rank}: x{of} has no gradient in {step.name}", (rank,))
+                    continue
+                target = Target(part.of_rank(whole.expected, number), part.of_rank(whole.allowed, number))
+                worst = compare(dx.reshape(target.expected.shape), *target, tally, rank)
+                if not worst.holds:
+                    said = f"rank {rank}: dL/dx{of} of microbatch {m} in {step.name} is {worst}"
+                    yield Finding("input", said, (rank,), worst.size)
+
+
+def _gradient_cause(
+    outcome: Outcome, step: Step, layer: int, final_ED: Tensor, target: Target, expected: _Gradients
+) -> str:
+    """Return the likely cause: another rule, or a factor of one loss or of all."""
+    parts, names = expected.steps.parts, _sizes(outcome, step)
+    causes = []
+    for words, rule in mistakes(outcome):
+        steps = _of(outcome, step, parts, rule)
+        guess = _Gradients(steps, expected.main).router()
+        if within(final_ED, *guess) and not within(target.expected, *guess):
+            causes.append(words)
+            break
+    main_ED = expected.main_part()
+    own = {name: expected.steps.loss_gradient(name) for name in expected.steps.names}
+    total_ED = sum(own.values(), torch.zeros_like(main_ED))
+    if (ratio := factor(final_ED - main_ED, total_ED, target.allowed, names)) is not None:
+        who = CALLED[expected.steps.names[0]] if len(own) == 1 else "all losses together"
+        causes.append(f"the gradient of {who} is {ratio_words(ratio, names)}")
+    for name, own_ED in own.items() if len(own) > 1 and not causes else ():
+        rest_ED = final_ED - main_ED - (total_ED - own_ED)
+        if (ratio := factor(rest_ED, own_ED, target.allowed, names)) is not None:
+            causes.append(f"the gradient of {CALLED[name]} is {ratio_words(ratio, names)}")
+            break
+    return _causes(causes)

@@ -1,0 +1,258 @@
+"""Non-finite tokens: they are delivered, and do not change the results of other tokens or of other experts.
+
+The expected values of the other tokens are those of a run in which the non-finite tokens are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.compare.bounded import Target, compare
+from moe_conformance.judging.findings import Finding, fail, some
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import Place, places_of
+from moe_conformance.judging.shared.experts import experts
+from moe_conformance.judging.shared.experts.expected import OwnExpected
+from moe_conformance.judging.verdict import (
+    AbsentGradient,
+    Mismatch,
+    NotOffered,
+    Stage,
+    Tally,
+    WrongForm,
+    WrongGradient,
+    WrongOutput,
+)
+from moe_conformance.scenarios.outcome import Microbatch
+from moe_conformance.workloads.records.runs import ExpertsStep
+from moe_conformance.workloads.records.workload import Batch, Workload
+
+Values = Callable[[Microbatch], Tensor | None]
+
+
+def spoilt_without_slot(workload: Workload) -> bool:
+    """Whether all non-finite values belong to tokens without a slot."""
+    bad = [(_bad_x(each) | _bad_upstream(each), _routed(each)) for ranks in workload.batches for each in ranks]
+    return not any(bool((bad_T & routed_T).any()) for bad_T, routed_T in bad)
+
+
+def unfilled(workload: Workload) -> bool:
+    """Whether no expert is filled up to a capacity, as it may be with unchosen tokens of weight 0 (DROP-12)."""
+    return not workload.config.capacity.padded
+
+
+def judge_other_tokens(reading: Reading, tally: Tally) -> None:
+    """Decide whether y, and the gradients of x and of the weights, of every other token are those among finite tokens.
+
+    They are zero where a token has no slot. A gradient of a token is free where the token or its upstream gradient is
+    not finite, unless it has no slot. Where the backend claims that values which are not finite reach other tokens, an
+    element may be not finite instead; a finite one is judged all the same.
+
+    Raises:
+        NotOffered: they did, as claimed, and all else is right.
+        AbsentGradient, WrongForm: y or a gradient is None, or of another shape.
+        WrongOutput, WrongGradient: an element differs: with the suite's experts at all, else beyond its rounding.
+    """
+    if _judge_all(reading, tally, may_spread=_spreads(reading)):
+        raise NotOffered(_SPREADS)
+
+
+def judge_delivered(reading: Reading, tally: Tally) -> None:
+    """Decide whether y of a token whose elements are all NaN is non-finite too, where the token has a slot.
+
+    Raises:
+        WrongOutput: y is finite: the token was replaced, or not delivered.
+    """
+    findings = []
+    for m, rank in _places(reading):
+        batch, y_TD = reading.batches[m][rank], reading.seen(m, rank).y
+        for t in (batch.x_TD.isnan().all(1) & _routed(batch)).nonzero().flatten().tolist():
+            if y_TD is not None and bool(y_TD[t].isfinite().all()):
+                given = f"rank {rank} token {t} is NaN and routed to experts {_experts(batch, t)}"
+                sentence = f"{given}, but its y is finite; expected: non-finite"
+                findings.append(Finding("repaired", sentence, (rank,)))
+            else:
+                tally.add(pairs=1, rank=rank)
+    if findings:
+        fail(WrongOutput, "combine", findings)
+
+
+def judge_parameters_beside(reading: Reading, tally: Tally) -> None:
+    """Decide whether experts that receive no non-finite token have the gradients of their own tokens alone.
+
+    Those are all experts where non-finite tokens have no slot.
+
+    Raises:
+        NotOffered: the backend claims that values which are not finite reach other experts.
+        NotOffered, Uncovered, AbsentGradient, WrongForm, WrongGradient: as `experts.judge_expert_gradients`.
+    """
+    if _spreads(reading):
+        raise NotOffered(_SPREADS)
+    outcome = replace(reading.outcome, workload=_cleaned(reading.outcome.workload))
+    clean, free = Reading(outcome, reading.ranks), _reached(reading.outcome.workload)
+    try:
+        experts.judge_expert_gradients(clean, tally, free=free)
+    except WrongGradient as wrong:
+        try:
+            experts.judge_expert_gradients(clean, Tally(), free=free | _not_finite(reading))
+        except Mismatch:
+            raise wrong from None
+        raise WrongGradient(wrong.stage, wrong.sentence + _DESIGN, ranks=wrong.ranks, ratio=wrong.ratio) from None
+
+
+# ---- how -----------------------------------------------------------------------------------------------------
+
+
+_SPREADS = "the backend claims non_finite = 'all': values that are not finite reach other tokens"
+
+
+_DESIGN = "; a backend that multiplies by one-hot tensors and so spreads such values claims non_finite = 'all'"
+
+
+def _not_finite(reading: Reading) -> frozenset[int]:
+    """Return the experts of which some gradient is not finite."""
+    grads = [(key, grad.value) for rank in reading.ranks for key, grad in (rank.grads_final or {}).items()]
+    return frozenset(
+        key[1] for key, value in grads if key[1] is not None and value is not None and not bool(value.isfinite().all())
+    )
+
+
+def _spreads(reading: Reading) -> bool:
+    return reading.claims.non_finite == "all"
+
+
+def _by_design(reading: Reading) -> str:
+    """Name the claim under which nothing is wrong, if it is one."""
+    try:
+        _judge_all(reading, Tally(), may_spread=True)
+    except Mismatch:
+        return ""
+    return _DESIGN
+
+
+def _judge_all(reading: Reading, tally: Tally, *, may_spread: bool) -> int:
+    """Judge y and the gradients; return how many elements are not finite where they may be."""
+    targets = _targets(reading)
+
+    def bad(batch: Batch) -> Tensor:
+        return _bad_x(batch) | _bad_upstream(batch)
+
+    kinds: tuple[tuple[str, Values, str, Callable[[Batch], Tensor], type[Mismatch], Stage], ...] = (
+        ("y", lambda seen: seen.y, "y", _bad_x, WrongOutput, "combine"),
+        ("dx", lambda seen: seen.dx_TD.value, "dx", bad, WrongGradient, "gradient"),
+        (
+            "the gradient of the weights",
+            lambda seen: seen.dweights_TK.value,
+            "dweights",
+            bad,
+            WrongGradient,
+            "gradient",
+        ),
+    )
+    return sum(
+        _judge(reading, tally, name, actual, targets[key], free, error, stage, may_spread)
+        for name, actual, key, free, error, stage in kinds
+    )
+
+
+def _judge(
+    reading: Reading,
+    tally: Tally,
+    name: str,
+    actual: Values,
+    targets: Mapping[Place, Target],
+    bad: Callable[[Batch], Tensor],
+    error: type[Mismatch],
+    stage: Stage,
+    may_spread: bool,
+) -> int:
+    """Judge one kind of value of all other tokens; return how many elements are not finite where they may be."""
+    findings, spread = [], 0
+    non_finite = [
+        f"rank {rank} token {t}"
+        for m, rank in _places(reading)
+        for t in bad(reading.batches[m][rank]).nonzero().flatten().tolist()
+    ]
+    for m, rank in _places(reading):
+        batch, target = reading.batches[m][rank], targets[m, rank]
+        value = actual(reading.seen(m, rank))
+        if value is None or value.shape != target.expected.shape:
+            what = "None" if value is None else f"of shape {tuple(value.shape)}, not {tuple(target.expected.shape)}"
+            kind = AbsentGradient if value is None and stage == "gradient" else WrongForm
+            raise kind(stage, f"{name} of rank {rank} is {what}", ranks=(rank,))
+        judged_T = ~(bad(batch) & _routed(batch))
+        for t in judged_T.nonzero().flatten().tolist():
+            value_D, expected_D = value[t], target.expected[t]
+            if may_spread:
+                reached_D = ~value_D.isfinite()
+                spread += int(reached_D.sum())
+                value_D = torch.where(reached_D, expected_D.to(value_D.dtype), value_D)
+            worst = compare(value_D, expected_D, target.allowed[t], tally, rank)
+            if not worst.holds:
+                state = "has no slot" if bool(bad(batch)[t]) else "is finite"
+                others = f"the token {state}, and {some(non_finite)} are not finite"
+                sentence = f"{name} of rank {rank} token {t} is {worst}; {others}"
+                findings.append(Finding("spread", sentence, (rank,), worst.size))
+    if findings:
+        fail(error, stage, findings, note="" if may_spread else _by_design(reading))
+    return spread
+
+
+def _targets(reading: Reading) -> dict[str, dict[Place, Target]]:
+    """Return the expected y, dx and dweights where non-finite tokens and upstream gradients are zero."""
+    clean = _cleaned(reading.outcome.workload)
+    if isinstance(reading.outcome.workload.run, ExpertsStep):
+        own = OwnExpected.of(reading, clean)
+        by_name = {"y": own.y, "dx": own.dx, "dweights": own.dweights}
+        return {name: {place: target(place) for place in _places(reading)} for name, target in by_name.items()}
+    exact = Reading(replace(reading.outcome, workload=clean), reading.ranks).expected
+    found: dict[str, dict[Place, Target]] = {"y": {}, "dx": {}, "dweights": {}}
+    for m, rank in _places(reading):
+        for name, value in (("y", exact.y[m][rank]), ("dx", exact.dx[m][rank])):
+            found[name][m, rank] = Target(value, torch.zeros_like(value))
+        found["dweights"][m, rank] = Target(exact.dweights[m][rank], exact.dweights_allowed[m][rank])
+    return found
+
+
+def _cleaned(workload: Workload) -> Workload:
+    batches = tuple(tuple(_clean(batch) for batch in ranks) for ranks in workload.batches)
+    return replace(workload, batches=batches)
+
+
+def _clean(batch: Batch) -> Batch:
+    return replace(
+        batch,
+        x_TD=batch.x_TD.masked_fill(_bad_x(batch)[:, None], 0),
+        upstream=batch.upstream.masked_fill(_bad_upstream(batch)[:, None], 0),
+        weights_TK=batch.weights_TK.masked_fill(batch.ids_TK < 0, 0),
+    )
+
+
+def _places(reading: Reading) -> tuple[Place, ...]:
+    return places_of(reading.outcome.workload, range(len(reading.ranks)))
+
+
+def _bad_x(batch: Batch) -> Tensor:
+    return ~batch.x_TD.isfinite().all(1)
+
+
+def _bad_upstream(batch: Batch) -> Tensor:
+    return ~batch.upstream.isfinite().all(1)
+
+
+def _reached(workload: Workload) -> frozenset[int]:
+    """Return the experts that non-finite tokens are routed to."""
+    ids = [each.ids_TK[_bad_x(each) | _bad_upstream(each)] for ranks in workload.batches for each in ranks]
+    return frozenset(int(e) for ids_BK in ids for e in ids_BK.flatten() if e >= 0)
+
+
+def _routed(batch: Batch) -> Tensor:
+    return (batch.ids_TK >= 0).any(1)
+
+
+def _experts(batch: Batch, t: int) -> str:
+    return some([str(e) for e in batch.ids_TK[t].tolist() if e >= 0])

@@ -1,0 +1,115 @@
+"""Whether an overlapped step overlapped: what ran while its collectives were in flight, and what was called."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from moe_conformance.chapters.overlap.judge.overlapped import seen
+from moe_conformance.engine.ledger.entry import Entry, group_words
+from moe_conformance.judging.findings import Finding, count, fail, some
+from moe_conformance.judging.observed.ledgers import judge_agreement
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.verdict import Costly, NotOffered, Tally, WrongCollectives, WrongGradient
+from moe_conformance.scenarios.outcome import RankOutcome, StepSeen
+
+
+def judge_overlapping(reading: Reading, tally: Tally) -> None:
+    """Decide whether exchanges were in flight while other work ran, one for every layer at least on every rank.
+
+    Work is a product of matrices, between the call of a collective and its wait: whatever that needs, it is not the
+    collective. A rank on which no product ran (no rows) has nothing to show.
+
+    Raises:
+        NotOffered: the backend claims that it does not overlap; no rank has a collective or a product.
+        Costly: fewer exchanges than layers were in flight during a product.
+    """
+    if reading.claims.overlap == "no":
+        raise NotOffered("the backend claims overlap = 'no'")
+    layers, findings = reading.outcome.workload.config.overlap.layers, []
+    for rank in reading.ranks:
+        entries = _entries(rank, seen(rank).overlapped[0])
+        if not entries or not seen(rank).worked:
+            continue
+        exchanges = [entry for entry in entries if entry.order in seen(rank).products]
+        if len(exchanges) < layers:
+            findings.append(Finding("overlap", _said(rank, entries, exchanges, layers), (rank.rank,)))
+        tally.add(pairs=len(exchanges), rank=rank.rank)
+    if findings:
+        fail(Costly, "run", findings)
+    if tally.vacuous:
+        raise NotOffered("the ledger has no collective of any rank with something to compute: overlap is unproved")
+
+
+def _said(rank: RankOutcome, entries: list[Entry], exchanges: list[Entry], layers: int) -> str:
+    blocking = sum(not entry.asynchronous for entry in entries)
+    during = f"{count(len(exchanges), 'collective')} in flight while it computes"
+    of = f"of {len(entries)}, {blocking} of which block"
+    return f"rank {rank.rank} has {during} ({of}); expected {count(layers, 'collective')} or more, one for each layer"
+
+
+def judge_calls(reading: Reading, tally: Tally) -> None:
+    """Decide whether a rank makes the calls of the sequential step, in any order, the same on all ranks of a group.
+
+    Raises:
+        NotOffered: the ledger has no collective.
+        WrongCollectives: a call is made more often or less, or the ranks of a group do not agree.
+    """
+    judge_agreement(reading.outcome, tally)
+    findings = []
+    for rank in reading.ranks:
+        then, now = (Counter(map(_call, _entries(rank, s))) for s in (seen(rank).sequential, seen(rank).overlapped[0]))
+        for call in now | then:
+            if now[call] != then[call]:
+                times = f"{count(now[call], 'time')} instead of {count(then[call], 'time')} in the sequential step"
+                findings.append(Finding("calls", f"rank {rank.rank} calls {call} {times}", (rank.rank,)))
+        tally.add(pairs=now.total(), rank=rank.rank)
+    if findings:
+        fail(WrongCollectives, "run", findings)
+
+
+def judge_order(reading: Reading, tally: Tally) -> None:
+    """Decide whether the gradient of the down projection is written before those of gate and up, pass by pass.
+
+    Raises:
+        NotOffered: gradients are not written in place, or one write is of several of them.
+        WrongGradient: gate or up were written more often than down so far.
+    """
+    findings = []
+    for rank in reading.ranks:
+        for layer in range(reading.outcome.workload.config.overlap.layers):
+            written = [name for name in _written(rank, layer) if name in ("gate", "up", "down")]
+            tally.add(pairs=len(written), rank=rank.rank)
+            at = _too_early(written)
+            if at is not None:
+                order = some(written[: at + 2], 6)
+                sentence = f"rank {rank.rank} computes the weight gradients of layer {layer} in the order {order}"
+                findings.append(Finding("order", f"{sentence}; expected down before gate and up", (rank.rank,)))
+    if tally.vacuous:
+        raise NotOffered("no gradient of an expert is written in place: the order is not seen")
+    if findings:
+        fail(WrongGradient, "gradient", findings)
+
+
+def _written(rank: RankOutcome, layer: int) -> Iterator[str]:
+    prefix = f"layer {layer}: "
+    return (name.removeprefix(prefix) for name in seen(rank).written if name.startswith(prefix))
+
+
+def _too_early(written: list[str]) -> int | None:
+    """Return the place of the first gate or up that was written more often than down, None where there is none."""
+    done: Counter[str] = Counter()
+    for at, name in enumerate(written):
+        done[name] += 1
+        if name != "down" and done[name] > done["down"]:
+            return at
+    return None
+
+
+def _entries(rank: RankOutcome, step: StepSeen) -> list[Entry]:
+    first, end = step.calls
+    return [entry for entry in rank.ledger if first <= entry.order < end]
+
+
+def _call(entry: Entry) -> str:
+    return f"{entry.op} on {group_words(entry.ranks)} ({entry.bytes_in} bytes for {entry.bytes_out})"

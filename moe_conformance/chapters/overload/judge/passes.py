@@ -1,0 +1,235 @@
+"""What each report of a load meter covers, and what follows from it exactly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import product
+from typing import get_args
+
+from moe_conformance.contract import MeteredPass
+from moe_conformance.judging.observed.cached import once
+from moe_conformance.judging.observed.run import require_finished
+from moe_conformance.reference.overload.factors import Entry, entry
+from moe_conformance.reference.overload.peaks import cumulative, cumulative_interval
+from moe_conformance.reference.overload.timelines import (
+    Alone,
+    Label,
+    Pass,
+    Recomputed,
+    since_reports,
+    timeline,
+)
+from moe_conformance.scenarios.outcome import Outcome
+
+_APART = 1000  # between microbatches that are told apart, more than a step has
+TRAINING = ("forward", "alone")  # kinds of forwards that are entries
+
+
+@dataclass(frozen=True)
+class Covered:
+    """A report of a meter that is on: which call of the script it is, and the passes of every rank that it covers."""
+
+    number: int  # 0, 1, ... over the reports of the script
+    call: int
+    passes: tuple[tuple[MeteredPass, ...], ...]
+
+    @property
+    def recorded(self) -> list[list[Label]]:
+        """Labels of the entries of every rank."""
+        return [[_label(each) for each in _entries(own)] for own in self.passes]
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What a step gives exactly.
+
+    Attributes:
+        entries: Those of the world.
+        stages: The pipeline stage of every rank.
+        peak: The cumulative factor, on the first of the timelines that are allowed; None if there is none.
+        limits: Between what values it may lie, on each of these timelines.
+    """
+
+    entries: tuple[Entry, ...]
+    stages: tuple[int, ...]
+    peak: Fraction | None
+    limits: tuple[tuple[Fraction, Fraction], ...]
+
+
+def covered(outcome: Outcome) -> tuple[Covered, ...]:
+    """Return the reports of a script that finished, but for those of a meter that is switched off."""
+    require_finished(outcome)
+    workload = outcome.workload
+    of_ranks = [_by_report(outcome, rank) for rank in range(workload.layout.world)]
+    reports = [(call, on) for call, on in _switched(outcome) if workload.calls[call].method == "report"]
+    return tuple(
+        Covered(number, call, passes)
+        for number, ((call, on), passes) in enumerate(zip(reports, zip(*of_ranks, strict=True), strict=True))
+        if on
+    )
+
+
+def uneven_groups(outcome: Outcome, step: Covered) -> list[Sequence[int]]:
+    """Return the exchange groups in which some ranks recorded other entries than others."""
+    counts = [Counter(labels) for labels in step.recorded]
+    return [
+        group
+        for group in outcome.workload.layout.groups()["ep_etp"]
+        if any(counts[r] != counts[group[0]] for r in group)
+    ]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What a meter may have counted wrongly."""
+
+    words: str
+    padding: bool = False  # padding tokens are among the tokens that a rank brings
+    kinds: tuple[str, ...] = TRAINING
+    kept: bool = False  # nothing is forgotten by a report
+    again: bool = False  # what recomputation repeats is an entry of its own
+
+
+MISTAKES = (
+    Mistake("padding tokens are counted", padding=True),
+    Mistake("forwards in evaluation are counted", kinds=(*TRAINING, "evaluation")),
+    Mistake("the forward that recomputation runs again is counted too", again=True),
+    Mistake("entries of earlier reports are counted again", kept=True),
+)
+
+
+def mistaken(outcome: Outcome, step: Covered, mistake: Mistake) -> Exact | None:
+    """Work a step out with a mistake; None where ranks of a group would have different entries by it."""
+    if mistake.kept:
+        before = [each for each in covered(outcome) if each.number <= step.number]
+        kept = tuple(sum(of_rank, ()) for of_rank in zip(*(each.passes for each in before), strict=True))
+        step = replace(step, passes=_renumbered(kept))
+    if mistake.again:
+        step = replace(step, passes=tuple(map(_repeated, step.passes)))
+    counts = [len(_entries(own, mistake.kinds)) for own in step.passes]
+    uneven = any(len({counts[rank] for rank in group}) > 1 for group in outcome.workload.layout.groups()["ep_etp"])
+    return None if uneven else _exact(outcome, step, mistake)
+
+
+def _repeated(passes: Sequence[MeteredPass]) -> tuple[MeteredPass, ...]:
+    """Put a forward in front of the backward of each that is recomputed, which no backward follows."""
+    recomputed = {_label(each): each for each in passes if each.recomputed}
+    found: list[MeteredPass] = []
+    for each in passes:
+        if each.kind == "backward" and (first := recomputed.get(_label(each))) is not None:
+            found.append(replace(first, kind="alone", microbatch=first.microbatch + _APART, recomputed=False))
+        found.append(each)
+    return tuple(found)
+
+
+def _renumbered(passes: tuple[tuple[MeteredPass, ...], ...]) -> tuple[tuple[MeteredPass, ...], ...]:
+    """Give the passes of several steps microbatches of their own, so that labels are unique again."""
+    found = []
+    for of_rank in passes:
+        times: Counter[tuple[str, Label]] = Counter()
+        own = []
+        for each in of_rank:
+            kind = "backward" if each.kind == "backward" else "forward"
+            times[kind, _label(each)] += 1
+            own.append(replace(each, microbatch=each.microbatch + _APART * times[kind, _label(each)]))
+        found.append(tuple(own))
+    return tuple(found)
+
+
+def exact(outcome: Outcome, step: Covered) -> Exact:
+    """Work out a step, once for all checks."""
+    kept = once(outcome, _steps)
+    if step.number not in kept:
+        kept[step.number] = _exact(outcome, step)
+    return kept[step.number]
+
+
+def _steps(outcome: Outcome) -> dict[int, Exact]:
+    """Return where steps are kept that were worked out, by number."""
+    return {}
+
+
+def _exact(outcome: Outcome, step: Covered, mistake: Mistake | None = None) -> Exact:
+    """Work out a step: the entries of a group are its ranks' training forwards in the same place."""
+    layout, config = outcome.workload.layout, outcome.workload.config
+    held = {rank.rank: rank.local_experts for rank in outcome.ranks}
+    of_ranks = [_entries(own, TRAINING if mistake is None else mistake.kinds) for own in step.passes]
+    stages = tuple(
+        next(ranks.index(rank) for ranks in layout.groups()["pp"] if rank in ranks) for rank in range(layout.world)
+    )
+    entries: list[Entry] = []
+    pairs: list[dict[Label, int]] = [{} for _ in of_ranks]
+    balanced: list[dict[Label, Fraction]] = [{} for _ in of_ranks]
+    for group in layout.groups()["ep_etp"]:
+        sharing = [[group.index(r) for r in ranks if r in group] for ranks in layout.groups()["tp"]]
+        copies = [places for places in sharing if len(places) > 1] if config.token_copies else []
+        for same in zip(*(of_ranks[rank] for rank in group), strict=True):
+            counted = entry(
+                [each.ids_TK for each in same],
+                [held[rank] for rank in group],
+                ep=layout.ep,
+                stage=stages[group[0]],
+                layer=same[0].layer,
+                padding_by_rank=None if mistake and mistake.padding else [each.padding_T for each in same],
+                copies=copies,
+            )
+            entries.append(counted)
+            for place, rank in enumerate(group):
+                pairs[rank][_label(same[0])] = counted.pairs[place]
+                balanced[rank][_label(same[0])] = counted.balanced
+    passes = [_with_recomputation(own) for own in step.passes]
+    choices = product(get_args(Recomputed), get_args(Alone))
+    timelines = tuple(
+        dict.fromkeys(
+            tuple(timeline(own, recomputed=recomputed, alone=alone) for own in passes) for recomputed, alone in choices
+        )
+    )
+    peak = cumulative(timelines[0], pairs, balanced)
+    limits = tuple(cumulative_interval(events, pairs, balanced) for events in timelines)
+    return Exact(tuple(entries), stages, peak, limits)
+
+
+def _label(each: MeteredPass) -> Label:
+    return each.layer, each.microbatch
+
+
+def _entries(passes: Sequence[MeteredPass], kinds: Sequence[str] = TRAINING) -> list[MeteredPass]:
+    """Return the forwards of some kinds: those of training, if nothing else is said."""
+    return [each for each in passes if each.kind in kinds]
+
+
+def _with_recomputation(passes: Sequence[MeteredPass]) -> list[Pass]:
+    """Return passes by kind and label, with a repeated forward before the backward of each that is recomputed."""
+    recomputed = {_label(each) for each in passes if each.recomputed}
+    found: list[Pass] = []
+    for each in passes:
+        if each.kind == "backward" and _label(each) in recomputed:
+            found.append(("recomputed", _label(each)))
+        found.append((each.kind, _label(each)))  # type: ignore[arg-type]
+    return found
+
+
+def _switched(outcome: Outcome) -> list[tuple[int, bool]]:
+    """Return every call by number, and whether the meter is on then."""
+    on, found = True, []
+    for number, call in enumerate(outcome.workload.calls):
+        on = bool(call.given[0]["on"]) if call.method == "switch" else on
+        found.append((number, on))
+    return found
+
+
+def _by_report(outcome: Outcome, rank: int) -> list[tuple[MeteredPass, ...]]:
+    """Return the passes of one rank that each report covers: none of them that ran while the meter was off."""
+    log: list[object] = []
+    ran: dict[tuple[int, int], MeteredPass] = {}
+    for number, on in _switched(outcome):
+        call = outcome.workload.calls[number]
+        if call.method == "report":
+            log.append("report")
+        for place, each in enumerate(call.given[rank].get("passes", ()) if on else ()):
+            ran[number, place] = each
+            log.append("abandon" if each.kind == "abandon" else (each.kind, (number, place)))
+    return [tuple(ran[label] for _, label in report) for report in since_reports(log)]  # type: ignore[arg-type, index]

@@ -1,0 +1,237 @@
+"""Reports of a load meter, held against the exact factors of what was routed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import isfinite
+
+from moe_conformance.chapters.overload.judge.passes import (
+    MISTAKES,
+    Covered,
+    Exact,
+    covered,
+    exact,
+    mistaken,
+    uneven_groups,
+)
+from moe_conformance.judging.findings import Finding, fail, ratio_names, ratio_words
+from moe_conformance.judging.observed.script import answers, judge_no_slip, values
+from moe_conformance.judging.verdict import Tally, WrongCount
+from moe_conformance.reference.overload.report import Empty, Report, allowed_error, ends, reported
+from moe_conformance.scenarios.outcome import Outcome
+
+AVERAGE, MAXIMUM, CUMULATIVE = "avg_overload_factor", "max_overload_factor", "max_cum_overload_factor"
+ALL = (AVERAGE, MAXIMUM, CUMULATIVE, "layers")
+_NAME = re.compile(r"(avg|max|max_cum)_overload_factor(_layer_\d+)?$")
+
+
+@dataclass(frozen=True)
+class _Wrong:
+    """A value that is wrong: of which rank and name, in words, and its error over the bound (0: there is none)."""
+
+    rank: int
+    name: str
+    words: str
+    size: float = 0.0
+    value: float | None = None
+
+
+def judge_values(outcome: Outcome, tally: Tally, *names: str) -> None:
+    """Decide whether every rank reports the values of these names, of every step.
+
+    Entries without tokens count as 0 or are left out, all of a report alike.
+
+    Args:
+        outcome: Of a script of steps.
+        tally: Counts a pair for each value.
+        names: Without a prefix; "layers" stands for all values of layers.
+
+    Raises:
+        WrongCount: a value is missing or off, or a layer has one that recorded nothing.
+    """
+    findings: list[Finding] = []
+    for step in covered(outcome):
+        found = values(outcome, step.call, "values")
+        findings += _judged(outcome, step, dict(enumerate(found)), tally, names)
+    if findings:
+        fail(WrongCount, "run", findings)
+
+
+def judge_names(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether reports have exactly the required names, with one prefix, and the number of their step.
+
+    Raises:
+        WrongCount: a name is missing or is one too many, prefixes differ, or another step is named.
+    """
+    findings = []
+    for step in covered(outcome):
+        worked_out = exact(outcome, step)
+        steps = values(outcome, step.call, "step")
+        given = outcome.workload.calls[step.call].given
+        for rank, found in enumerate(values(outcome, step.call, "values")):
+            report = reported(worked_out.entries, worked_out.stages[rank], cumulative=worked_out.peak)
+            names: dict[str, set[str]] = {_NAME.sub("", key): set() for key in found}
+            for key in found:
+                match = _NAME.search(key)
+                names[_NAME.sub("", key)].add(match[0] if match else key)
+            seen = set().union(*names.values())
+            missing, odd = set(report.values) - report.may_be_absent - seen, seen - set(report.values)
+            said = [f"the name {name} is missing" for name in sorted(missing)]
+            said += [f"the name {name} is not one of the report's" for name in sorted(odd)]
+            said += [f"the prefixes {sorted(names)} differ"] if len(names) > 1 else []
+            number = given[rank]["number"]
+            said += [f"step {steps[rank]} is named instead of {number}"] if steps[rank] != number else []
+            findings += [Finding(each.split()[1], f"rank {rank}: step {number}: {each}", (rank,)) for each in said]
+            tally.add(pairs=1, rank=rank)
+    if findings:
+        fail(WrongCount, "run", findings)
+
+
+def judge_uneven(outcome: Outcome, tally: Tally) -> None:
+    """Decide how reports end of which ranks recorded different numbers of entries: with an error, or right values.
+
+    Args:
+        outcome: Of a script in which a report may raise.
+        tally: Counts a pair for each rank and report, and one for each value.
+
+    Raises:
+        WrongCount: a rank reports although a rank of its group recorded other entries; ranks of a stage end
+            differently; a rank raises without a reason, or reports a wrong value.
+        Raised: what a rank raised is a slip of its own code.
+        Hung: some ranks wait for others.
+    """
+    findings: list[Finding] = []
+    layout = outcome.workload.layout
+    for step in covered(outcome):
+        judge_no_slip(outcome, step.call)
+        stages = [
+            next(ranks.index(rank) for ranks in layout.groups()["pp"] if rank in ranks) for rank in range(layout.world)
+        ]
+        found = answers(outcome, step.call)
+        expected = ends(step.recorded, layout.groups()["ep_etp"], stages)
+        ended = {stage: {found[rank].raised for rank, at in enumerate(stages) if at == stage} for stage in stages}
+        for rank, (end, answer) in enumerate(zip(expected, found, strict=True)):
+            words = ""
+            if end == "error" and not answer.raised:
+                words = (
+                    "a report although the ranks of its exchange group recorded different entries; expected: an error"
+                )
+            elif end == "values" and answer.raised:
+                words = f"{answer.error_type}: {answer.error}; expected: a report"
+            elif end == "either" and len(ended[stages[rank]]) > 1:
+                words = f"{'an error' if answer.raised else 'a report'}, and other ranks of its stage end differently"
+            if words:
+                findings.append(Finding(end, f"rank {rank}: step {step.number} ends with {words}", (rank,)))
+            tally.add(pairs=1, rank=rank)
+        if not uneven_groups(outcome, step):
+            seen = {rank: answer.values["values"] for rank, answer in enumerate(found) if not answer.raised}
+            findings += _judged(outcome, step, seen, tally, ALL)
+    if findings:
+        fail(WrongCount, "run", findings)
+
+
+def _judged(
+    outcome: Outcome, step: Covered, found: Mapping[int, Mapping[str, float]], tally: Tally, names: Sequence[str]
+) -> list[Finding]:
+    """Judge the values of a step by the reading of entries without tokens that fits them best."""
+    worked_out = exact(outcome, step)
+    wrong, compared = _off(worked_out, "zero", found, names)
+    if wrong:
+        wrong, compared = min(
+            ((wrong, compared), _off(worked_out, "left_out", found, names)), key=lambda by: len(by[0])
+        )
+    for rank, pairs in compared.items():
+        tally.add(pairs=pairs, rank=rank)
+    tally.beyond = max([tally.beyond, *(each.size for each in wrong)])
+    causes = {rank: _cause(outcome, step, [each for each in wrong if each.rank == rank]) for rank in compared}
+    return [
+        Finding(
+            each.name,
+            f"rank {each.rank}: step {step.number}: {each.name} is {each.words}"
+            f"{causes[each.rank] or _ratio(outcome, worked_out, each)}",
+            (each.rank,),
+        )
+        for each in wrong
+    ]
+
+
+def _cause(outcome: Outcome, step: Covered, wrong: Sequence[_Wrong]) -> str:
+    """Return the mistake by which all wrong values of a rank come out as they are, "" if there is none."""
+    if not wrong or any(each.value is None or not isfinite(each.value) for each in wrong):
+        return ""
+    for mistake in MISTAKES:
+        other = mistaken(outcome, step, mistake)
+        if other is None:
+            continue
+        report = reported(other.entries, other.stages[wrong[0].rank], cumulative=other.peak)
+        seen = {each.name: each.value for each in wrong if each.value is not None}
+        if not any(_wrong(name, seen, report, _limits(other, wrong[0].rank, name, report))[0] for name in seen):
+            return f"; likely cause: {mistake.words}"
+    return ""
+
+
+def _ratio(outcome: Outcome, worked_out: Exact, wrong: _Wrong) -> str:
+    """Return which size of the layout or the config a value is wrong by, "" if by none."""
+    right = reported(worked_out.entries, worked_out.stages[wrong.rank], cumulative=worked_out.peak).values
+    if wrong.value is None or not right.get(wrong.name):
+        return ""
+    layout, config = outcome.workload.layout, outcome.workload.config
+    sizes = {"K": config.top_k, "ep": layout.ep, "etp": layout.etp, "tp": layout.tp, "edp": layout.edp}
+    words = ratio_words(wrong.value / float(right[wrong.name]), ratio_names(sizes))
+    return f"; likely cause: it is {words}" if ":" in words else ""
+
+
+def _off(
+    step: Exact, empty: Empty, found: Mapping[int, Mapping[str, float]], names: Sequence[str]
+) -> tuple[list[_Wrong], dict[int, int]]:
+    """Return what is wrong by one reading, and how many values were compared on every rank."""
+    wrong, compared = [], {}
+    for rank, by_key in found.items():
+        seen = {match[0]: value for key, value in by_key.items() if (match := _NAME.search(key))}
+        report = reported(step.entries, step.stages[rank], cumulative=step.peak, empty=empty)
+        asked = _asked(names, report, seen)
+        compared[rank] = len(asked)
+        for name in asked:
+            words, size = _wrong(name, seen, report, _limits(step, rank, name, report))
+            wrong += [_Wrong(rank, name, words, size, seen.get(name))] if words else []
+    return wrong, compared
+
+
+def _asked(names: Sequence[str], report: Report, seen: Mapping[str, float]) -> list[str]:
+    layers = sorted(name for name in {*report.values, *seen} if "_layer_" in name) if "layers" in names else []
+    return [name for name in names if name != "layers"] + layers
+
+
+def _limits(step: Exact, rank: int, name: str, report: Report) -> Sequence[tuple[Fraction, Fraction]]:
+    """Return between what a value may lie: an average is made of as many entries as its stage or layer has."""
+    if name == CUMULATIVE:
+        return step.limits
+    if name not in report.values:
+        return ()
+    of_layer = int(name.rpartition("_")[2]) if "_layer_" in name else None
+    own = [each for each in step.entries if each.stage == step.stages[rank] and of_layer in (None, each.layer)]
+    error = allowed_error(report.values[name], len(own) if name.startswith("avg") else 1)
+    return ((report.values[name] - error, report.values[name] + error),)
+
+
+def _wrong(
+    name: str, seen: Mapping[str, float], report: Report, bounds: Sequence[tuple[Fraction, Fraction]]
+) -> tuple[str, float]:
+    """Say what is wrong with one value, "" if nothing is, and how many times its bound it is off."""
+    if name not in report.values:
+        return f"{seen[name]:.6g} of a layer that recorded nothing on this stage", 0.0
+    right = float(report.values[name])
+    if name not in seen:
+        return ("" if name in report.may_be_absent else f"absent instead of {right:.6g}"), 0.0
+    value = seen[name]
+    if not isfinite(value):
+        return f"{value:.6g} instead of {right:.6g}", 1e300
+    if any(low <= Fraction(value) <= high for low, high in bounds):
+        return "", 0.0
+    nearest = min(bounds, key=lambda both: min(abs(Fraction(value) - end) for end in both))
+    middle, allowed = (nearest[0] + nearest[1]) / 2, (nearest[1] - nearest[0]) / 2
+    size = float(abs(Fraction(value) - middle) / allowed) if allowed else 0.0
+    return f"{value:.9g} instead of {right:.9g}", min(size, 1e300)

@@ -1,0 +1,135 @@
+"""What a rank draws for the passes of a load meter, and how steps of passes become the calls of a script.
+
+Every rank draws its own tokens, uneven in number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.contract import Config, MeteredPass
+from moe_conformance.contract.topology import Layout
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.runs import Script
+from moe_conformance.workloads.records.workload import Call, Twist, Workload
+
+EXPERTS, TOP_K, HIDDEN = 8, 2, 4
+METER = Script("load_meter")
+
+Passes = tuple[MeteredPass, ...]
+Step = Callable[["Drawn"], Passes]  # the passes of one rank
+Lead = Callable[[int], tuple[int, ...]]  # the leading dims of T tokens
+
+
+def flat(tokens: int) -> tuple[int, ...]:
+    """Return (T,)."""
+    return (tokens,)
+
+
+class Drawn:
+    """What one rank draws: its tokens, and the numbers of the layers of its stage."""
+
+    def __init__(self, name: str, rank: int, layout: Layout, *, copies: bool = False) -> None:
+        """Begin with nothing drawn; with `copies` all ranks of a tp group draw the same."""
+        first = min(next(ranks for ranks in layout.groups()["tp"] if rank in ranks)) if copies else rank
+        self.rank, self.layout = first, layout
+        self.generator = draw.generator(f"{name}-{first}")
+        self.values = draw.generator(f"{name}-{first}-values")
+        self.stage = next(ranks.index(rank) for ranks in layout.groups()["pp"] if rank in ranks)
+        self.layers = (2 * self.stage, 2 * self.stage + 1)
+
+    def ids(self, tokens: int | None = None, *, within: int = EXPERTS) -> Tensor:
+        """Return distinct experts of every token, all of them below `within`."""
+        T = int(torch.randint(1, 12, (), generator=self.generator)) if tokens is None else tokens
+        return torch.rand(T, within, generator=self.generator).argsort(1)[:, :TOP_K]
+
+    def forward(
+        self,
+        layer: int,
+        microbatch: int,
+        kind: str = "forward",
+        ids_TK: Tensor | None = None,
+        padding_T: Tensor | None = None,
+        lead: Lead = flat,
+        *,
+        recomputed: bool = False,
+    ) -> MeteredPass:
+        """Return a forward, of tokens that lean to the first experts in odd microbatches."""
+        ids_TK = self.ids(within=3 if microbatch % 2 else EXPERTS) if ids_TK is None else ids_TK
+        padding_T = torch.zeros(len(ids_TK), dtype=torch.bool) if padding_T is None else padding_T
+        x = torch.randn(*lead(len(ids_TK)), HIDDEN, generator=self.values)
+        return MeteredPass(
+            kind,  # type: ignore[arg-type]
+            layer,
+            microbatch,
+            ids_TK,
+            padding_T,
+            x,
+            torch.rand(ids_TK.shape, generator=self.values),
+            torch.randn(x.shape, generator=self.values) if kind == "forward" else None,
+            recomputed,
+        )
+
+    def block(self, microbatch: int, *, recomputed: Sequence[int] = ()) -> tuple[Passes, Passes]:
+        """Return the forwards and the backwards of one microbatch through the stage; some layers are recomputed."""
+        forwards = tuple(
+            self.forward(layer, microbatch, recomputed=i in recomputed) for i, layer in enumerate(self.layers)
+        )
+        return forwards, tuple(MeteredPass("backward", layer, microbatch) for layer in reversed(self.layers))
+
+
+def one(ids: Callable[[Drawn], Tensor]) -> Step:
+    """Return a step of one entry."""
+    return lambda drawn: (
+        drawn.forward(drawn.layers[0], 0, ids_TK=ids(drawn)),
+        MeteredPass("backward", drawn.layers[0]),
+    )
+
+
+def nothing(drawn: Drawn) -> Passes:
+    """Return a step without passes."""
+    return ()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A script: steps, each of which ends in a report, with the meter switched on or off between them."""
+
+    steps: Sequence[Step | bool]
+    config: Mapping[str, Any] = field(default_factory=dict)  # options by name
+    may_raise: bool = False  # a report
+    stages: int = 1  # at least so many pipeline stages
+    beside: Sequence[Step] = ()  # of another meter in the same processes
+
+
+def workload(name: str, recipe: Recipe, variant: str, layout: Layout) -> Workload:
+    """Return the script of a recipe; the steps of each meter are drawn by ranks of its own."""
+    config = Config(variant=variant, experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN).changed(recipe.config)
+    beside = [Recipe(recipe.beside, recipe.config)] if recipe.beside else []
+    return Workload(
+        name,
+        METER,
+        config,
+        layout,
+        (),
+        calls=_calls(name, recipe, layout),
+        twist=Twist(beside=tuple(workload(f"{name} beside", other, variant, layout) for other in beside)),
+    )
+
+
+def _calls(name: str, recipe: Recipe, layout: Layout) -> tuple[Call, ...]:
+    copies = bool(recipe.config.get("token_copies"))
+    ranks = [Drawn(name, rank, layout, copies=copies) for rank in range(layout.world)]
+    calls: list[Call] = []
+    for number, step in enumerate(recipe.steps):
+        if isinstance(step, bool):
+            calls.append(Call("switch", tuple({"on": step} for _ in ranks)))
+        else:
+            calls.append(Call("run", tuple({"passes": step(drawn)} for drawn in ranks)))
+            calls.append(Call("report", tuple({"number": 10 + number} for _ in ranks), may_raise=recipe.may_raise))
+    return tuple(calls)

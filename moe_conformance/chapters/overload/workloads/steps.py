@@ -1,0 +1,133 @@
+"""Scripts for the load meter: what is in flight at once follows 1F1B, all forwards first, or an interleaving of layers.
+
+What is around the passes, such as padding, recomputation or another meter, is in `conditions.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from moe_conformance.chapters.overload.workloads.drawn import (
+    EXPERTS,
+    METER,
+    TOP_K,
+    Drawn,
+    Passes,
+    Recipe,
+    nothing,
+    one,
+    workload,
+)
+from moe_conformance.contract import MeteredPass
+from moe_conformance.contract.topology import Layout
+from moe_conformance.workloads.chapter import EP2, EP2_EDP2, EP2_ETP2, SINGLE, Chapter
+from moe_conformance.workloads.records.workload import Workload
+from moe_conformance.workloads.selection.profiles import Profile
+
+PP2_EP2 = Layout(4, pp=2, ep=2)
+LAYOUTS = (SINGLE, EP2, EP2_EDP2, EP2_ETP2, PP2_EP2)
+
+
+def _even(drawn: Drawn) -> Tensor:
+    return torch.arange(3 * EXPERTS).remainder(EXPERTS).reshape(-1, TOP_K)
+
+
+def _uneven_tokens(drawn: Drawn) -> Tensor:
+    """Return pairs that arrive evenly, of ranks with 12 and 100 tokens."""
+    return torch.arange(TOP_K * (100 if drawn.rank % 2 else 12)).remainder(EXPERTS).reshape(-1, TOP_K)
+
+
+def _dropped(drawn: Drawn) -> Passes:
+    ids_TK = drawn.ids(9)
+    ids_TK[::3, 0], ids_TK[4] = -1, -1
+    return drawn.forward(drawn.layers[0], 0, ids_TK=ids_TK), MeteredPass("backward", drawn.layers[0])
+
+
+def _forwards_first(drawn: Drawn) -> Passes:
+    blocks = [drawn.block(microbatch) for microbatch in range(3)]
+    return (*(each for forwards, _ in blocks for each in forwards), *(each for _, back in blocks for each in back))
+
+
+def _one_f_one_b(drawn: Drawn) -> Passes:
+    (f0, b0), (f1, b1), (f2, b2) = (drawn.block(microbatch) for microbatch in range(3))
+    return (*f0, *f1, *b0, *f2, *b1, *b2)
+
+
+def _uneven_layers(drawn: Drawn) -> Passes:
+    first, second = drawn.layers
+    uses = ((first, 0), (first, 1), (second, 0), (first, 2), (second, 1))
+    forwards = tuple(drawn.forward(layer, microbatch) for layer, microbatch in uses)
+    return (*forwards, *(MeteredPass("backward", layer, microbatch) for layer, microbatch in reversed(uses)))
+
+
+def _alone(drawn: Drawn) -> Passes:
+    (f0, b0), (f1, b1) = drawn.block(0), drawn.block(1)
+    apart = tuple(drawn.forward(layer, 5, "alone") for layer in drawn.layers)
+    return (*f0, *apart, *f1, *b1, *b0)
+
+
+def _evaluated(drawn: Drawn) -> Passes:
+    (f0, b0), (f1, b1) = drawn.block(0), drawn.block(1)
+    apart = tuple(drawn.forward(layer, 7, "evaluation", drawn.ids(11, within=2)) for layer in drawn.layers)
+    return (*f0, *apart, *b0, *f1, *b1, *apart)
+
+
+def _abandoned(drawn: Drawn) -> Passes:
+    lost = [drawn.forward(layer, 9, ids_TK=drawn.ids(11, within=2)) for layer in drawn.layers]
+    return (*lost, MeteredPass("backward", drawn.layers[1], 9), MeteredPass("abandon"), *_one_f_one_b(drawn))
+
+
+def _interleaved(drawn: Drawn) -> Passes:
+    """Return two microbatches through virtual stages of one layer each: each takes both microbatches in turn.
+
+    The peak comes after a backward that takes away the smallest of what is in flight, as the first experts get all.
+    """
+    first, second = drawn.layers
+    tokens = {(first, 0): 11, (first, 1): 5, (second, 0): 1, (second, 1): 9}
+    forwards = [(layer, microbatch) for layer in (first, second) for microbatch in (0, 1)]
+    backwards = [(layer, microbatch) for layer in (second, first) for microbatch in (0, 1)]
+    ran = {
+        each: drawn.forward(*each, ids_TK=drawn.ids(tokens[each], within=2 if each == forwards[3] else EXPERTS))
+        for each in forwards
+    }
+    back = [MeteredPass("backward", *each) for each in backwards]
+    return (*(ran[each] for each in forwards[:3]), back[0], ran[forwards[3]], *back[1:])
+
+
+def _empty_entries(drawn: Drawn) -> Passes:
+    """Return entries without tokens beside others, of one layer with others and of a layer of its own."""
+    first, second = drawn.layers
+    tokens = {(first, 0): 3, (first, 1): 0, (second, 0): 0}
+    forwards = tuple(drawn.forward(*each, ids_TK=drawn.ids(T)) for each, T in tokens.items())
+    return (*forwards, *(MeteredPass("backward", *each) for each in tokens))
+
+
+_SCRIPTS: Mapping[str, Recipe] = {
+    "load-entries": Recipe((
+        one(_even), one(lambda drawn: drawn.ids(5, within=2)),
+        one(lambda drawn: drawn.ids(3 + 8 * (drawn.rank % 2))),
+        one(lambda drawn: drawn.ids(6 * (drawn.rank % 2))), one(lambda drawn: drawn.ids(0)), _empty_entries,
+    )),
+    "load-dropped": Recipe((_dropped, one(lambda drawn: torch.full((3, TOP_K), -1)))),
+    "load-steps": Recipe((
+        _forwards_first, _one_f_one_b, nothing, _uneven_layers, _interleaved, one(lambda drawn: drawn.ids()),
+    )),
+    "load-uneven-tokens": Recipe((one(_uneven_tokens),)),
+    "load-alone": Recipe((_alone,)),
+    "load-evaluation": Recipe((_evaluated,)),
+    "load-abandoned": Recipe((_abandoned,)),
+}  # fmt: skip
+
+
+def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield all scripts on small layouts."""
+    del profile
+    if layout in LAYOUTS:
+        for name, recipe in _SCRIPTS.items():
+            yield workload(name, recipe, variant, layout)
+
+
+CHAPTERS = (Chapter((METER,), tuple(_SCRIPTS), scripts, quick=LAYOUTS),)

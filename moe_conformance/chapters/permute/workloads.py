@@ -1,0 +1,273 @@
+"""Scripts for what one process can tell of a permutation: rows by expert, rows by index, segments, dense maps.
+
+All values are small whole numbers, weights have three bits: every product and sum is exact in bfloat16 too, in any
+order. They run on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.contract import Config, Routing
+from moe_conformance.contract.topology import Layout
+from moe_conformance.workloads.chapter import Chapter
+from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records.runs import Script
+from moe_conformance.workloads.records.workload import Call, Padded, Ref, Workload
+from moe_conformance.workloads.selection.profiles import Profile
+
+_D = 16
+Ids = Callable[[int, Config, torch.Generator], Tensor]
+
+
+def _anywhere(T: int, config: Config, generator: torch.Generator) -> Tensor:
+    return draw.choose(T, config, generator)
+
+
+def _few(T: int, config: Config, generator: torch.Generator) -> Tensor:
+    """Experts 1, 4 and 6 alone: the first, the last and whole stretches between have no row."""
+    return draw.choose(T, config, generator, (1, 4, 6))
+
+
+def _to_one(T: int, config: Config, generator: torch.Generator) -> Tensor:
+    return torch.full((T, config.top_k), 5)
+
+
+def _empty_slots(T: int, config: Config, generator: torch.Generator) -> Tensor:
+    """Some slots are empty, in any place; of token 2 all are."""
+    ids_TK = _anywhere(T, config, generator)
+    ids_TK[torch.rand(ids_TK.shape, generator=generator) < 0.3] = -1
+    ids_TK[2] = -1
+    return ids_TK
+
+
+def _all_empty(T: int, config: Config, generator: torch.Generator) -> Tensor:
+    return torch.full((T, config.top_k), -1)
+
+
+def _twice(T: int, config: Config, generator: torch.Generator) -> Tensor:
+    """Every other token has an expert twice."""
+    ids_TK = _anywhere(T, config, generator)
+    ids_TK[::2, 1] = ids_TK[::2, 0]
+    return ids_TK
+
+
+def _in_turn(T: int, config: Config, generator: torch.Generator) -> Tensor:
+    """Every expert has as many rows as any other."""
+    return draw.in_turn(T, config)
+
+
+@dataclass(frozen=True)
+class _Permute:
+    """How to draw one permutation."""
+
+    name: str
+    ids: Ids = _anywhere
+    tokens: int = 13
+    config: Mapping[str, Any] = field(default_factory=dict)
+    strided: bool = False  # x is a transposed view
+
+
+_BF16 = {"dtype": torch.bfloat16}
+_PERMUTE = (
+    _Permute("permute"),
+    _Permute("permute-one-token", tokens=1),
+    _Permute("permute-no-tokens", tokens=0),
+    _Permute("permute-idle-experts", _few),
+    _Permute("permute-all-to-one", _to_one, config={"top_k": 1}),
+    _Permute("permute-empty-slots", _empty_slots),
+    _Permute("permute-all-empty", _all_empty, tokens=3),
+    _Permute("permute-twice", _twice),
+    _Permute("permute-equal", _in_turn, tokens=16),
+    _Permute("permute-many-slots", config={"top_k": 5}),
+    _Permute("permute-many-rows", tokens=300, config={"experts": 3}),
+    _Permute("permute-strided", strided=True),
+    _Permute("permute-bf16", config=_BF16),
+    _Permute("permute-to-16", config={"padding.row_multiple": 16}),
+    _Permute("permute-to-16-idle-experts", _few, config={"padding.row_multiple": 16}),
+    _Permute("permute-to-16-full", _in_turn, tokens=64, config={"padding.row_multiple": 16}),
+    _Permute("permute-to-16-no-tokens", tokens=0, config={"padding.row_multiple": 16}),
+    _Permute("permute-to-32-bf16", tokens=70, config={"padding.row_multiple": 32, **_BF16}),
+    _Permute(
+        "permute-to-128-empty-slots", _empty_slots, tokens=300, config={"padding.row_multiple": 128, "experts": 4}
+    ),
+    _Permute("permute-to-3", tokens=29, config={"padding.row_multiple": 3}),
+)
+
+_FORMS: tuple[tuple[str, Ids, int, dict[str, Any]], ...] = (
+    ("forms", _anywhere, 13, {}),
+    ("forms-empty-slots", _empty_slots, 13, {}),
+    ("forms-all-empty", _all_empty, 3, {}),
+    ("forms-no-tokens", _anywhere, 0, {}),
+    ("forms-every-expert", _anywhere, 5, {"top_k": 8}),
+    ("forms-many-experts", _anywhere, 40, {"experts": 300, "top_k": 4}),
+)
+
+_COUNTS: tuple[tuple[str, tuple[tuple[int, ...], ...], dict[str, Any]], ...] = (
+    ("reorder", ((3, 0, 2, 5), (1, 4, 0, 2), (2, 2, 3, 1)), {}),
+    ("reorder-equal", ((3, 3, 3, 3), (3, 3, 3, 3)), {}),
+    # Every source sends as many rows, every expert gets as many: only single segments differ.
+    ("reorder-equal-sums", ((1, 3), (3, 1)), {}),
+    ("reorder-equal-from-the-first", ((2, 2, 2), (2, 2, 2), (2, 2, 3)), {}),
+    ("reorder-one-source", ((3, 0, 2, 5),), {}),
+    ("reorder-one-expert", ((3,), (0,), (4,)), {}),
+    ("reorder-idle", ((0, 0, 2), (0, 0, 0), (0, 3, 1)), {}),
+    ("reorder-no-rows", ((0, 0), (0, 0), (0, 0)), {}),
+    ("reorder-bf16", ((2, 7, 1), (4, 0, 3)), _BF16),
+)
+
+
+@dataclass(frozen=True)
+class _Index:
+    """How to draw one index: of T tokens or sentinels (None)."""
+
+    name: str
+    index: tuple[int | None, ...]
+    tokens: int = 6
+    dtype: torch.dtype = torch.float32
+
+
+_S = None  # a sentinel
+_INDEX = (
+    _Index("row-index", (3, _S, 0, 5, 3, _S, 1, 3)),
+    _Index("row-index-sentinels-first", (_S, _S, _S, 2, 0, 5)),
+    _Index("row-index-sentinels-last", (5, 0, 2, 2, _S, _S)),
+    _Index("row-index-all-sentinels", (_S, _S, _S)),
+    _Index("row-index-no-sentinels", (5, 4, 0, 1, 2, 3)),
+    _Index("row-index-no-rows", ()),
+    _Index("row-index-no-tokens", (_S, _S), tokens=0),
+    _Index("row-index-bf16", (3, _S, 0, 5, 3, _S, 1, 3), dtype=torch.bfloat16),
+)
+
+NAMES = (
+    *(recipe.name for recipe in _PERMUTE),
+    *(name for name, *_of in _FORMS),
+    *(name for name, *_of in _COUNTS),
+    *(recipe.name for recipe in _INDEX),
+)
+
+
+def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield all scripts, on one rank."""
+    del profile
+    if layout != Layout(1):
+        return
+    for recipe in _PERMUTE:
+        yield _permutation(recipe, variant, layout)
+    for name, ids, tokens, more in _FORMS:
+        yield _forms(name, ids, tokens, Config(variant=variant).changed(more), layout)
+    for name, counts, more in _COUNTS:
+        yield _reordering(name, torch.tensor(counts), Config(variant=variant, hidden=_D).changed(more), layout)
+    for each in _INDEX:
+        yield _row_index(each, Config(variant=variant, hidden=_D, dtype=each.dtype), layout)
+
+
+def _numbers(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return whole numbers from -3 to 3."""
+    return torch.randint(-3, 4, shape, generator=generator).to(dtype)
+
+
+def _permutation(recipe: _Permute, variant: str, layout: Layout) -> Workload:
+    """Permute and unpermute what came; where the rows can be counted beforehand, also unpermute rows of their own.
+
+    Rows of their own tell slots of a token apart, which its own rows, all alike, cannot. Where rows are padded they
+    cannot be counted; what came is unpermuted once more then, with large numbers and gradients in the padding.
+    """
+    config = Config(variant=variant, hidden=_D).changed(recipe.config)
+    g = draw.generator(recipe.name)
+    T = recipe.tokens
+    ids_TK = recipe.ids(T, config, g)
+    routing = Routing(ids_TK, draw.probe_weights(ids_TK, torch.float32, g), config.experts)
+    if recipe.ids is _twice:
+        routing.weights_TK[:, 1] = routing.weights_TK[:, 0]  # which of the two rows is whose, nobody can tell
+    x_TD = _numbers((_D, T), config.dtype, g).T if recipe.strided else _numbers((T, _D), config.dtype, g)
+    upstream, other_upstream = ({"": _numbers((T, _D), config.dtype, g)} for _ in range(2))
+    asks = ("x_TD", "routing.weights_TK")
+    calls = [
+        Call("permute", ({"x_TD": x_TD, "routing": routing},), asks),
+        Call("unpermute", ({"rows_RD": Ref(0, "rows_RD"), "handle": Ref(0, "handle")},), (), (upstream,)),
+    ]
+    if config.padding.row_multiple == 1 and recipe.ids is not _twice:
+        rows_RD = _numbers((int((ids_TK >= 0).sum()), _D), config.dtype, g)
+        back = {"rows_RD": rows_RD, "handle": Ref(2, "handle")}
+        # Where it padded what it was not asked to, these rows do not fit; that is for the judge of its own to say.
+        calls += [calls[0], Call("unpermute", (back,), ("rows_RD",), (other_upstream,), may_raise=True)]
+    if config.padding.row_multiple > 1:
+        padded = Padded(Ref(2, "rows_RD"), Ref(2, "counts_E"), tuple(_pairs(ids_TK, config.experts)))
+        back = {"rows_RD": padded, "handle": Ref(2, "handle")}
+        calls += [calls[0], Call("unpermute", (back,), (), (other_upstream,))]
+    return Workload(recipe.name, Script("permutation"), config, layout, (), calls=tuple(calls))
+
+
+def pads(workload: Workload) -> bool:
+    """Whether a permutation has to pad the rows of some expert that has any."""
+    routing, M = workload.calls[0].given[0]["routing"], workload.config.padding.row_multiple
+    return any(pairs % M for pairs in _pairs(routing.ids_TK, routing.experts))
+
+
+def _pairs(ids_TK: Tensor, experts: int) -> list[int]:
+    return torch.bincount(ids_TK[ids_TK >= 0], minlength=experts).tolist()
+
+
+def _forms(name: str, ids: Ids, T: int, config: Config, layout: Layout) -> Workload:
+    """Make the dense form, the indexed one of it, and the dense one again, through which the gradients go."""
+    g = draw.generator(name)
+    ids_TK = ids(T, config, g)
+    weights_TK = draw.probe_weights(ids_TK, torch.float32, g)
+    if T > 1:
+        weights_TK[1, 0] = 0.0  # chosen all the same
+    upstream_TE = torch.randn(T, config.experts, generator=g)
+    calls = (
+        Call("to_dense", ({"routing": Routing(ids_TK, weights_TK, config.experts)},), ("routing.weights_TK",)),
+        Call("to_indices", ({"weights_TE": Ref(0, "weights_TE"), "map_TE": Ref(0, "map_TE")},)),
+        Call("to_dense", ({"routing": Ref(1)},), (), ({"weights_TE": upstream_TE},)),
+    )
+    return Workload(name, Script("routing_forms"), config, layout, (), calls=calls)
+
+
+def _reordering(name: str, counts_WN: Tensor, config: Config, layout: Layout) -> Workload:
+    """Reorder, undo that, and reorder other rows back, with gradients through both."""
+    g = draw.generator(name)
+    shape = int(counts_WN.sum()), _D
+    there, back = ({"": torch.randn(shape, generator=g).to(config.dtype)} for _ in range(2))
+    rows = [torch.randn(shape, generator=g).to(config.dtype) for _ in range(2)]
+    calls = (
+        Call("to_expert_major", ({"rows_RD": rows[0], "counts_WN": counts_WN},), ("rows_RD",), (there,)),
+        Call("to_source_major", ({"rows_RD": Ref(0), "counts_WN": counts_WN},)),
+        Call("to_source_major", ({"rows_RD": rows[1], "counts_WN": counts_WN},), ("rows_RD",), (back,)),
+    )
+    return Workload(name, Script("reordering"), config, layout, (), calls=calls)
+
+
+def _row_index(recipe: _Index, config: Config, layout: Layout) -> Workload:
+    """Gather and scatter, once with -1 and once with T for a sentinel; rows and weights at sentinels are NaN."""
+    g = draw.generator(recipe.name)
+    T, R = recipe.tokens, len(recipe.index)
+    calls = []
+    for sentinel in (-1, T):
+        index_R = torch.tensor([sentinel if i is None else i for i in recipe.index], dtype=torch.int64)
+        x_TD, rows_RD = _numbers((T, _D), config.dtype, g), _numbers((R, _D), config.dtype, g)
+        weights_R = torch.randint(1, 8, (R,), generator=g) / 8
+        empty_R = torch.tensor([i is None for i in recipe.index], dtype=torch.bool)
+        rows_RD[empty_R], weights_R[empty_R] = torch.nan, torch.nan
+        there, back = {"": _numbers((R, _D), config.dtype, g)}, {"": _numbers((T, _D), config.dtype, g)}
+        calls += [
+            Call("gather", ({"x_TD": x_TD, "index_R": index_R},), ("x_TD",), (there,)),
+            Call(
+                "scatter",
+                ({"rows_RD": rows_RD, "index_R": index_R, "weights_R": weights_R, "tokens": T},),
+                ("rows_RD", "weights_R"),
+                (back,),
+            ),
+        ]
+    return Workload(recipe.name, Script("row_index"), config, layout, (), calls=tuple(calls))
+
+
+CHAPTERS = (
+    Chapter((Script("permutation"), Script("routing_forms"), Script("reordering"), Script("row_index")), NAMES, corpus),
+)

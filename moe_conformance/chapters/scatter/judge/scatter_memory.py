@@ -1,0 +1,305 @@
+"""Rows added to an output that may lie in the memory of others: bytes, gradients, grad modes, settings, programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.chapters.scatter.judge.scatter import offered
+from moe_conformance.judging.compare.bounded import Target, compare
+from moe_conformance.judging.compare.bounds import unit_roundoff
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.script import answers, judge_no_slip, values
+from moe_conformance.judging.verdict import ChangedInput, ChangedState, Tally, WrongForm, WrongGradient, WrongOutput
+from moe_conformance.reference.scatter.addition import add_routed, records_gradient, scatter_add, scatter_add_bound
+from moe_conformance.reference.scatter.memory import in_place_is_lawful, share_bytes, view_of
+from moe_conformance.scenarios.outcome import Answer, Outcome
+from moe_conformance.workloads.records.memory import Laid, lay
+from moe_conformance.workloads.records.workload import Call, Root
+
+
+def held(given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the arguments of a call as they were; two that lay in one memory lie in one again."""
+    laid = [value for value in given.values() if isinstance(value, Laid)]
+    pair = lay(laid[0].relation, laid[0].memory_M, laid[0].shape) if laid else ()
+    return {
+        name: pair[("out", "x").index(value.which)]
+        if isinstance(value, Laid)
+        else value.leaf.sqrt()
+        if isinstance(value, Root)
+        else value
+        for name, value in given.items()
+    }
+
+
+def judge_routed(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether routed rows were added to what a shared expert returned and the layer's input kept its bytes.
+
+    Raises:
+        ChangedInput: x has other bytes.
+        WrongOutput: a row beyond its bound.
+    """
+    findings = []
+    for number, call in enumerate(outcome.workload.calls):
+        for rank, (y_ND, answer) in enumerate(zip(values(outcome, number), answers(outcome, number), strict=True)):
+            given = held(call.given[rank])
+            how = f"with out and x {_said(call, rank)}"
+            tally.add(pairs=1, rank=rank)
+            if "x_ND" in answer.changed:
+                words = f"rank {rank}: add changed x, the input of the layer, {how}; likely cause: it added in place"
+                findings.append(Finding("bytes", words, (rank,)))
+                continue
+            ids_TK = _pairs(given["index_J"], len(given["out_ND"]))
+            src_JD = given["src_JD"]
+            weights_TK = torch.ones_like(ids_TK, dtype=src_JD.dtype)
+
+            def row(x_RD: Tensor, pair: int, src_JD: Tensor = src_JD) -> Tensor:
+                return src_JD[pair].double().expand(len(x_RD), -1)
+
+            expected_ND = add_routed(given["out_ND"], given["x_ND"], ids_TK, weights_TK, row)
+            worst = compare(y_ND, *Target(expected_ND, _allowed(given)), tally, rank)
+            if not worst.holds:
+                findings.append(Finding("sum", f"rank {rank}: {how}, the result of add is {worst}", (rank,)))
+    if findings:
+        fail(ChangedInput if findings[0].kind == "bytes" else WrongOutput, "combine", findings)
+
+
+def judge_choice(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether in place was chosen only where no byte of the arguments that stay lies in the output.
+
+    Where there is nothing to add, the output itself is the sum.
+
+    Raises:
+        ChangedInput: an argument was changed, or the result lies in the output although that shares bytes with x.
+        WrongOutput: a sum beyond its bound.
+    """
+    findings = []
+    for number, call in enumerate(outcome.workload.calls):
+        for rank, (y_ND, answer) in enumerate(zip(values(outcome, number), answers(outcome, number), strict=True)):
+            given = held(call.given[rank])
+            out, x = (view_of(given[name]) for name in ("out_ND", "x_ND"))
+            may = in_place_is_lawful(out, x) and not call.differentiable
+            tally.add(pairs=1, rank=rank)
+            written = [name for name in answer.changed if not (may and name == "out_ND")]
+            how = f"with out and x {_said(call, rank)}"
+            if written:
+                said = f"rank {rank}: {how}, add changed {', '.join(written)}; expected: out of place"
+                findings.append(Finding("bytes", said if not may else said.partition(";")[0], (rank,)))
+            elif len(given["index_J"]) and not may and answer.memory["out_ND"] != "apart" and share_bytes(out, x):
+                words = f"rank {rank}: {how}, the result of add lies in out; expected: memory of its own"
+                findings.append(Finding("lies", words, (rank,)))
+            target = Target(scatter_add(*_sum(given)), _allowed(given))
+            worst = compare(y_ND, *target, tally, rank)
+            if not worst.holds:
+                findings.append(Finding("sum", f"rank {rank}: {how}, the result of add is {worst}", (rank,)))
+    if findings:
+        fail(WrongOutput if findings[0].kind == "sum" else ChangedInput, "combine", findings)
+
+
+def judge_gradients(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether out and source rows have the gradients of the out-of-place sum; of what saved out, its own.
+
+    d out and d src are rows of the upstream gradient, none of which is rounded; the gradient behind a square root may
+    be off by 4 u of its size.
+
+    Raises:
+        WrongGradient: another one, or none.
+    """
+    findings = []
+    for number, call in enumerate(outcome.workload.calls):
+        if not call.upstream:
+            continue
+        values(outcome, number)
+        for rank, answer in enumerate(answers(outcome, number)):
+            for name, (expected, allowed) in _gradients(call, rank).items():
+                gradient = answer.gradients[name]
+                tally.add(pairs=1, rank=rank)
+                said = f"rank {rank}: call {number}, {call.method}: the gradient of {name}"
+                if gradient is None:
+                    findings.append(Finding(name, f"{said} is missing", (rank,)))
+                    continue
+                worst = compare(gradient, expected, allowed, tally, rank)
+                if not worst.holds:
+                    findings.append(Finding(name, f"{said} is {worst}", (rank,)))
+    if findings:
+        fail(WrongGradient, "combine", findings)
+
+
+def judge_modes(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every nesting of grad modes gives the same bits, and a gradient exactly where grad was on.
+
+    Raises:
+        WrongOutput: other bits than those of the first call.
+        WrongGradient: the result asks for a gradient where none is recorded, or for none where one is.
+    """
+    findings = []
+    first = values(outcome, 0)[0]
+    for number, call in enumerate(outcome.workload.calls):
+        where = f"under {', then '.join(call.modes) or 'no mode'}"
+        for rank, (y_ND, answer) in enumerate(zip(values(outcome, number), answers(outcome, number), strict=True)):
+            tally.add(elements=y_ND.numel(), pairs=1, rank=rank)
+            if y_ND.shape != first.shape or not torch.equal(y_ND.view(torch.int32), first.view(torch.int32)):
+                words = f"rank {rank}: {where}, {call.method} gives other bits than under no mode"
+                findings.append(Finding("bits", words, (rank,)))
+            expected = records_gradient(call.modes, [True])
+            if answer.differentiable != expected:
+                words = f"rank {rank}: {where}, the result asks for {'a' if answer.differentiable else 'no'} gradient"
+                findings.append(Finding("grad", f"{words}; expected: {'one' if expected else 'none'}", (rank,)))
+    if findings:
+        fail(WrongGradient if findings[0].kind == "grad" else WrongOutput, "combine", findings)
+
+
+def judge_setting(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether a call leaves the setting of deterministic algorithms as it was, also where it raises.
+
+    Raises:
+        ChangedState: it is another behind the call.
+        Raised: what fits was refused, or what does not was stumbled over.
+    """
+    findings = []
+    for number, call in enumerate(outcome.workload.calls):
+        if not call.may_raise:
+            values(outcome, number)
+        for rank, answer in enumerate(answers(outcome, number)):
+            before = (bool(call.modes), call.modes == ("deterministic, warn only",))
+            tally.add(pairs=1, rank=rank)
+            if answer.deterministic != before:
+                how = "that raised" if answer.raised else "that succeeded"
+                words = (
+                    f"rank {rank}: a call of {call.method} {how} left (enabled, warn only) at {answer.deterministic}"
+                )
+                findings.append(Finding(how, f"{words}; expected: {before}, as before", (rank,)))
+    if findings:
+        fail(ChangedState, "combine", findings)
+
+
+def judge_forms(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether on tensors without data the result has the shape, dtype and device of that on real ones.
+
+    Raises:
+        WrongForm: it has others.
+    """
+    findings = []
+    for number, call in enumerate(outcome.workload.calls):
+        for rank, device in enumerate(values(outcome, number, "device given")):
+            out_ND = call.given[rank]["out_ND"]
+            expected = {"shape": tuple(out_ND.shape), "dtype": out_ND.dtype, "device": device}
+            for name, value in expected.items():
+                tally.add(pairs=1, rank=rank)
+                seen = values(outcome, number, name)[rank]
+                if seen != value:
+                    words = (
+                        f"rank {rank}: on {call.through} tensors the {name} of the result of {call.method} is {seen}"
+                    )
+                    findings.append(Finding(name, f"{words}; expected: {value}", (rank,)))
+    if findings:
+        fail(WrongForm, "combine", findings)
+
+
+def judge_programs(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether a program gives the bits of the eager call before it, and writes what that writes.
+
+    A compiled one may be refused, and its gradients are those of the eager call. Where the output may be written or
+    not, in either call, both are right.
+
+    Raises:
+        WrongOutput: other bits.
+        ChangedInput: it changed other arguments.
+        WrongGradient: other gradients.
+        Raised: it stumbled in place of refusing.
+    """
+    findings = []
+    for number, call in offered(outcome):
+        if not call.through:
+            values(outcome, number)
+            continue
+        if call.may_raise:
+            judge_no_slip(outcome, number)
+        else:
+            values(outcome, number)
+        for rank, (eager, other) in enumerate(zip(answers(outcome, number - 1), answers(outcome, number), strict=True)):
+            tally.add(pairs=1, rank=rank)
+            if not other.raised:
+                findings += [
+                    Finding(key, f"rank {rank}: {call.method}, {_PROGRAMS[call.through]}, {words}", (rank,))
+                    for key, words in _program(eager, other, {"out_ND"} if "x_ND" in call.given[rank] else set())
+                ]
+    if findings:
+        kinds = {"bits": WrongOutput, "bytes": ChangedInput, "gradient": WrongGradient}
+        fail(kinds[findings[0].kind], "combine", findings)
+
+
+_PROGRAMS = {"export": "exported and run", "compile": "compiled as one graph"}
+
+
+def _program(eager: Answer, other: Answer, free: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield what a program does otherwise than the eager call."""
+    if not torch.equal(eager.values[""], other.values[""]):
+        yield "bits", "gives other values than the eager call"
+    if {*eager.changed} - free != {*other.changed} - free:
+        names = [", ".join(each.changed) or "nothing" for each in (other, eager)]
+        yield "bytes", f"changed {names[0]}; the eager call changed {names[1]}"
+    for name, gradient in eager.gradients.items():
+        seen = other.gradients[name]
+        if (gradient is None) != (seen is None) or (
+            gradient is not None and seen is not None and not torch.equal(gradient, seen)
+        ):
+            yield "gradient", f"gives {name} another gradient than the eager call"
+
+
+def _said(call: Call, rank: int) -> str:
+    """Return how the output lies to the tokens, in words."""
+    relation = call.given[rank]["out_ND"].relation
+    grad = "grad on" if call.differentiable else "grad off"
+    words = {
+        "same tensor": "one tensor",
+        "view": "views of one tensor",
+        "slice": "slices of one tensor",
+        "detached": "one tensor, detached",
+        "expanded": "expanded from one row",
+        "overlapping": "overlapping by all rows but one",
+        "disjoint": "disjoint rows of one storage",
+        "interleaved": "interleaved columns of one storage",
+        "clone": "in memory of their own",
+    }
+    return f"{words.get(relation, f'overlapping in memory of {relation}')}, {grad}"
+
+
+def _sum(given: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    return given["out_ND"], given["index_J"], given["src_JD"]
+
+
+def _allowed(given: Mapping[str, Tensor]) -> Tensor:
+    return scatter_add_bound(*_sum(given), unit_roundoff(given["out_ND"].dtype))
+
+
+def _pairs(index_J: Tensor, tokens: int) -> Tensor:
+    """Return the source rows of every token, (T, K), -1 where it has fewer than K: pair j is expert j's alone."""
+    of_T = [(index_J == t).nonzero()[:, 0].tolist() for t in range(tokens)]
+    K = max(map(len, of_T), default=0)
+    return torch.tensor([each + [-1] * (K - len(each)) for each in of_T], dtype=torch.int64).view(tokens, K)
+
+
+def _gradients(call: Call, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the gradient of every argument that asks for one, in float64, and by how much it may be off."""
+    given = call.given[rank]
+    leaves = {
+        name: (value.leaf if isinstance(value, Root) else value).double().requires_grad_(name in call.differentiable)
+        for name, value in {**held(given), **given}.items()
+        if name in ("out_ND", "src_JD") and not isinstance(value, Laid)
+    }
+    out_ND = leaves.get("out_ND", held(given)["out_ND"])
+    made_ND = out_ND.sqrt() if isinstance(given["out_ND"], Root) else out_ND
+    y_ND = scatter_add(made_ND, given["index_J"], leaves["src_JD"])
+    y_ND.backward(call.upstream[rank][""].double())
+    found = {}
+    for name in call.differentiable:
+        expected = leaves[name].grad
+        assert expected is not None, name
+        u = unit_roundoff(call.upstream[rank][""].dtype)
+        rounded = isinstance(given[name], Root)  # all others are rows of the upstream gradient as they are
+        found[name] = (expected, 4 * u * expected.abs() if rounded else torch.zeros_like(expected))
+    return found

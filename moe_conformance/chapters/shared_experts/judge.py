@@ -1,0 +1,67 @@
+"""A layer whose shared experts overlap its exchange, compared with the same layer without overlap."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from moe_conformance.engine.ledger.entry import Entry, group_words
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.equivalence.runs import RunTwins, read_twin
+from moe_conformance.judging.shared.layer.layer import EVERY, judge_layer_dx, judge_layer_gradients, judge_layer_outputs
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongCollectives
+from moe_conformance.workloads.records.workload import Workload
+from moe_conformance.workloads.twins import Twin, the_same
+
+
+def judge_overlap(reading: Reading, twins: RunTwins, tally: Tally) -> None:
+    """Decide whether overlap changes no result beyond rounding, and no call of the exchange.
+
+    Every collective of the exchange once: of its kind, splits and bytes in its group, as often as without overlap, on
+    every rank. With tp > 1 only all-to-alls are compared: a gather over tp may be done once more in a backward.
+
+    Raises:
+        NotOffered: the layer without overlap did not run.
+        WrongForm, WrongOutput, AbsentGradient, WrongGradient: as the judges of layers, of either run.
+        WrongCollectives: a rank calls something more often than without overlap, or less.
+    """
+    (ran,) = twins([without_overlap(reading.outcome.workload)])
+    if ran.outcome is None:
+        raise NotOffered(ran.why_not)
+    plain = read_twin(ran)
+    for each in (reading, plain):
+        judge_layer_outputs(each, tally)
+        judge_layer_dx(each, tally)
+        judge_layer_gradients(each, tally, EVERY)
+    findings, tp = [], reading.outcome.workload.layout.tp
+    for beside, alone in zip(reading.ranks, plain.ranks, strict=True):
+        now, then = (Counter(_calls(rank.ledger, tp)) for rank in (beside, alone))
+        for call in now | then:
+            if now[call] != then[call]:
+                sentence = (
+                    f"rank {beside.rank} calls {call} {now[call]} times instead of {then[call]} times without overlap"
+                )
+                findings.append(Finding("calls", sentence, (beside.rank,)))
+        tally.add(pairs=now.total(), rank=beside.rank)
+    if findings:
+        fail(WrongCollectives, "run", findings)
+
+
+def without_overlap(workload: Workload) -> Twin:
+    """Return the same run of a layer whose shared experts do not run beside its exchange."""
+    config = workload.config.changed({"shared.overlap": False})
+    plain = replace(workload, name=f"{workload.name}, without overlap", config=config)
+    return Twin("without overlap", plain, the_same(workload), torch.arange(config.experts))
+
+
+def _calls(ledger: Sequence[Entry], tp: int) -> Iterator[str]:
+    """Say every call that is compared in words that do not depend on when it was made."""
+    for entry in ledger:
+        if tp == 1 or entry.op.startswith("all_to_all"):
+            sent, received = (list(splits or ()) for splits in (entry.in_splits, entry.out_splits))
+            splits = f" of rows {sent} for {received}" if sent or received else ""
+            yield f"{entry.op} on {group_words(entry.ranks)}{splits} ({entry.bytes_in} bytes)"

@@ -1,0 +1,1 @@
+"""The chapter token_exchange."""

@@ -1,0 +1,234 @@
+"""Rows that are sent in float8: their scales, their values, the sums of combine, and the bytes that are sent.
+
+The signs of a row identify its token: rounding keeps those of large numbers. R rows, D hidden, B blocks of
+columns under one scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from moe_conformance.chapters.token_exchange.judge.token_exchange import Script, Token, require_dtype
+from moe_conformance.chapters.token_exchange.workloads.fp8_wire import SIGNED
+from moe_conformance.judging.findings import Finding, apart, fail
+from moe_conformance.judging.observed.claims import claims_of
+from moe_conformance.judging.observed.script import answers, values
+from moe_conformance.judging.observed.traffic import by_phase, bytes_leaving
+from moe_conformance.judging.verdict import (
+    AbsentGradient,
+    Costly,
+    NotOffered,
+    Tally,
+    WrongDelivery,
+    WrongForm,
+    WrongGradient,
+    WrongOutput,
+)
+from moe_conformance.reference.cost.wire_bytes import row_bytes
+from moe_conformance.reference.token_exchange.wire_errors import legal_scales, legal_values, scale_bounds
+from moe_conformance.reference.token_exchange.wire_formats import E4M3, E5M2, Format, block_maxima
+from moe_conformance.scenarios.outcome import Outcome
+
+EMPTY, FULL, COMBINE = 0, 1, 2  # the calls of the script
+_FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+
+
+def judge_float8_rows(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether delivered rows are within the format's rounding of the tokens, each with scales of its own.
+
+    Raises:
+        WrongDelivery: a row is of no token, is missing, or has a scale or value beyond the rounding of its token.
+        WrongForm: the sums have another dtype than the tokens.
+        WrongOutput: y of a token is not the sum of its delivered rows.
+        WrongGradient, AbsentGradient: a token's gradient is not that of the sum, within the format's rounding.
+    """
+    script = Rounded(outcome)
+    script.judge_rows(tally)
+    script.judge_sums(tally)
+    script.judge_gradients(tally)
+
+
+def judge_float8_bytes(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether a rank sends in dispatch only numbers of the format, their scales, ids and weights.
+
+    The bytes of a dispatch without tokens are subtracted, unless rows are sent in them: in messages of one size.
+
+    Raises:
+        Costly: it sends more bytes.
+        NotOffered: the ledgers have fewer bytes than the rows need, so that these are not sent by torch.distributed.
+    """
+    script = Rounded(outcome)
+    D, K = outcome.workload.config.hidden, outcome.workload.config.top_k
+    row = row_bytes(D, 8, script.block, top_k=K, alignment=16)
+    findings = []
+    for rank, seen in enumerate(sorted(outcome.ranks, key=lambda each: each.rank)):
+        phases = by_phase(seen)
+        empty, full = (
+            sum(bytes_leaving(entry, rank) for entry in phases[f"dispatch:{call}"]) for call in (EMPTY, FULL)
+        )
+        moved = script.moved(rank)
+        if full < moved * D:
+            sentence = f"the ledger has {full:g} bytes sent by rank {rank} in dispatch; {moved} rows have to be sent"
+            raise NotOffered(sentence)
+        spent = full - empty if full - empty >= moved * D else full  # messages of one size, tokens or not
+        if spent > moved * row:
+            each = spent / moved if moved else math.inf
+            sentence = f"rank {rank} sends {spent:g} bytes in dispatch for {moved} rows, {each:g} per row"
+            findings.append(Finding("bytes", f"{sentence}; expected at most {row} per row", (rank,)))
+        tally.add(pairs=moved, rank=rank)
+    if findings:
+        fail(Costly, "dispatch", findings)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A script of one dispatch in float8 and one combine."""
+
+    outcome: Outcome
+
+    @cached_property
+    def script(self) -> Script:
+        """The script, as of rows in the dtype of the tokens."""
+        return Script(self.outcome)
+
+    @cached_property
+    def fmt(self) -> Format:
+        """The format that the backend claims."""
+        return _FORMATS[claims_of(self.outcome.ranks).wire_format]
+
+    @cached_property
+    def block(self) -> int:
+        """The columns that share a scale, all of them if the backend claims no number."""
+        return claims_of(self.outcome.ranks).wire_block or self.outcome.workload.config.hidden
+
+    @cached_property
+    def sent(self) -> dict[Token, Tensor]:
+        """The row of every token."""
+        given = self.script.call(FULL).given
+        return {Token(s, t): row_D for s, each in enumerate(given) for t, row_D in enumerate(each["x_TD"])}
+
+    @cached_property
+    def rows(self) -> dict[tuple[int, Token], tuple[int, Tensor]]:
+        """Every delivered row, by its rank and the token that its signs identify: its number and values."""
+        owner = {_signs(row_D): token for token, row_D in self.sent.items()}
+        ids, found, findings = values(self.outcome, FULL, "ids_RK"), {}, []
+        for rank, rows_RD in enumerate(values(self.outcome, FULL, "rows_RD")):
+            for row in (ids[rank] >= 0).any(1).nonzero().flatten().tolist():
+                token = owner.get(_signs(rows_RD[row]))
+                if token is None or token.source not in self.script.group_of[rank] or (rank, token) in found:
+                    twice = f"is {token}, delivered twice or from a rank outside of its exchange group"
+                    what = "is a row of no token" if token is None else twice
+                    findings.append(Finding("signs", f"row {row} on rank {rank} {what}", (rank,)))
+                else:
+                    found[rank, token] = row, rows_RD[row]
+        for rank, token in self.due():
+            if (rank, token) not in found:
+                findings.append(Finding("lost", f"{token} was not delivered to rank {rank}", (rank,)))
+        if findings:
+            fail(WrongDelivery, "dispatch", findings)
+        return found
+
+    def due(self) -> Iterator[tuple[int, Token]]:
+        """Yield every rank and token that has an expert there."""
+        for rank, group in self.script.group_of.items():
+            for source in group:
+                at_TK = torch.isin(self.script.ids(FULL)[source], torch.tensor(self.script.held[rank]))
+                yield from ((rank, Token(source, t)) for t in at_TK.any(1).nonzero().flatten().tolist())
+
+    def moved(self, rank: int) -> int:
+        """Count the rows that a rank has to send to others."""
+        return sum(token.source == rank != to for to, token in self.due())
+
+    # ---- judgements ------------------------------------------------------------------------------------------
+
+    def judge_rows(self, tally: Tally) -> None:
+        """Compare scales, values, slots and counts with the tokens."""
+        findings = []
+        for (rank, token), (row, v_D) in self.rows.items():
+            x_1D = self.sent[token].unsqueeze(0)
+            told = answers(self.outcome, FULL)[rank].values.get("scales_RB")
+            scales_1B = scale_bounds(x_1D, self.block, self.fmt)[1] if told is None else told[row : row + 1]
+            name = f"row {row} on rank {rank}, of {token}:"
+            if scales_1B.shape != block_maxima(x_1D, self.block).shape:
+                blocks = block_maxima(x_1D, self.block).shape[1]
+                words = f"{name} {scales_1B.shape[1]} scales instead of {blocks} for blocks of {self.block}"
+                raise WrongForm("dispatch", words, ranks=(rank,))
+            for b in (~legal_scales(x_1D, scales_1B, self.block, self.fmt)).nonzero()[:, 1].tolist():
+                low, high = (float(bound[0, b]) for bound in scale_bounds(x_1D, self.block, self.fmt))
+                words = f"{name} the scale of block {b} is {float(scales_1B[0, b]):g}; expected {low:g} to {high:g}"
+                findings.append(Finding("scale", words, (rank,)))
+            legal_1D = legal_values(x_1D, v_D.unsqueeze(0), scales_1B, self.block, self.fmt, unit=_unit(v_D.dtype))
+            for c in (~legal_1D).nonzero()[:, 1].tolist():
+                words = (
+                    f"{name} column {c} is {float(v_D[c]):g} instead of {float(x_1D[0, c]):g} within float8 rounding"
+                )
+                findings.append(Finding("value", words, (rank,), abs(float(v_D[c] - x_1D[0, c]))))
+            findings += self.script.wrong_slots(FULL, rank, token, row)
+            tally.add(pairs=1, elements=len(v_D), rank=rank)
+        findings += self.script.wrong_counts(FULL)
+        if findings:
+            fail(WrongDelivery, "dispatch", findings)
+
+    def judge_sums(self, tally: Tally) -> None:
+        """Compare y with the sum of the delivered rows, within the rounding of a sum of as many numbers."""
+        findings = []
+        require_dtype(self.outcome, COMBINE)  # of which the unit is: a narrower one would widen its own bound
+        for rank, y_TD in enumerate(values(self.outcome, COMBINE)):
+            for t, y_D in enumerate(y_TD.double()):
+                came = [v_D.double() for (_, token), (_, v_D) in self.rows.items() if token == Token(rank, t)]
+                parts = torch.stack([torch.zeros_like(y_D), *came])
+                error_D = len(came) * 2 * _unit(y_TD.dtype) * parts.abs().sum(0)
+                right_D = ((y_D - parts.sum(0)).abs() <= error_D) | ~parts.sum(0).isfinite() & ~y_D.isfinite()
+                for c in (~right_D).nonzero().flatten().tolist():
+                    words = (
+                        f"y at {Token(rank, t)}, column {c}, is {float(y_D[c]):g} instead of {float(parts.sum(0)[c]):g}"
+                    )
+                    findings.append(Finding("sum", f"{words}, the sum of the received rows", (rank,)))
+                tally.add(elements=len(y_D), rank=rank)
+        if findings:
+            fail(WrongOutput, "combine", findings)
+
+    def judge_gradients(self, tally: Tally) -> None:
+        """Compare a token's gradient with the upstream times the number of ranks that had its row.
+
+        Exactly, or within the rounding of the format in which the backend claims to send gradients.
+        """
+        claimed = claims_of(self.outcome.ranks).gradient_format
+        findings = []
+        pairs = zip(self.script.copies(FULL), self.script.call(COMBINE).upstream, strict=True)
+        for rank, (copies_T1, upstream) in enumerate(pairs):
+            wanted_TD = copies_T1 * upstream[""].double()
+            found_TD = answers(self.outcome, FULL)[rank].gradients["x_TD"]
+            if found_TD is None:
+                raise AbsentGradient("gradient", f"the gradient of the tokens is None on rank {rank}", ranks=(rank,))
+            rounded = {name: self._within(fmt, wanted_TD, found_TD) for name, fmt in _FORMATS.items()}
+            legal_TD = found_TD == wanted_TD if claimed is None else rounded[claimed]
+            formats = [repr(name) for name, within_TD in rounded.items() if bool(within_TD.all())]
+            design = "; a backend that quantises gradients by design claims gradient_format = "
+            note = design + " or ".join(formats) if formats else ""
+            for t, c in (~legal_TD).nonzero().tolist():
+                numbers = " instead of ".join(apart(float(found_TD[t, c]), float(wanted_TD[t, c])))
+                words = f"the gradient of {Token(rank, t)}, column {c}, is {numbers}{note}"
+                findings.append(Finding("gradient", words, (rank,)))
+            tally.add(elements=wanted_TD.numel(), rank=rank)
+        if findings:
+            fail(WrongGradient, "gradient", findings)
+
+    def _within(self, fmt: Format, wanted_TD: Tensor, found_TD: Tensor) -> Tensor:
+        """Return which gradients are within the rounding of a format, bool (T, D)."""
+        largest_TB = scale_bounds(wanted_TD, self.block, fmt)[1]
+        return legal_values(wanted_TD, found_TD, largest_TB, self.block, fmt)
+
+
+def _signs(row_D: Tensor) -> tuple[bool, ...]:
+    return tuple((row_D[:SIGNED] < 0).tolist())
+
+
+def _unit(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).eps) / 2

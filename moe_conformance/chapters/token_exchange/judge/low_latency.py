@@ -1,0 +1,196 @@
+"""The low-latency token exchange: the places of its receive buffer, the sums of combine, and exceeded limits.
+
+Scripts feed rows whose signs are tags (see `workloads.tags`), so that each row identifies its token, also where its
+numbers were rounded. N experts held, C places, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from moe_conformance.chapters.token_exchange.judge.token_exchange import Token, require_dtype, unlike
+from moe_conformance.judging.compare.exact import wrong
+from moe_conformance.judging.findings import Finding, apart, fail, some
+from moe_conformance.judging.observed.script import answers, judge_refused, values
+from moe_conformance.judging.shared.exchange.expert_placement import judge_placement
+from moe_conformance.judging.verdict import (
+    AbsentGradient,
+    Mismatch,
+    Tally,
+    WrongDelivery,
+    WrongForm,
+    WrongGradient,
+    WrongOutput,
+)
+from moe_conformance.reference.token_exchange.combine_rules import combine
+from moe_conformance.reference.token_exchange.fixed_places import Places, legal_places
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads.records import tags
+from moe_conformance.workloads.records.workload import Ref
+
+
+def judge_places(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether the first places of every expert hold its rows, and no other place changes an output or gradient.
+
+    Raises:
+        WrongGroups: an expert is held nowhere, or twice.
+        WrongForm: an expert has another number of places on another rank, or for another load, with one tokens_max; or
+            rows or outputs have another dtype than the tokens.
+        WrongDelivery: places, counts or runs are wrong.
+        WrongOutput, WrongGradient, AbsentGradient: the sums of combine, or their gradients, are wrong.
+    """
+    with tally.uncounted() as own:
+        judge_placement(outcome, own)
+    for number, call in enumerate(outcome.workload.calls):
+        if call.method == "dispatch" and not call.may_raise:
+            _judge_dispatch(outcome, number, tally)
+    _judge_fixed(outcome)
+    _judge_sums(outcome, tally)
+
+
+def judge_limit(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether more tokens than tokens_max are refused on every rank, and no fewer are.
+
+    Raises:
+        Unrefused: some ranks accepted them.
+        WrongDelivery, WrongOutput, WrongGradient, AbsentGradient: a dispatch within the limit is not right.
+    """
+    judge_places(outcome, tally)
+    for number, call in enumerate(outcome.workload.calls):
+        if call.may_raise:
+            most = max(len(given["x_TD"]) for given in call.given)
+            asked = f"{most} tokens on a rank, above tokens_max = {call.given[0]['tokens_max']} (call {number})"
+            judge_refused(outcome, number, tally, stage="dispatch", asked=asked)
+
+
+def _judge_dispatch(outcome: Outcome, number: int, tally: Tally) -> None:
+    findings = []
+    answered = answers(outcome, number)
+    values(outcome, number, "counts_N")  # raises where a rank did
+    for rank, group, held in _ranks(outcome):
+        answer = answered[rank].values
+        rows_NCD, counts_N = answer["rows_NCD"], answer["counts_N"]
+        N, C = rows_NCD.shape[:2]
+        where = f"call {number}: rank {rank}"
+        if N != len(held) or not C or bool((counts_N > C).any()) or len(counts_N) != N:
+            sentence = f"{where} has places of shape {tuple(rows_NCD.shape)} and counts {counts_N.tolist()}"
+            needed = f"{len(held)} experts, one place or more for each, and counts of at most {C}"
+            raise WrongForm("dispatch", f"{sentence}; expected {needed}", ranks=(rank,))
+        if rows_NCD.dtype != (dtype := outcome.workload.config.dtype):
+            sentence = f"{where} receives rows of {rows_NCD.dtype} instead of {dtype}, the dtype of the tokens"
+            raise WrongForm("dispatch", sentence, ranks=(rank,))
+        said = tags.decode(rows_NCD.reshape(N * C, -1).sign())
+        known_R = (said.kind_R == tags.TAG) & (said.microbatch_R == number)
+        place = torch.tensor([group.index(s) if s in group else -2 for s in said.rank_R.tolist()], dtype=torch.int64)
+        source_NC = torch.where(known_R, place, -2).reshape(N, C)
+        token_NC = torch.where(known_R, said.token_R, -2).reshape(N, C)
+        runs = answer.get("run_NW") is not None
+        zeros = torch.zeros(N, len(group), dtype=torch.int64)
+        begin_NW, run_NW = (answer["begin_NW"], answer["run_NW"]) if runs else (zeros, zeros)
+        places = Places(source_NC, token_NC, counts_N, begin_NW, run_NW)
+        given = outcome.workload.calls[number].given
+        ids = [given[s]["ids_TK"] for s in group]
+        for n, legal in enumerate(legal_places(places, ids, held, runs=runs)):
+            if not legal:
+                findings.append(_told(where, n, places, ids, group, held, runs))
+            for c in range(int(counts_N[n]) if legal else 0):
+                token = Token(group[int(source_NC[n, c])], int(token_NC[n, c]))
+                row_D, sent_D = rows_NCD[n, c], given[token.source]["x_TD"][token.token]
+                if not torch.equal(row_D, sent_D):
+                    sentence = f"{where} has {token} in place {c} of expert {held[n]}, but {unlike(row_D, sent_D)}"
+                    findings.append(Finding("changed", sentence, (rank,)))
+            tally.add(pairs=int(counts_N[n]), elements=1, rank=rank)
+    if findings:
+        fail(WrongDelivery, "dispatch", findings)
+
+
+def _judge_fixed(outcome: Outcome) -> None:
+    """Raise unless experts have one number of places on all ranks and in all calls with one tokens_max."""
+    places: dict[tuple[tuple[int, ...], int], dict[str, int]] = {}
+    for number, call in enumerate(outcome.workload.calls):
+        if call.method == "dispatch" and not call.may_raise:
+            rows = values(outcome, number, "rows_NCD")
+            for rank, group, _ in _ranks(outcome):
+                known = places.setdefault((group, call.given[rank]["tokens_max"]), {})
+                known[f"{rows[rank].shape[1]} on rank {rank} in call {number}"] = rows[rank].shape[1]
+    for (_, most), known in places.items():
+        if len(set(known.values())) > 1:
+            told = f"the number of places per expert differs with one tokens_max = {most}: {some(list(known))}"
+            raise WrongForm("dispatch", told)
+
+
+def _told(
+    where: str, n: int, places: Places, ids: list[Tensor], group: tuple[int, ...], held: tuple[int, ...], runs: bool
+) -> Finding:
+    """Describe the places of an expert, observed and expected."""
+    count, expert = int(places.counts_N[n]), held[n]
+    wanted = sorted((s, t) for s, ids_TK in enumerate(ids) for t in (ids_TK == expert).nonzero()[:, 0].tolist())
+    stands = list(zip(places.source_NC[n, :count].tolist(), places.token_NC[n, :count].tolist(), strict=True))
+    rank = int(where.split()[-1])
+    if count != len(wanted):
+        return Finding("count", f"{where} reports {count} rows for expert {expert} instead of {len(wanted)}", (rank,))
+    if sorted(stands) != wanted:
+        lost = next(each for each in wanted if each not in stands)
+        at = next(i for i, each in enumerate(stands) if each not in wanted or stands.index(each) != i)
+        is_there = f"rank {group[stands[at][0]]} token {stands[at][1]}" if stands[at][0] >= 0 else "a row of no token"
+        missing = f"rank {group[lost[0]]} token {lost[1]} is missing"
+        return Finding("rows", f"{where} has {is_there} in place {at} of expert {expert}, and {missing}", (rank,))
+    assert runs
+    runs_S = [(int(places.begin_NS[n, s]), int(places.run_NS[n, s])) for s in range(len(group))]
+    reported = f"reports the runs (begin, length) {runs_S} of expert {expert} for the source ranks {list(group)}"
+    sources = [group[s] for s, _ in stands]
+    return Finding("runs", f"{where} {reported}; the source ranks of its places are {sources}", (rank,))
+
+
+def _ranks(outcome: Outcome) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Yield every rank, its exchange group, and its experts."""
+    group_of = {rank: group for group in outcome.workload.layout.groups()["ep_etp"] for rank in group}
+    for rank in sorted(outcome.ranks, key=lambda rank: rank.rank):
+        yield rank.rank, group_of[rank.rank], rank.local_experts
+
+
+def _judge_sums(outcome: Outcome, tally: Tally) -> None:
+    """Compare y with the weighted sum of a token's own row, once for each shard that returns it, and the gradients."""
+    shards = outcome.workload.layout.etp
+    for number, call in enumerate(outcome.workload.calls):
+        if call.method != "combine":
+            continue
+        ref = call.given[0]["handle"]
+        assert isinstance(ref, Ref)
+        require_dtype(outcome, number)
+        found = values(outcome, number)
+        dispatched = outcome.workload.calls[ref.call]
+        back = [answer.gradients["weights_TK"] for answer in answers(outcome, number)]
+        tokens_back = [answer.gradients["x_TD"] for answer in answers(outcome, ref.call)]
+        for rank, given in enumerate(dispatched.given):
+            x_TD = given["x_TD"].double().requires_grad_()
+            weights_TK = call.given[rank]["weights_TK"].double().requires_grad_()
+            K = weights_TK.shape[1]
+            rows_TKD = (shards * x_TD).unsqueeze(1).expand(-1, K, -1)
+            y_TD = combine(rows_TKD, given["ids_TK"], weights_TK)
+            wanted = torch.autograd.grad(y_TD, (x_TD, weights_TK), call.upstream[rank][""].double())
+            of = f"call {number}"
+            _compare(WrongOutput, found[rank], y_TD.detach(), f"y of {of}", rank, tally)
+            own = (tokens_back[rank], back[rank])
+            for actual, expected, name in zip(own, wanted, ("tokens", "weights"), strict=True):
+                words = f"the gradient of the {name} through {of}"
+                if actual is None:
+                    raise AbsentGradient("gradient", f"{words} is None on rank {rank}", ranks=(rank,))
+                _compare(WrongGradient, actual, expected, words, rank, tally)
+
+
+def _compare(error: type[Mismatch], actual: Tensor, expected: Tensor, name: str, rank: int, tally: Tally) -> None:
+    stage = "combine" if error is WrongOutput else "gradient"
+    if actual.shape != expected.shape:
+        sentence = f"{name} has the shape {tuple(actual.shape)} instead of {tuple(expected.shape)} on rank {rank}"
+        raise WrongForm(stage, sentence, ranks=(rank,))  # type: ignore[arg-type]
+    findings = []
+    for t, c in wrong(actual, expected).nonzero().tolist():
+        numbers = " instead of ".join(apart(float(actual[t, c]), float(expected[t, c])))
+        findings.append(Finding("value", f"{name} at rank {rank} token {t}, column {c}, is {numbers}", (rank,)))
+    if findings:
+        fail(error, stage, findings)  # type: ignore[arg-type]
+    tally.add(elements=expected.numel(), rank=rank)

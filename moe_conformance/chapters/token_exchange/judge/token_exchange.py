@@ -1,0 +1,369 @@
+"""The fused token exchange: delivered rows, with a handle of their own or of another dispatch, and sums of combine.
+
+Scripts feed rows whose signs are tags (see `workloads.tags`), so that each row identifies its token, also where its
+numbers were rounded. R rows received, K slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.compare.exact import wrong
+from moe_conformance.judging.findings import Finding, apart, count, fail
+from moe_conformance.judging.observed.script import answers, judge_refused, values
+from moe_conformance.judging.shared.exchange.expert_placement import judge_placement
+from moe_conformance.judging.verdict import (
+    AbsentGradient,
+    ChangedInput,
+    Stage,
+    Tally,
+    WrongDelivery,
+    WrongForm,
+    WrongGradient,
+    WrongOutput,
+)
+from moe_conformance.reference.token_exchange.combine_rules import combine
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads.records import tags
+from moe_conformance.workloads.records.workload import Answered, Call, Ref
+
+
+class Token(NamedTuple):
+    """A token of a dispatch."""
+
+    source: int
+    token: int
+
+    def __str__(self) -> str:
+        """Name it."""
+        return f"rank {self.source} token {self.token}"
+
+
+def judge_reuse(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether dispatches with an earlier handle deliver the new values in the places of the earlier rows.
+
+    Raises:
+        WrongDelivery: a row is another token's than that of the first dispatch, or not its new value; or the first
+            dispatch itself did not deliver every token once to each rank that has an expert of it.
+        WrongOutput: a combine does not return the sum of its token's rows.
+        WrongGradient, AbsentGradient: the gradient of a token is not that of the sum.
+        ChangedInput: a call changed its input.
+    """
+    script = Script(outcome)
+    for number in script.dispatches:
+        if script.first(number) == number:
+            script.judge_fresh(number, tally)
+    for number in script.dispatches:
+        if script.first(number) != number:
+            script.judge_again(number, tally)
+    script.judge_sums(tally)
+    script.judge_arguments(tally)
+
+
+def judge_other_handle(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether combines with another dispatch's handle are refused on all ranks, and later calls are right.
+
+    Raises:
+        Unrefused: some ranks accepted it.
+        WrongOutput, WrongGradient, AbsentGradient: a later combine with the right handle is not right.
+        ChangedInput: a call changed its input.
+    """
+    script = Script(outcome)
+    for number, call in enumerate(outcome.workload.calls):
+        if call.may_raise:
+            asked = f"the rows of call {_of(call, 'rows_RD')} with the handle of call {_of(call, 'handle')}"
+            judge_refused(outcome, number, tally, stage="combine", asked=asked)
+    script.judge_sums(tally)
+    script.judge_arguments(tally)
+
+
+def judge_biases(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every bias is added once to each token, and has the gradient of the output.
+
+    Raises:
+        WrongOutput, WrongGradient, AbsentGradient: it is not.
+        ChangedInput: a call changed its input.
+    """
+    script = Script(outcome)
+    script.judge_sums(tally)
+    for number, call in enumerate(outcome.workload.calls):
+        for name in call.differentiable:
+            if call.method == "combine":
+                expected = [upstream[""] for upstream in call.upstream]
+                script.judge_gradients(number, name, expected, f"{name} of call {number}", tally)
+    script.judge_arguments(tally)
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script of dispatches and combines, and its expected results."""
+
+    outcome: Outcome
+
+    @cached_property
+    def dispatches(self) -> tuple[int, ...]:
+        """Numbers of the calls that dispatch."""
+        return tuple(n for n, call in enumerate(self.outcome.workload.calls) if call.method == "dispatch")
+
+    @cached_property
+    def group_of(self) -> dict[int, tuple[int, ...]]:
+        """Every rank's exchange group."""
+        return {rank: group for group in self.outcome.workload.layout.groups()["ep_etp"] for rank in group}
+
+    @cached_property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """Global ids of every rank's experts, by rank; each expert is held, so that none of its tokens is left out.
+
+        Raises:
+            WrongGroups: as `judge_placement`.
+        """
+        judge_placement(self.outcome, Tally())
+        return tuple(rank.local_experts for rank in sorted(self.outcome.ranks, key=lambda rank: rank.rank))
+
+    def call(self, number: int) -> Call:
+        """A call."""
+        return self.outcome.workload.calls[number]
+
+    def first(self, number: int) -> int:
+        """The dispatch whose layout a dispatch uses, maybe itself."""
+        return _of(self.call(number), "handle", number)
+
+    def ids(self, number: int) -> list[Tensor]:
+        """ids_TK of every rank that a dispatch used."""
+        return [given["ids_TK"] for given in self.call(self.first(number)).given]
+
+    def copies(self, number: int) -> list[Tensor]:
+        """To how many ranks every token of every rank is sent, (T, 1) each."""
+        return [
+            torch.stack([_holds(ids_TK, self.held[to]) for to in self.group_of[rank]]).double().sum(0).unsqueeze(1)
+            for rank, ids_TK in enumerate(self.ids(number))
+        ]
+
+    # ---- rows ------------------------------------------------------------------------------------------------
+
+    def rows(self, number: int) -> Iterator[tuple[int, int, Token | None, Tensor]]:
+        """Yield every row of a dispatch that is for an expert: its rank, its number, its token, and its values."""
+        ids = values(self.outcome, number, "ids_RK")
+        for rank, rows_RD in enumerate(values(self.outcome, number, "rows_RD")):
+            if len(rows_RD) != len(ids[rank]):
+                sentence = f"call {number}: rank {rank} receives {len(rows_RD)} rows, and ids of {len(ids[rank])} rows"
+                raise WrongForm("dispatch", sentence, ranks=(rank,))
+            if rows_RD.dtype != (dtype := self.outcome.workload.config.dtype):
+                received = f"call {number}: rank {rank} receives rows of {rows_RD.dtype}"
+                sentence = f"{received} instead of {dtype}, the dtype of the tokens"
+                raise WrongForm("dispatch", sentence, ranks=(rank,))
+            said = tags.decode(rows_RD.sign())
+            for row in (ids[rank] >= 0).any(1).nonzero().flatten().tolist():
+                known = said.kind_R[row] == tags.TAG and int(said.microbatch_R[row]) == number
+                token = Token(int(said.rank_R[row]), int(said.token_R[row])) if known else None
+                yield rank, row, token, rows_RD[row]
+
+    def judge_fresh(self, number: int, tally: Tally) -> None:
+        """Require every token once, with its slots, on every rank of its group that holds one of its experts."""
+        findings: list[Finding] = []
+        found: dict[tuple[int, Token], int] = {}
+        call = self.call(number)
+        for rank, row, token, row_D in self.rows(number):
+            what = ""
+            if token is None:
+                what = "is a row of no token"
+            elif not torch.equal(row_D, self._sent(number, token)):
+                what = f"is {token}, but {unlike(row_D, self._sent(number, token))}"
+            elif found.setdefault((rank, token), row) != row:
+                what = f"is {token}, which is delivered in row {found[rank, token]} already"
+            if what:
+                findings.append(Finding("row", f"call {number}: row {row} on rank {rank} {what}", (rank,)))
+        for rank, group in self.group_of.items():
+            for source in group:
+                for t in range(len(call.given[source]["ids_TK"])):
+                    at = found.pop((rank, Token(source, t)), None)
+                    findings += self.wrong_slots(number, rank, Token(source, t), at)
+                    tally.add(pairs=1, rank=rank)
+        findings += [
+            Finding("extra", f"call {number}: {token} was delivered to rank {rank}, outside of its group", (rank,))
+            for rank, token in found
+        ]
+        findings += self.wrong_counts(number)
+        if findings:
+            fail(WrongDelivery, "dispatch", findings)
+
+    def _sent(self, number: int, token: Token) -> Tensor:
+        row_D: Tensor = self.call(number).given[token.source]["x_TD"][token.token]
+        return row_D
+
+    def _slots(self, rank: int, ids_K: Tensor, weights_TK: Tensor | None, t: int) -> list[tuple[int, float]]:
+        """What a rank must receive with a token: local expert and weight of every slot that is routed there."""
+        held = self.held[rank]
+        weights = [0.0] * len(ids_K) if weights_TK is None else weights_TK[t].tolist()
+        return sorted((held.index(e), w) for e, w in zip(ids_K.tolist(), weights, strict=True) if e in held)
+
+    def _received(self, number: int, rank: int, row: int) -> list[tuple[int, float]]:
+        answer = answers(self.outcome, number)[rank].values
+        ids = answer["ids_RK"][row].tolist()
+        weights = answer.get("weights_RK")
+        carried = [0.0] * len(ids) if weights is None else weights[row].tolist()
+        return sorted((e, w) for e, w in zip(ids, carried, strict=True) if e >= 0 or w)  # others have no weight
+
+    def wrong_slots(self, number: int, rank: int, token: Token, row: int | None) -> Iterator[Finding]:
+        """Yield what is wrong with the experts and weights of a token on a rank; row is None if it is not there."""
+        given = self.call(number).given[token.source]
+        asked = self._slots(rank, given["ids_TK"][token.token], given.get("weights_TK"), token.token)
+        got = [] if row is None else self._received(number, rank, row)
+        if asked != got:
+            yield _told(number, rank, token, asked, got)
+
+    def wrong_counts(self, number: int) -> Iterator[Finding]:
+        """Yield the ranks that report other numbers of slots than are routed to their experts."""
+        for rank, counts in enumerate(values(self.outcome, number, "counts_N")):
+            slots = [int(e) for s in self.group_of[rank] for e in self.ids(number)[s].flatten()]
+            true = [slots.count(e) for e in self.held[rank]]
+            if counts is not None and counts.tolist() != true:
+                reported = f"rank {rank} reports the counts {counts.tolist()} instead of {true}"
+                yield Finding("counts", f"call {number}: {reported}", (rank,))
+
+    def judge_again(self, number: int, tally: Tally) -> None:
+        """Require the new value of a token in the row where the first dispatch had that token, and the first's ids."""
+        first = self.first(number)
+        there = {(rank, row): token for rank, row, token, _ in self.rows(first) if token is not None}
+        findings = []
+        here = {(rank, row): (token, row_D) for rank, row, token, row_D in self.rows(number)}
+        for (rank, row), wanted in there.items():
+            token, row_D = here.pop((rank, row), (None, torch.empty(0)))
+            if token != wanted or not torch.equal(row_D, self._sent(number, wanted)):
+                said = f"{'a row of no token of it' if token is None else token} instead of {wanted}"
+                if token == wanted:
+                    said = f"{token}, but {unlike(row_D, self._sent(number, wanted))}"
+                sentence = f"call {number}: row {row} on rank {rank} is {said}; call {first} had {wanted} there"
+                findings.append(Finding("moved", sentence, (rank,)))
+            tally.add(pairs=1, elements=row_D.numel(), rank=rank)
+        findings += [
+            Finding("more", f"call {number}: row {row} on rank {rank} is beyond the rows of call {first}", (rank,))
+            for rank, row in here
+        ]
+        for name in ("ids_RK", "counts_N"):
+            pairs = zip(values(self.outcome, first, name), values(self.outcome, number, name), strict=True)
+            for rank, (before, now) in enumerate(pairs):
+                if before is not None and now is not None and not torch.equal(before, now):
+                    sentence = f"call {number}: {name} on rank {rank} differ from those of call {first}"
+                    findings.append(Finding(name, sentence, (rank,)))
+        if findings:
+            fail(WrongDelivery, "dispatch", findings)
+
+    # ---- sums ------------------------------------------------------------------------------------------------
+
+    @property
+    def combines(self) -> Iterator[tuple[int, Call, int]]:
+        """Yield every combine with a valid handle: its number, itself, the dispatch whose rows it sums."""
+        for number, call in enumerate(self.outcome.workload.calls):
+            if call.method == "combine" and not call.may_raise:
+                yield number, call, _of(call, "rows_RD")
+
+    @property
+    def answers(self) -> Iterator[tuple[int, Call, int]]:
+        """Yield every combine of expert outputs: its number, itself, the dispatch whose rows the experts received."""
+        for number, call in enumerate(self.outcome.workload.calls):
+            if isinstance(rows := call.given[0].get("rows_RD"), Answered):
+                yield number, call, rows.rows_RD.call
+
+    def judge_sums(self, tally: Tally) -> None:
+        """Require of every combine the sum of its tokens' rows and biases, and of their gradients."""
+        for number, call, rows in self.combines:
+            expected = [
+                _added_up(copies_T1 * given["x_TD"].double(), own.get("biases", ()))
+                for copies_T1, given, own in zip(self.copies(rows), self.call(rows).given, call.given, strict=True)
+            ]
+            self.judge_output(number, expected, tally)
+        for number, call, rows in self.combines:
+            pairs = zip(self.copies(rows), call.upstream, strict=True)
+            wanted = [copies_T1 * upstream[""].double() for copies_T1, upstream in pairs]
+            name = f"the gradient of x_TD of dispatch (call {rows}) through combine (call {number})"
+            self.judge_gradients(rows, "x_TD", wanted, name, tally)
+
+    def judge_output(self, number: int, expected: Sequence[Tensor], tally: Tally) -> None:
+        """Require what a combine returns, in the dtype of the tokens."""
+        require_dtype(self.outcome, number)
+        self._judge(values(self.outcome, number), expected, "combine", f"y of call {number}", tally)
+
+    def judge_gradients(self, number: int, argument: str, expected: Sequence[Tensor], name: str, tally: Tally) -> None:
+        """Require the gradient of an argument of a call."""
+        found = [answer.gradients[argument] for answer in answers(self.outcome, number)]
+        if absent := [rank for rank, gradient in enumerate(found) if gradient is None]:
+            raise AbsentGradient("gradient", f"{name} is None on rank {absent[0]}", ranks=tuple(absent))
+        self._judge(found, expected, "gradient", name, tally)
+
+    def _judge(self, found: Sequence[Any], expected: Sequence[Tensor], stage: Stage, name: str, tally: Tally) -> None:
+        findings = []
+        for rank, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
+            if actual.shape != wanted.shape:
+                sentence = f"{name} has the shape {tuple(actual.shape)} instead of {tuple(wanted.shape)} on rank {rank}"
+                raise WrongForm(stage, sentence, ranks=(rank,))
+            for t in wrong(actual, wanted).any(1).nonzero().flatten().tolist():
+                column = int(wrong(actual, wanted)[t].nonzero()[0])
+                was, should = float(actual[t, column]), float(wanted[t, column])
+                numbers = " instead of ".join(apart(was, should))
+                sentence = f"{name} at {Token(rank, t)}, column {column}, is {numbers}"
+                findings.append(Finding("value", sentence, (rank,), abs(was - should)))
+            tally.add(elements=wanted.numel(), rank=rank)
+        if findings:
+            fail(WrongGradient if stage == "gradient" else WrongOutput, stage, findings)
+
+    def judge_arguments(self, tally: Tally) -> None:
+        """Require that no call changed its input."""
+        for number, call in enumerate(self.outcome.workload.calls):
+            for rank, answer in enumerate(answers(self.outcome, number)):
+                if answer.changed:
+                    inputs = ", ".join(answer.changed)
+                    sentence = f"{call.method} of call {number} changed its input {inputs} on rank {rank}"
+                    raise ChangedInput("run", sentence, ranks=(rank,))
+                tally.add(pairs=1, rank=rank)
+
+
+def require_dtype(outcome: Outcome, number: int) -> None:
+    """Raise `WrongForm` unless what a combine returns has the dtype of the tokens."""
+    dtype = outcome.workload.config.dtype
+    for rank, y_TD in enumerate(values(outcome, number)):
+        if y_TD.dtype != dtype:
+            sentence = f"y of call {number} has the dtype {y_TD.dtype} instead of {dtype} on rank {rank}"
+            raise WrongForm("combine", sentence, ranks=(rank,))
+
+
+def _of(call: Call, argument: str, default: int = -1) -> int:
+    """The call that an argument comes from, the same on all ranks."""
+    ref = call.given[0].get(argument)
+    return ref.call if isinstance(ref, Ref) else default
+
+
+def unlike(row_D: Tensor, sent_D: Tensor) -> str:
+    """Name the first element in which a row differs from the token that was sent."""
+    column = int((row_D != sent_D).nonzero()[0])
+    values = " instead of ".join(apart(float(row_D[column]), float(sent_D[column])))
+    return f"with {values} in column {column}"
+
+
+def _added_up(rows_TD: Tensor, biases: Sequence[Tensor]) -> Tensor:
+    """Return what combine makes of the sum of every token's rows, which carry no weight, and its biases."""
+    only_T1 = torch.zeros(len(rows_TD), 1, dtype=torch.int64)
+    return combine(rows_TD.unsqueeze(1), only_T1, torch.ones(len(rows_TD), 1), biases)
+
+
+def _holds(ids_TK: Tensor, experts: Sequence[int]) -> Tensor:
+    return torch.isin(ids_TK, torch.tensor(experts)).any(1)
+
+
+def _told(number: int, rank: int, token: Token, asked: list[Any], got: list[Any]) -> Finding:
+    if not got:
+        lost = f"call {number}: {token} was not delivered to rank {rank}"
+        sentence = f"{lost}, to which {count(len(asked), 'slot')} of it {'is' if len(asked) == 1 else 'are'} routed"
+        return Finding("lost", sentence, (rank,))
+    if not asked:
+        sentence = f"call {number}: {token} was delivered to rank {rank}, which has none of its experts"
+        return Finding("extra", sentence, (rank,))
+    delivered = f"call {number}: {token} was delivered to rank {rank} with local experts and weights"
+    sentence = f"{delivered} {got} instead of {asked}"
+    return Finding("slots", sentence, (rank,))

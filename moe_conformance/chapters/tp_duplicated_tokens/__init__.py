@@ -1,0 +1,1 @@
+"""The chapter tp_duplicated_tokens."""

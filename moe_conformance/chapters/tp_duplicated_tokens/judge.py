@@ -1,0 +1,303 @@
+"""Tokens that every rank of a tp group holds: delivered once, counted once, with y and gradients on every tp rank.
+
+All judges of exchanges apply to the tokens of one tp rank, as if the other tp ranks had none. The rows are tagged as
+the lowest rank's of the tp group, so that its batches are the expected deliveries; y and the gradients of another tp
+rank replace those of the lowest one, one tp rank after the other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from moe_conformance.chapters.tp_duplicated_tokens.workloads import MISMATCHES, ONE_GROUP, odd_one_of
+from moe_conformance.judging.findings import Finding, fail, some
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.script import answers, judge_no_slip
+from moe_conformance.judging.shared.exchange.counts import judge_counts
+from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries, judge_rows
+from moe_conformance.judging.shared.exchange.gradients import judge_asked, judge_dweights, judge_dx
+from moe_conformance.judging.shared.exchange.misuse import judge_y, wrong_call
+from moe_conformance.judging.shared.exchange.outputs import judge_outputs
+from moe_conformance.judging.shared.experts.experts import (
+    judge_expert_gradients,
+    judge_own_dweights,
+    judge_own_dx,
+    judge_own_outputs,
+)
+from moe_conformance.judging.verdict import (
+    AbsentGradient,
+    Mismatch,
+    Tally,
+    Unrefused,
+    WrongDelivery,
+    WrongForm,
+    WrongOutput,
+)
+from moe_conformance.reference.exchange.deliveries import Pair
+from moe_conformance.reference.tp_duplicated_tokens import copies_agree, gathered, same_bytes, wrong_pairs
+from moe_conformance.scenarios.outcome import Grad, Microbatch, Outcome
+from moe_conformance.workloads.records import tags
+from moe_conformance.workloads.records.workload import Batch
+
+Judge = Callable[[Reading, Tally], None]
+
+
+@dataclass(frozen=True)
+class Distinct(Reading):
+    """A reading in which the lowest rank of every tp group alone has tokens.
+
+    A pair may be sent to the owners of its expert in any exchange group that holds the token, and must be in one.
+    """
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[Pair, ...], ...]:
+        """The expected deliveries: where several exchange groups hold a token, in those that the backend selected."""
+        rows = Counter(
+            (e.microbatch, e.rank, e.source, e.token, e.expert)
+            for e in self.entries
+            if e.kind == tags.TAG and e.of_microbatch == e.microbatch
+        )
+        return tuple(tuple(self._asked(m, rows)) for m in range(len(self.batches)))
+
+    def _asked(self, m: int, rows: Counter[tuple[int, int, int, int, int]]) -> Iterator[Pair]:
+        layout = self.outcome.workload.layout.groups()
+        for copies in layout["tp"]:
+            source = min(copies)
+            groups = [group for group in layout["ep_etp"] if set(group) & set(copies)]
+            for token, ids_K in enumerate(self.batches[m][source].ids_TK.tolist()):
+                for slot, expert in enumerate(ids_K):
+                    if expert < 0:
+                        continue
+                    before = ids_K[:slot].count(expert)  # slots of the same expert, which have rows of their own
+                    owners = [[r for r in group if expert in self.ranks[r].local_experts] for group in groups]
+                    if not any(owners):
+                        sentence = (
+                            f"expert {expert} is on no rank of an exchange group that holds the tokens of rank {source}"
+                        )
+                        raise WrongDelivery("dispatch", sentence)
+                    reached = [[r for r in ranks if rows[m, r, source, token, expert] > before] for ranks in owners]
+                    whole = any(got and got == ranks for got, ranks in zip(reached, owners, strict=True))
+                    wanted = reached if whole else [next(ranks for ranks in owners if ranks)]
+                    yield from (Pair(source, token, slot, expert, r) for ranks in wanted for r in ranks)
+
+
+def judge_copies_delivered(reading: Reading, tally: Tally) -> None:
+    """Decide whether every pair reaches its owners once in one exchange group, and once at most in every other.
+
+    Raises:
+        WrongDelivery: pairs not delivered, delivered twice, delivered elsewhere, or delivered but not routed.
+        CorruptRow, WrongForm: a row is of no token, or of another dtype.
+    """
+    distinct = _of_copy(reading, 0)
+    judge_deliveries(distinct, tally)
+    judge_rows(distinct, tally)
+    layout = reading.outcome.workload.layout.groups()
+    for m, batches in enumerate(reading.batches):
+        found = [_sent(match.pair, layout) for match in distinct.matching.matches if match.entry.microbatch == m]
+        held = [rank.local_experts for rank in reading.ranks]
+        ids = [batch.ids_TK for batch in batches]
+        if wrong := wrong_pairs(ids, found, layout["ep_etp"], held, layout["tp"]):
+            told = [f"rank {rank} token {token} slot {slot}" for rank, token, slot in wrong]
+            sentence = f"of the tokens held by all tp ranks were not delivered exactly once: {some(told)}"
+            raise WrongDelivery("dispatch", sentence)
+
+
+def _sent(pair: Pair, layout: dict[str, tuple[tuple[int, ...], ...]]) -> Pair:
+    """Return the pair as sent by the tp rank in the exchange group that it was delivered to."""
+    copies = next(group for group in layout["tp"] if pair.source in group)
+    there = next(group for group in layout["ep_etp"] if pair.destination in group)
+    return replace(pair, source=min(set(copies) & set(there)))
+
+
+def judge_copies_claimed(reading: Reading, tally: Tally) -> None:
+    """Decide whether reported counts are those of the delivered rows, and of the routing of distinct tokens.
+
+    Raises as `judge_counts`.
+    """
+    judge_counts(_of_copy(reading, 0), tally)
+
+
+def judge_copies_counted(reading: Reading, tally: Tally) -> None:
+    """Decide whether experts end with the gradient of distinct tokens.
+
+    Raises as `judge_expert_gradients`.
+    """
+    judge_expert_gradients(_of_copy(reading, 0), tally)
+
+
+def judge_copies_answered(reading: Reading, tally: Tally) -> None:
+    """Decide whether y and the gradients, with the suite's experts, are complete on every tp rank, and y bitwise equal.
+
+    Raises:
+        WrongForm, WrongOutput, WrongGradient, AbsentGradient: as the judges of one rank; y differs between tp ranks.
+        MalformedClaim: ranks claim different `copies`.
+    """
+    _judge_bytes(reading, tally)
+    _judge_every_copy(reading, tally, (judge_outputs, judge_dx, judge_dweights))
+
+
+def judge_copies_asked(reading: Reading, tally: Tally) -> None:
+    """Decide the gradients where x or the weights ask for none.
+
+    Raises as `judge_asked`.
+    """
+    _judge_every_copy(reading, tally, (judge_asked,))
+
+
+def judge_own_copies_answered(reading: Reading, tally: Tally) -> None:
+    """Decide the same of the backend's own experts, within rounding.
+
+    Raises as `judge_copies_answered`.
+    """
+    _judge_bytes(reading, tally)
+    _judge_every_copy(reading, tally, (judge_own_outputs, judge_own_dx, judge_own_dweights))
+
+
+def _judge_bytes(reading: Reading, tally: Tally) -> None:
+    findings = []
+    for m in range(len(reading.batches)):
+        for copies in reading.outcome.workload.layout.groups()["tp"]:
+            seen = [reading.seen(m, rank) for rank in copies]
+            if missing := [rank for rank, each in zip(copies, seen, strict=True) if each.y is None]:
+                raise WrongForm("combine", f"y of rank {missing[0]} in microbatch {m} is None", ranks=tuple(missing))
+            found = [each.y for each in seen if each.y is not None]
+            for rank, y_TD in zip(copies[1:], found[1:], strict=True):
+                if not same_bytes([found[0], y_TD]):
+                    both = f"y of rank {rank} differs from that of rank {copies[0]}, which holds the same tokens"
+                    sentence = f"{both}{_where(found[0], y_TD)}"
+                    findings.append(Finding("copies differ", sentence, (rank,)))
+                tally.add(elements=y_TD.numel(), rank=rank)
+    if findings:
+        fail(WrongOutput, "combine", findings)
+
+
+def _where(one: torch.Tensor, other: torch.Tensor) -> str:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return f": {tuple(other.shape)} of {other.dtype} instead of {tuple(one.shape)} of {one.dtype}"
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    t, d = (one.contiguous().view(bits) != other.contiguous().view(bits)).nonzero()[0].tolist()
+    return f": token {t} has {float(other[t, d])!r} instead of {float(one[t, d])!r} in column {d}"
+
+
+def _judge_every_copy(reading: Reading, tally: Tally, judges: tuple[Judge, ...]) -> None:
+    for copy in range(reading.outcome.workload.layout.tp):
+        view = _of_copy(reading, copy)
+        try:
+            for judge in judges:
+                judge(view, tally)
+        except Mismatch as found:
+            if not copy:
+                raise
+            groups = reading.outcome.workload.layout.groups()["tp"]
+            renamed = {min(group): group[copy] for group in groups}
+            ranks = tuple(renamed.get(rank, rank) for rank in found.ranks)
+            sentence = f"on tp rank {copy}, for every token; tp rank 0 is correct: {found.sentence}"
+            raise type(found)(found.stage, sentence, ranks=ranks, ratio=found.ratio) from None
+
+
+def _of_copy(reading: Reading, copy: int) -> Distinct:
+    """Return the reading with every token on the lowest rank of its tp group only, and the results of one tp rank."""
+    outcome = reading.outcome
+    groups = outcome.workload.layout.groups()["tp"]
+    source = {min(group): group for group in groups}
+    blank = tuple(
+        tuple(batch if rank in source else _without_tokens(batch) for rank, batch in enumerate(ranks))
+        for ranks in reading.batches
+    )
+    workload = replace(outcome.workload, batches=blank)
+    ranks = tuple(
+        replace(
+            rank,
+            microbatches=tuple(
+                _taken(reading, m, source[rank.rank], copy) if rank.rank in source else _nothing(seen)
+                for m, seen in enumerate(rank.microbatches)
+            ),
+        )
+        for rank in reading.ranks
+    )
+    return Distinct(replace(outcome, workload=workload, ranks=ranks), ranks)
+
+
+def _taken(reading: Reading, m: int, copies: tuple[int, ...], copy: int) -> Microbatch:
+    """Return the microbatch of the first tp rank, with the output and the gradients of another."""
+    seen = [reading.seen(m, rank) for rank in copies]
+    mine = seen[copy]
+    return replace(
+        seen[0],
+        y=mine.y,
+        y_shape=mine.y_shape,
+        y_dtype=mine.y_dtype,
+        dx_TD=_gradient(reading, copies, copy, f"x in microbatch {m}", [each.dx_TD for each in seen]),
+        dweights_TK=_gradient(reading, copies, copy, f"the weights in microbatch {m}", [e.dweights_TK for e in seen]),
+    )
+
+
+def _gradient(reading: Reading, copies: tuple[int, ...], copy: int, name: str, by_copy: list[Grad]) -> Grad:
+    """Return a tp rank's gradient, or the sum over the tp ranks where the backend claims that they are parts.
+
+    A part is zero, and not None, where a tp rank has none: the sum needs all of them.
+    """
+    if reading.claims.copies == "complete":
+        return by_copy[copy]
+    values = [grad.value for grad in by_copy if grad.value is not None]
+    absent = [rank for rank, grad in zip(copies, by_copy, strict=True) if grad.value is None]
+    if absent and any(value.numel() for value in values):
+        ranks = some(f"rank {rank}" for rank in absent)
+        sentence = f"the gradient of {name} is None on {ranks}, while other tp ranks have a part of it"
+        raise AbsentGradient("gradient", sentence, ranks=tuple(absent))
+    if not values or len({value.shape for value in values}) > 1:
+        return by_copy[copy]
+    (whole,) = gathered(values, "parts")
+    return Grad(whole)
+
+
+def _nothing(seen: Microbatch) -> Microbatch:
+    """Return the microbatch of a rank without tokens; the rows that its experts received stay."""
+
+    def none(value: torch.Tensor | None) -> torch.Tensor | None:
+        return None if value is None else value[:0]
+
+    shape = (0, *seen.y_shape[1:])
+    dx, dweights = Grad(none(seen.dx_TD.value)), Grad(none(seen.dweights_TK.value))
+    return replace(seen, y=none(seen.y), y_shape=shape, dx_TD=dx, dweights_TK=dweights)
+
+
+def _without_tokens(batch: Batch) -> Batch:
+    return Batch(batch.x_TD[:0], batch.ids_TK[:0], batch.weights_TK[:0], batch.upstream[:0])
+
+
+# ---- routings that differ within a tp group ------------------------------------------------------------------------
+
+
+def judge_mismatch(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every rank of a tp group raises whose ranks have different routings, between two valid steps.
+
+    Ranks of other groups may raise or return, but none may hang.
+
+    Raises:
+        Unrefused: a rank of such a group accepted them.
+        Hung, Died, Raised: a rank waits for another or ended, or a valid step raised.
+        WrongOutput: y of a valid step is wrong.
+    """
+    what, _ = MISMATCHES[outcome.workload.name.removesuffix(ONE_GROUP)]
+    number = wrong_call(outcome.workload)
+    judge_no_slip(outcome, number)
+    found = answers(outcome, number)
+    ids = [given["routing"].ids_TK for given in outcome.workload.calls[number].given]
+    groups = [group for group in outcome.workload.layout.groups()["tp"] if not copies_agree(ids, [group])]
+    answered = [rank for group in groups for rank in group if not found[rank].raised]
+    if answered:
+        on = some(odd_one_of(outcome.workload, group) for group in groups)
+        told = some(f"rank {rank}" for rank in answered)
+        accepted = f"step accepted {what} (on rank {on} only of its tp group)"
+        sentence = f"{accepted} on {told}; expected: an error on every rank of the tp group"
+        raise Unrefused("dispatch", sentence, ranks=tuple(answered))
+    for rank in (rank for group in groups for rank in group):
+        tally.add(pairs=1, rank=rank)
+    for right in (number - 1, number + 1):
+        judge_y(outcome, right, 0, tally)

@@ -1,0 +1,107 @@
+"""What a backend offers and refuses, and why, in seconds: nothing is judged."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+from moe_conformance.contract import Backend
+from moe_conformance.contract.topology import Layout
+from moe_conformance.engine import Engine, Job, JobResult
+from moe_conformance.plugin.run import engine_needs
+from moe_conformance.scenarios.offers import WITH_OPTIONS, Asked, Offer
+from moe_conformance.workloads.plan import fitting
+from moe_conformance.workloads.selection import profiles
+
+Say = Callable[[str], None]
+
+_LACKS = "this backend offers no "  # begins the refusal of a method of Session that is not overridden
+
+
+def examine(target: str, backend: Backend, versions: dict[str, str], ranks: int, say: Say) -> int:
+    """Say for each variant which surfaces it builds on which layouts, which options it maps, and its limits.
+
+    Returns:
+        0, or 1 where it offers nothing at all, or something failed with an exception that is no refusal.
+    """
+    say(f"{backend.name} ({', '.join(f'{name} {version}' for name, version in versions.items())})")
+    layouts = fitting(profiles.quick_layouts(), ranks)
+    offered = failed = False
+    with Engine(**engine_needs(backend)) as engine:
+        for variant in backend.variants:
+            say(f"variant {variant}:")
+            found = {layout: _offers(engine.run(_job(Asked(target, variant, layout)))) for layout in layouts}
+            for line in lines(found):
+                say(f"  {line}")
+            every = [offer for offers in found.values() for offer in offers]
+            offered |= any(offer.how == "offered" for offer in every)
+            failed |= any(offer.how == "failed" for offer in every)
+            for limit in backend.limits(variant):
+                say(f"  limit on {limit.on}: only {', '.join(map(str, limit.allowed))} ({limit.reason})")
+    if not offered:
+        say("it offers no surface on any layout: no requirement can be judged")
+    return int(failed or not offered)
+
+
+def lines(found: dict[Layout, Sequence[Offer]]) -> Iterator[str]:
+    """Yield what is offered where, the options of each surface, why others are not, and what the session lacks."""
+    by_surface: dict[str, dict[Layout, Offer]] = defaultdict(dict)
+    for layout, offers in found.items():
+        for offer in offers:
+            if not offer.option:
+                by_surface[offer.surface][layout] = offer
+    nowhere: dict[str, list[str]] = defaultdict(list)
+    for surface, by_layout in by_surface.items():
+        where = [layout.name for layout, offer in by_layout.items() if offer.how == "offered"]
+        gates = dict.fromkeys(offer.gate for offer in by_layout.values() if offer.gate)
+        reasons: dict[str, list[str]] = defaultdict(list)
+        for layout, offer in by_layout.items():
+            if offer.how != "offered":
+                reasons[f"{offer.how}: {offer.reason}"].append(layout.name)
+        if not where:
+            nowhere["; ".join(reasons)].append(surface)
+            continue
+        yield f"{surface}: {', '.join(where)}" + "".join(f" (with {gate}, not without)" for gate in gates)
+        for reason, names in reasons.items():
+            yield f"  not on {', '.join(names)}: {reason}"
+        if surface in WITH_OPTIONS:
+            yield from _options(surface, found)
+    lacking = [surface for reason, some in nowhere.items() if _LACKS in reason for surface in some]
+    for reason, some in nowhere.items():
+        if _LACKS not in reason:
+            yield f"{', '.join(some)}: nowhere; {reason}"
+    if lacking:
+        yield f"not in the session: {', '.join(lacking)}"
+
+
+def _options(surface: str, found: dict[Layout, Sequence[Offer]]) -> Iterator[str]:
+    """Yield the options that a surface maps on some layout, and why not the others."""
+    mapped: dict[str, None] = {}
+    reasons: dict[str, str] = {}
+    for offers in found.values():
+        for offer in offers:
+            if offer.surface == surface and offer.option:
+                if offer.how == "offered":
+                    mapped[offer.option] = None
+                else:
+                    reasons.setdefault(offer.option, f"{offer.how}: {offer.reason}")
+    yield f"  maps: {', '.join(mapped) or 'no option'}"
+    unmapped = [option for option, reason in reasons.items() if option not in mapped and "does not map" in reason]
+    if unmapped:
+        yield f"  does not map: {', '.join(unmapped)}"
+    for option, reason in reasons.items():
+        if option not in mapped and option not in unmapped:
+            yield f"  {option}: {reason}"
+
+
+def _job(asked: Asked) -> Job:
+    groups = asked.layout.groups()
+    return Job("moe_conformance.scenarios.offers:run", asked, asked.layout.world, groups, deadline_s=60.0)
+
+
+def _offers(result: JobResult) -> Sequence[Offer]:
+    """Return what the first rank was offered, or that a rank did not answer."""
+    fault = next((rank for rank in result.ranks if rank.status != "ok"), None)
+    if fault is not None:
+        return (Offer("session", "", "failed", f"rank {fault.rank} {fault.status}: {fault.error}"),)
+    return tuple(result.ranks[0].value or ())

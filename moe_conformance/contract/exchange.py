@@ -1,0 +1,400 @@
+"""What a backend implements: the file an adopter reads first. It imports torch and four files beside it.
+
+What a backend is asked for (`Config` and its sections) is in config.py, and what it declares that must not be run
+(`Limit`) in limits.py; import both from here. Terms, and the option of Megatron-Core, torchtitan, transformers and
+DeepSpeed for each field of `Config`, are in docs/glossary.md. Shapes by letter: T tokens on this rank, K top-k, E
+experts, N experts of this rank (replicas count), D hidden size, F intermediate size of an expert, R rows received, J
+slots per row, C capacity. One process is one rank; everything below is the part of that rank. Returned tensors are
+ready on the current stream: the adapter waits for events and asynchronous results first.
+
+A backend is opened once per topology (`Backend.open`) and returns a `Session`; a session builds *surfaces* (exchange,
+experts, router; further ones are in `surfaces`) from a `Config`. An adapter does not cast, reshape, recount or repair
+what the library returned, does not decide a verdict, and catches exceptions with `refusals` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from moe_conformance.contract.claims import Claims as Claims
+from moe_conformance.contract.claims import Malformed as Malformed
+from moe_conformance.contract.config import Activation as Activation
+from moe_conformance.contract.config import Balance as Balance
+from moe_conformance.contract.config import Capacity as Capacity
+from moe_conformance.contract.config import Config as Config
+from moe_conformance.contract.config import Losses as Losses
+from moe_conformance.contract.config import Overlap as Overlap
+from moe_conformance.contract.config import Padding as Padding
+from moe_conformance.contract.config import ReceiveBuffer as ReceiveBuffer
+from moe_conformance.contract.config import Replay as Replay
+from moe_conformance.contract.config import RoutingOptions as RoutingOptions
+from moe_conformance.contract.config import SharedExperts as SharedExperts
+from moe_conformance.contract.config import Strategy as Strategy
+from moe_conformance.contract.config import Unsupported as Unsupported
+from moe_conformance.contract.limits import Limit as Limit
+from moe_conformance.contract.refusing import Overflow as Overflow
+from moe_conformance.contract.refusing import refusals as refusals
+
+# ---- what is routed ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Expert ids and routing weights of each token. Slot order has no meaning; T: x's leading dims, row-major."""
+
+    ids_TK: Tensor  # int64 global expert ids, -1 = empty slot (dropped, padding), anywhere in a row
+    weights_TK: Tensor  # float; a leaf that requires grad when the suite wants its gradient
+    experts: int  # E
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Return (weights_TE, map_TE bool), differentiable in the weights.
+
+        The map tells a routed slot of weight 0 from none. An exchange that takes weights for the map (weight != 0)
+        declares `Limit("zero_weights", (False,), reason, proof="undefined")`.
+
+        Raises:
+            Unsupported: an expert occurs twice in a token, which no map can represent; declare a limit on
+                `duplicate_experts`, since in a step that runs this is a failure.
+            ValueError: an id is none of an expert, and not -1.
+        """
+        if bool(((self.ids_TK < -1) | (self.ids_TK >= self.experts)).any()):
+            raise ValueError(f"ids must be -1 (an empty slot) or those of experts 0 to {self.experts - 1}")
+        held_TK = self.ids_TK >= 0
+        at_TK, T = self.ids_TK.clamp_min(0), self.ids_TK.shape[0]
+        count_TE = at_TK.new_zeros(T, self.experts).scatter_add(1, at_TK, held_TK.long())
+        if bool((count_TE > 1).any()):
+            raise Unsupported("an expert twice in one row has no dense form: declare a limit on duplicate_experts")
+        zero_TE = self.weights_TK.new_zeros(T, self.experts)
+        weights_TK = torch.where(held_TK, self.weights_TK, 0.0)  # the weight of an empty slot may be anything
+        return zero_TE.scatter_add(1, at_TK, weights_TK), count_TE.bool()
+
+    @classmethod
+    def from_dense(cls, weights_TE: Tensor, map_TE: Tensor, top_k: int | None = None) -> Routing:
+        """Return the (T, K) form, with K = `top_k`, or the largest number of experts of a token in the map.
+
+        A router that selects K experts of every token passes K: it has as many slots without tokens, too.
+        """
+        K = top_k if top_k is not None else int(map_TE.sum(1).max()) if map_TE.numel() else 0
+        held_TK, ids_TK = map_TE.to(torch.int8).topk(K, dim=1)
+        ids_TK = torch.where(held_TK.bool(), ids_TK, -1)
+        weights_TK = weights_TE.gather(1, ids_TK.clamp_min(0))
+        return cls(ids_TK, torch.where(ids_TK >= 0, weights_TK, 0.0), map_TE.shape[1])
+
+
+# ---- what reaches the experts --------------------------------------------------------------------------------
+
+
+Counts = Tensor | Sequence[int]
+Unrouted = Literal["padding", "zero"]
+
+
+def _cpu(counts: Counts) -> Tensor:
+    return torch.as_tensor(counts).detach().to("cpu", torch.int64)
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """The input of one call of the local experts, in the backend's own layout, which the constructor states.
+
+    The experts compute out_r = sum_j w_rj * f_e(row_r) with e = local_experts[ids_rj], where w = 1 if `weights_RJ`
+    is None (the backend applies the weights elsewhere). Rows without an id >= 0 (they may be uninitialised) and
+    all-zero rows are padding: the suite's expert returns a large finite value for them, which must reach no output.
+    With `unrouted="zero"` a row without an id is a token whose experts are on other ranks; its output is zero.
+    """
+
+    rows_RD: Tensor
+    ids_RJ: Tensor  # int64 index into the exchange's local_experts, -1 = nothing
+    weights_RJ: Tensor | None
+    counts_N: Tensor | None  # tokens per local expert as the backend reports them; None if it reports none
+    shape: tuple[int, ...]  # of the rows in the backend's layout; the expert output is returned in it
+    unrouted: Unrouted = "padding"  # zero: the backend sums the expert outputs of several ranks
+    overflowed: bool | None = (
+        None  # reported with `receive_buffer.overflow="drop"`: rows were dropped at this rank's buffer
+    )
+
+    @classmethod
+    def grouped(cls, rows_RD: Tensor, counts_N: Counts, weights_R: Tensor | None = None) -> Delivery:
+        """Rows sorted by expert. Counts may include padding rows; rows beyond sum(counts) are unspecified."""
+        claimed_N = _cpu(counts_N)
+        total = int(claimed_N.sum())
+        if total > rows_RD.shape[0] or bool((claimed_N < 0).any()):
+            raise Malformed(f"counts {claimed_N.tolist()} for {rows_RD.shape[0]} rows")
+        ids_RJ = torch.full((rows_RD.shape[0], 1), -1)
+        ids_RJ[:total, 0] = torch.arange(len(claimed_N)).repeat_interleave(claimed_N)
+        weights_RJ = None if weights_R is None else weights_R.reshape(-1, 1)
+        return cls(rows_RD, ids_RJ.to(rows_RD.device), weights_RJ, claimed_N, tuple(rows_RD.shape))
+
+    @classmethod
+    def listed(
+        cls, rows_RD: Tensor, ids_RJ: Tensor, weights_RJ: Tensor | None = None, counts_N: Counts | None = None,
+        unrouted: Unrouted = "padding",
+    ) -> Delivery:  # fmt: skip
+        """One row per token and rank with J slots. The adapter maps ids of experts on other ranks to -1."""
+        claimed_N = None if counts_N is None else _cpu(counts_N)
+        return cls(rows_RD, ids_RJ.to(torch.int64), weights_RJ, claimed_N, tuple(rows_RD.shape), unrouted)
+
+    @classmethod
+    def batched(cls, rows_NCD: Tensor, counts_N: Counts | None = None, weights_NC: Tensor | None = None) -> Delivery:
+        """C rows per expert, the first counts[n] of them filled; without counts all are, and zero rows are padding."""
+        N, C, D = rows_NCD.shape
+        ids_NC = torch.arange(N, device=rows_NCD.device)[:, None].expand(N, C)
+        claimed_N = None if counts_N is None else _cpu(counts_N)
+        if claimed_N is not None:
+            if bool((claimed_N > C).any()) or bool((claimed_N < 0).any()):
+                raise Malformed(f"counts {claimed_N.tolist()} for capacity {C}")
+            filled_NC = torch.arange(C, device=ids_NC.device) < claimed_N.to(ids_NC.device)[:, None]
+            ids_NC = torch.where(filled_NC, ids_NC, -1)
+        weights_RJ = None if weights_NC is None else weights_NC.reshape(-1, 1)
+        return cls(rows_NCD.reshape(N * C, D), ids_NC.reshape(-1, 1), weights_RJ, claimed_N, (N, C, D))
+
+
+# Call it in every forward, also with zero rows. Calls in chunks are allowed; a second call in a backward is not.
+# Combine may write into what it returned, so that its last operation must not have saved that for its backward.
+ExpertFn = Callable[[Delivery], Tensor]
+
+
+# ---- surfaces: what a session may build ----------------------------------------------------------------------
+
+
+@runtime_checkable
+class Resolved(Protocol):
+    """What every built surface reports of itself, for display.
+
+    Checks read two entries, since requirements are about them, and believe neither: "forced", the strategy of a router
+    by its name in `Config`, with its parameter ("biased by 0.5"); "optional", see `Session.without_optional`.
+    """
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """What was built, read from the built object (class, path, fused or not), so that a silent fallback shows."""
+
+
+class Claiming(Resolved, Protocol):
+    """A surface that differs from the default in what the checks follow. Optional: all others claim `Claims()`."""
+
+    @property
+    def claims(self) -> Claims:
+        """What the surface claims, read from the built object after the run, `weights_at` after every forward."""
+
+
+class Placed(Resolved, Protocol):
+    """What every exchange reports: the experts of this rank. How it exchanges rows is in its `claims`."""
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        """Global ids of this rank's N experts, in the order of the local ids of a delivery."""
+
+
+class Exchange(Placed, Protocol):
+    """Dispatch, the given experts, combine. x: (*lead, D) -> y: (*lead, D) with prod(lead) == T.
+
+    ep = 1 is a local permute. Backward is the library's; if the adapter implements it, `resolved` shows so.
+    """
+
+    def __call__(self, x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:
+        """Return y for x; call `expert` on the rows that reached this rank."""
+
+
+@runtime_checkable
+class SplitExchange(Placed, Protocol):
+    """An exchange in two halves; implement this or `Exchange`, not both (`whole` turns this into the other).
+
+    State goes into the handle. A backend that stores it on itself returns None as the handle and declares
+    `Limit("halves_in_flight", (1,), ...)`.
+    """
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        """Return the rows for this rank's experts, and the handle that combine needs."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        """Return y from the expert output, which has the delivery's shape."""
+
+
+def whole(exchange: Exchange | SplitExchange) -> Callable[[Tensor, Routing, ExpertFn], Tensor]:
+    """Return the exchange as one call, from either form."""
+    if not isinstance(exchange, SplitExchange):
+        return exchange
+    split = exchange
+
+    def call(x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:
+        delivery, handle = split.dispatch(x, routing)
+        return split.combine(expert(delivery), handle)
+
+    return call
+
+
+@dataclass(frozen=True)
+class Named:
+    """A view of (a part of) one parameter, in canonical orientation: gate, up (F, D); down (D, F); router (E, D).
+
+    Biases of experts: bias_gate, bias_up (F,), and bias (D,) behind down. Every etp rank that adds its `bias`, or a
+    fraction of it, names it, and finishes the gradient of the whole; a rank that adds none may leave it out.
+
+    The suite writes values and reads gradients through it, so `view` has to be a *view* (slice, chunk, transpose) of
+    `read(parameter)`, not a copy.
+    """
+
+    # "gate" "up" "down" "bias_gate" "bias_up" "bias" "router" "gate_bias" "balance_bias"; of shared experts see
+    # `surfaces.Layer`
+    name: str
+    expert: int | None  # global id; None for parameters that belong to no expert
+    view: Tensor
+    shard: tuple[int, int, int] | None = None  # (dim, index, of): this etp rank holds chunk `index` of `of` along dim
+
+
+Read = Callable[[Tensor], Tensor]  # given by the suite: a parameter or buffer -> its data, or -> its gradient
+
+
+class Parametrised(Protocol):
+    """A surface with parameters, which the suite sets and whose gradients it reads."""
+
+    def named(self, read: Read) -> Iterator[Named]:
+        """Yield a view of every parameter (and of the expert bias, a buffer, if there is one)."""
+
+
+class Experts(Parametrised, Resolved, Protocol):
+    """The backend's own experts for this rank, in the exchange's local order: SwiGLU, down(silu(gate x) * up x).
+
+    It reads `activation`, `expert_biases` and `sharding`, which the exchange of the same config maps too, and ignores.
+
+    Optional, for the checks that change weights between two forwards. `module`: the nn.Module that holds the
+    parameters, where that is not the surface itself; it loads, casts and replaces them. `weights_changed()`: what the
+    backend has users call after a change that leaves no trace at a tensor (`weight.data`, a fused optimiser).
+    `reshard()`: frees parameters that were gathered from shards, where the backend keeps them gathered. `counters`:
+    counts which shortcuts are taken, see `surfaces.Counters`.
+    """
+
+    def __call__(self, delivery: Delivery) -> Tensor:
+        """Return the output in `delivery.shape`, multiplied by the routing weights if the delivery has them.
+
+        It is this etp rank's partial sum if `Session.expert_output_is_partial`.
+        """
+
+
+@dataclass(frozen=True)
+class Routed:
+    """The result of a router for its tokens."""
+
+    routing: Routing
+    logits_TE: Tensor | None = None  # from which the scores were computed; with forced logits, the forced ones
+    counts_E: Tensor | None = None  # tokens per expert as the backend reports them
+
+
+class Router(Parametrised, Resolved, Protocol):
+    """Scores, selection and weights for the tokens of this rank. x: (*lead, D), prod(lead) == T.
+
+    It claims the `dtype` in which it computes, if that is not the dtype of x.
+    """
+
+    def __call__(self, x: Tensor) -> Routed:
+        """Return the routing of x, differentiable in x and in the router's parameters."""
+
+
+# ---- the backend ---------------------------------------------------------------------------------------------
+
+
+class Topology(Protocol):
+    """The layout and the groups of this rank. The suite creates it; the adapter reads it."""
+
+    @property
+    def rank(self) -> int:
+        """Rank in the world."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Sizes by name: world, tp, cp, pp, dp, ep, etp, edp."""
+
+    def ranks(self, name: str) -> tuple[int, ...]:
+        """World ranks of this rank's group: world, tp, cp, pp, dp, dp_cp, ep, etp, ep_etp, edp."""
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """Process group of the same name, also for groups of one rank. The suite owns it: do not destroy it."""
+
+
+class Session:
+    """One topology on one rank; at most one session is open in a process.
+
+    Subclass it, or `surfaces.Session`, and override what the backend has: a surface that is not overridden is reported
+    as "not adapted". Class attributes describe the backend; the suite checks them by observation.
+    """
+
+    # Where routing weights are applied by default. An exchange that differs claims `weights_at`, which is read after
+    # every forward.
+    weights_at: Literal["input", "expert", "combine"] = "combine"
+    expert_output_is_partial: bool = False  # etp > 1: combine adds up the partial sums
+    grad_attr: str = "grad"  # attribute of a parameter with its gradient after finish_gradients ("main_grad")
+    loss_convention: Literal["sum", "mean_over_dp"] = "sum"  # finish_gradients: sum or mean over dp * cp
+
+    def exchange(self, config: Config) -> Exchange | SplitExchange:
+        """Build an exchange; collective. It reads the sections capacity, padding and receive_buffer."""
+        raise Unsupported("this backend offers no exchange")
+
+    def experts(self, config: Config) -> Experts:
+        """Build the backend's own experts for this rank; collective."""
+        raise Unsupported("this backend offers no experts")
+
+    def router(self, config: Config) -> Router:
+        """Build a router; collective. It reads the sections routing and capacity."""
+        raise Unsupported("this backend offers no router")
+
+    def recompute(self, call: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Return `call(*inputs)` under activation recomputation, as the backend's trainer has it: backward repeats it.
+
+        By default torch's, which puts back default generators; a trainer that puts back further ones overrides it.
+        """
+        with set_checkpoint_early_stop(False):  # all ranks repeat all collectives, whatever each of them has saved
+            result: Tensor = checkpoint(call, *inputs, use_reentrant=False)
+            return result
+
+    def finish_gradients(self, *built: Parametrised) -> None:
+        """Do what the backend's trainer does to gradients between the last backward and the optimizer step.
+
+        In Megatron-Core this is `finalize_model_grads`. Not called for a step without a backward.
+        """
+        raise Unsupported("this backend offers no gradient reduction")
+
+    def without_optional(self) -> AbstractContextManager[Sequence[str]]:
+        """Hide shortcuts and libraries that the backend can do without, while surfaces are built; give their names.
+
+        Surfaces have those of them that they use in `resolved["optional"]`, separated by commas, or "none".
+        """
+        raise Unsupported("this backend names nothing optional that it could be built without")
+
+    def close(self) -> None:  # not abstract: most sessions have nothing to release
+        """Release what the session holds (process groups of its own, global state)."""
+
+
+class Backend(Protocol):
+    """An implementation under test. Importing its module must not import the library.
+
+    Optional, without side effects: `groups(sizes) -> Mapping[str, tuple[tuple[int, ...], ...]]`, the rank lists that
+    the library would build for sizes world, tp, cp, pp, ep, etp, under the names of `Topology.ranks` (and "expert_pp",
+    if the expert groups have pipeline groups of their own); an exception if it refuses the sizes. With `orders:
+    tuple[str, ...]`, further orders of axes by the library's names, it is also called as `groups(sizes, order)`.
+
+    Optional: `library_modules: tuple[str, ...]`, modules of the code under test, where these are the adapter's own: a
+    file that holds both, say. `single_rank = True`: there is no expert parallelism, and no run has to judge any.
+
+    Optional: `sampled: tuple[str, ...]`, variants that share most of what they do with others. The quick profile
+    tries them on three layouts; the other profiles leave nothing out.
+    """
+
+    name: str
+    variants: tuple[str, ...]
+
+    def versions(self) -> Mapping[str, str]:
+        """Versions that the results depend on; `Unsupported`, with what to install, if the library is missing."""
+
+    def limits(self, variant: str) -> Sequence[Limit]:
+        """Limits of that variant."""
+
+    def open(self, topology: Topology, device: torch.device) -> Session:
+        """Open a session; collective."""

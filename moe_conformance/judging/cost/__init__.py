@@ -1,1 +1,0 @@
-"""Judges of what a step costs on the wire."""

@@ -1,1 +1,0 @@
-"""Judges of process groups, expert placement and configurations."""

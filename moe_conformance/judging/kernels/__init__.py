@@ -1,1 +1,0 @@
-"""Judges of single operations: fused token exchange, permute, row index, layouts, THD."""

@@ -1,0 +1,1 @@
+"""What several chapters judge alike, by surface."""

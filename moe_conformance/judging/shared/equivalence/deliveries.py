@@ -1,0 +1,72 @@
+"""The rows delivered to the experts of an equivalent run, compared byte by byte with those of the original run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.verdict import Tally, WrongDelivery
+from moe_conformance.scenarios.outcome import Handed
+from moe_conformance.scenarios.tensors import same_bytes
+from moe_conformance.workloads.twins import Twin
+
+
+def judge_same_deliveries(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:
+    """Decide whether the experts of an equivalent run receive the original's rows, in the same places and order.
+
+    Only rows for some expert are compared, and their weights only where the equivalent run has the original's. Every
+    microbatch of the equivalent run is fed one of the original, whole.
+
+    Raises:
+        WrongDelivery: a row, its experts, its weights or a count differ.
+    """
+    findings = []
+    for m, ranks in enumerate(twin.origin):
+        sources = {int(row[0]) for rows in ranks for row in rows.source_T3}
+        weighed = not any(bool(rows.powers_T.any()) for rows in ranks)
+        for rank in range(len(ranks)):
+            now = other.seen(m, rank).exchange.handed
+            was = original.seen(min(sources, default=m), rank).exchange.handed
+            whose = f"rank {rank}" + (f" in microbatch {m}" if len(twin.origin) > 1 else "")
+            if len(now) != len(was):
+                calls = f"are called {len(now)} times instead of {len(was)} in the original run"
+                findings.append(Finding("calls", f"the experts of {whose} {calls}", (rank,)))
+                continue
+            for one, before in zip(now, was, strict=True):
+                found = list(_differences(one, before, weighed))
+                findings += [Finding(kind, f"{kind} delivered to {whose} {said}", (rank,)) for kind, said in found]
+                if not found:
+                    tally.add(pairs=int((one.ids_RJ >= 0).sum()), rank=rank)
+    if findings:
+        fail(WrongDelivery, "dispatch", findings, start=f"run {twin.how}, ")
+
+
+def _differences(now: Handed, was: Handed, weighed: bool) -> Iterator[tuple[str, str]]:
+    """Yield what differs, and how."""
+    if not same_bytes(now.ids_RJ, was.ids_RJ):
+        yield "experts of the rows", f"are {_some(now.ids_RJ)} instead of {_some(was.ids_RJ)} in the original run"
+        return
+    routed_R = (now.ids_RJ >= 0).any(1)
+    if not same_bytes(now.rows_RD[routed_R], was.rows_RD[routed_R]):
+        changed = (now.rows_RD.double() != was.rows_RD.double()).any(1) & routed_R
+        row = int(changed.nonzero()[0]) if bool(changed.any()) else int(routed_R.nonzero()[0])
+        yield "rows", f"differ from the original run, first in row {row}"
+    for kind, one, before in (
+        ("weights", now.weights_RJ if weighed else None, was.weights_RJ if weighed else None),
+        ("counts", now.counts_N, was.counts_N),
+    ):
+        if (one is None) != (before is None):
+            yield kind, "are delivered in one of the two runs only"
+        elif one is not None and before is not None:
+            held = now.ids_RJ >= 0 if kind == "weights" else torch.ones_like(one, dtype=torch.bool)
+            if one.shape != before.shape or not same_bytes(one[held], before[held]):
+                yield kind, f"are {_some(one)} instead of {_some(before)} in the original run"
+
+
+def _some(values: Tensor) -> str:
+    flat = values.flatten().tolist()
+    return f"{flat[:8]}" if len(flat) <= 8 else f"{str(flat[:8])[:-1]}, ...]"

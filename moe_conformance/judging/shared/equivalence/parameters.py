@@ -1,0 +1,216 @@
+"""The finished gradients of the experts of a run and of an equivalent run, compared whole, parameter by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.compare.bounded import compare
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.finished_gradients import finals_of, steps_of
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import Shard, stages, whole
+from moe_conformance.judging.shared.experts.expected import Key
+from moe_conformance.judging.shared.experts.experts import expected_of
+from moe_conformance.judging.verdict import AbsentGradient, NotOffered, Tally, Uncovered, WrongGradient
+from moe_conformance.scenarios.outcome import Grad, RankOutcome
+from moe_conformance.workloads.records.workload import ParameterKey
+from moe_conformance.workloads.twins import Twin
+
+_Whole = dict[tuple[int, Key], Tensor]  # by pipeline stage and parameter
+
+
+def judge_same_parameters(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:
+    """Decide whether every expert has the gradient that it has in the original, in every step of the equivalent run.
+
+    To the bit where the equivalent run requires it, on every rank, before finishing too; else put together from their
+    shards, within
+    the rounding errors of both. A backend that finishes no gradients has none of those.
+
+    Raises:
+        Uncovered: the ranks do not hold some gradient whole.
+        AbsentGradient: the equivalent run finishes no gradients, and the original did.
+        WrongGradient: an element differs; to the bit, also a gradient that is there in one run only.
+    """
+    if "parameters" in twin.workload.twist.unasked:
+        _require_absent(twin, other, tally)
+    elif twin.bits:
+        _require_same(original, twin, other, tally)
+    else:
+        _require_near(original, twin, other, tally)
+
+
+def _require_same(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:
+    """Raise unless every rank holds the same gradients, before and after finishing; 0 and -0 are the same."""
+    findings = []
+    steps = steps_of(other)
+    for n, step in enumerate(steps):
+        which = f" step {n}" if len(steps) > 1 else ""
+        for before, now in zip(original.ranks, step.ranks, strict=True):
+            for when, was, actual in _compared(before, now, first=n == 0):
+                for name, expert in dict.fromkeys([*was, *actual]):
+                    key = name, expert
+                    said = _said(actual.get(key), was.get(key))
+                    if said:
+                        whose = f"the gradient of {name} of expert {expert} on rank {now.rank} {when} finishing{which}"
+                        findings.append(Finding("parameters", f"{whose} {said}", (now.rank,)))
+                    else:
+                        tally.add(elements=_elements(actual[key]), rank=now.rank)
+    if findings:
+        fail(WrongGradient, "finish", findings, start=f"run {twin.how}, ")
+
+
+_Grads = Mapping[ParameterKey, Grad]
+
+
+def _compared(before: RankOutcome, now: RankOutcome, *, first: bool) -> Iterator[tuple[str, _Grads, _Grads]]:
+    """Yield what is to be the same: what a step ends with, and what it has before that.
+
+    From the second step on the latter is free where gradients are finished: a backend may reduce in the backward then.
+    """
+    if first or before.grads_final is None:
+        yield "before", before.grads_local, now.grads_local
+    yield "after", before.grads_final or {}, now.grads_final or {}
+
+
+def _elements(grad: Grad) -> int:
+    return 0 if grad.value is None else grad.value.numel()
+
+
+def _said(now: Grad | None, was: Grad | None) -> str:
+    """Say how a gradient differs from what it was; nothing if it does not."""
+    if now is None or was is None or (now.value is None) != (was.value is None):
+        absent = now is None or now.value is None
+        return "is missing; it exists in the original run" if absent else "exists; it is missing in the original run"
+    if now.value is None or was.value is None:
+        return ""
+    forms = [(grad.shard, tuple(grad.value.shape), grad.value.dtype) for grad in (now, was) if grad.value is not None]
+    if forms[0] != forms[1]:
+        return f"is {forms[0]} instead of {forms[1]} in the original run"
+    expected = was.value.double()
+    worst = compare(now.value, expected, torch.zeros_like(expected))
+    return "" if worst.holds else f"differs from the original run: {worst}"
+
+
+def _require_near(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:
+    """Raise unless every gradient, put together from its shards, is near to what it was."""
+    try:
+        before = assembled(original)
+    except NotOffered:
+        return
+    now = assembled_again(twin, other)
+    findings = list[Finding]()
+    for (stage, (name, expert)), was in before.items():
+        number = int(twin.numbers_E[expert])
+        actual = now[stage, (name, number)]
+        allowed = torch.zeros_like(was, dtype=torch.float64)
+        if actual.shape != was.shape or bool((actual != was).any()):  # bounds cost more than all the rest
+            allowed = allowed_of(original, stage, (name, expert)) + allowed_of(other, stage, (name, number))
+        there = f" (expert {number} in this run)" if number != expert else ""
+        sentence = f"the gradient of {name} of expert {expert}{there} differs from the original run"
+        findings += far_off(original, stage, (actual, was, allowed), sentence, tally)
+    if findings:
+        fail(WrongGradient, "finish", findings, start=f"run {twin.how}, ")
+
+
+def far_off(
+    reading: Reading, stage: int, compared: tuple[Tensor, Tensor, Tensor], sentence: str, tally: Tally
+) -> list[Finding]:
+    """Count the elements of a whole gradient that is what is expected, within what is allowed; else say so.
+
+    Args:
+        reading: Whose ranks hold it, those of the pipeline stage.
+        stage: Its number.
+        compared: The gradient, what is expected of it, and by how much it may be off, all of one shape.
+        sentence: What is wrong if it is off; by how much is added.
+        tally: Counts elements.
+    """
+    worst = compare(*compared, tally)
+    if worst.holds:
+        return []
+    holders = stages(reading.outcome.workload.layout)[stage]
+    return [Finding("parameters", f"{sentence}: {worst}", holders, worst.size)]
+
+
+def assembled_again(twin: Twin, other: Reading) -> _Whole:
+    """Return `assembled` of an equivalent run, or of a step of it, whose original has such gradients.
+
+    Raises:
+        AbsentGradient: the equivalent run finishes none.
+    """
+    try:
+        return assembled(other)
+    except NotOffered as error:
+        raise AbsentGradient(
+            "finish", f"run {twin.how}, no gradient was finished, but in the original run: {error}"
+        ) from error
+
+
+def _require_absent(twin: Twin, other: Reading, tally: Tally) -> None:
+    """Raise if some parameter has a gradient; zeros are none where there was a buffer before it was frozen."""
+    findings = []
+    for rank in other.ranks:
+        for when, grads in (("before", rank.grads_local), ("after", rank.grads_final or {})):
+            for (name, expert), grad in grads.items():
+                said = _unasked(grad, (name, expert) in rank.buffered)
+                if said:
+                    sentence = f"{name} of expert {expert} on rank {rank.rank} has {said} {when} finishing"
+                    findings.append(Finding("unasked", sentence, (rank.rank,)))
+                else:
+                    tally.add(pairs=1, rank=rank.rank)
+    if findings:
+        fail(WrongGradient, "finish", findings, start=f"run {twin.how}, ")
+
+
+def _unasked(grad: Grad, buffered: bool) -> str:
+    """Say what is there of a gradient that nobody asked for; nothing if it is absent."""
+    if grad.value is None:
+        return ""
+    if bool(grad.value.any()):
+        return "a gradient instead of None"
+    # a gradient of zeros counts where there was none when it was frozen: optimisers decay what has one
+    return "" if buffered else "a gradient of zeros instead of None, and had none when it was frozen,"
+
+
+def assembled(reading: Reading) -> _Whole:
+    """Return every finished gradient whole, float64, summed over the ranks and not averaged; zeros where it is None.
+
+    Raises:
+        NotOffered: the backend finishes no gradients.
+        Uncovered: some part of one is held by no rank.
+    """
+    finals, workload = finals_of(reading), reading.outcome.workload
+    divisor = expected_of(reading).divisor
+    found: _Whole = {}
+    for stage, ranks in enumerate(stages(workload.layout)):
+        for key, full in workload.parameters.items():
+            parts: dict[Shard, Tensor | None] = {}
+            for rank in ranks:
+                if key in finals[rank]:
+                    parts.setdefault(finals[rank][key].shard, finals[rank][key].value)
+            name, expert = key
+            if not whole(parts) or expert is None:
+                shards = f"the ranks hold only its shards {sorted(map(str, parts))}"
+                raise Uncovered("finish", f"the gradient of {name} of expert {expert}: {shards}", ranks=ranks)
+            found[stage, (name, expert)] = _joined(full, parts) * divisor
+    return found
+
+
+def _joined(full: Tensor, parts: dict[Shard, Tensor | None]) -> Tensor:
+    joined = torch.zeros_like(full, dtype=torch.float64)
+    for shard, value in parts.items():
+        if value is not None:
+            at = joined
+            if shard is not None:
+                dim, index, of = shard
+                at = joined.narrow(dim, index * (full.shape[dim] // of), full.shape[dim] // of)
+            at.copy_(value)
+    return joined
+
+
+def allowed_of(reading: Reading, stage: int, key: Key) -> Tensor:
+    """Return by how much rounding may change a gradient that `assembled` returns."""
+    expected = expected_of(reading)
+    return expected.parameter(stage, key).allowed * expected.divisor

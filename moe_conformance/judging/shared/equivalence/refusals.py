@@ -1,0 +1,66 @@
+"""Equivalent runs that a backend may refuse with an error on every rank: strided inputs, a backward with a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from moe_conformance.judging.findings import some
+from moe_conformance.judging.observed.run import Reading, place_of
+from moe_conformance.judging.shared.equivalence.deliveries import judge_same_deliveries
+from moe_conformance.judging.shared.equivalence.runs import Ran, judge_alike, read_twin, those_that_ran
+from moe_conformance.judging.verdict import Raised, Tally
+from moe_conformance.scenarios.outcome import RankOutcome
+
+
+def judge_strided(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide `judge_alike` of equivalent runs whose inputs have other strides; to refuse them is legal too.
+
+    The rows that the experts receive are the same to the bit. An error counts as a refusal if every rank raised it in
+    the first forward, before any collective of that forward.
+    """
+    present = those_that_ran([_or_refused(each) for each in ran])
+    for each in present:
+        judge_same_deliveries(reading, each.twin, read_twin(each), tally)
+    judge_alike(reading, present, tally)
+
+
+def judge_with_a_graph(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide `judge_alike` of equivalent runs whose backward keeps its graph; an error on every rank is legal too."""
+    judge_alike(reading, [_or_raised_backward(each) for each in ran], tally)
+
+
+def _or_raised_backward(ran: Ran) -> Ran:
+    """Return an equivalent run whose backward every rank ended with an error as one that was not run."""
+    ranks = () if ran.outcome is None else ran.outcome.ranks
+    if not ranks or not all(rank.status == "raised" and rank.reached.startswith("backward:") for rank in ranks):
+        return ran
+    return replace(ran, outcome=None, why_not=f"refused on every rank with {ranks[0].error}")
+
+
+def _or_refused(ran: Ran) -> Ran:
+    """Return an equivalent run that every rank refused with an error at once as one that was not run.
+
+    Raises:
+        Raised: some ranks did, and others had begun: they wait.
+    """
+    if ran.outcome is None:
+        return ran
+    refused = [rank for rank in ran.outcome.ranks if _refused_at_once(rank)]
+    if len(refused) == len(ran.outcome.ranks):
+        return replace(ran, outcome=None, why_not=f"refused with {refused[0].error}")
+    if not refused:
+        return ran
+    numbers = tuple(rank.rank for rank in refused)
+    others = some(f"rank {rank.rank}" for rank in ran.outcome.ranks if rank.rank not in numbers)
+    by = some(f"rank {number}" for number in numbers)
+    sentence = f"run {ran.twin.how}, {by} refused at once with {refused[0].error}, and {others} did not"
+    mismatch = Raised("run", sentence, ranks=numbers)
+    mismatch.place = place_of(refused[0])
+    raise mismatch
+
+
+def _refused_at_once(rank: RankOutcome) -> bool:
+    """Return whether a rank raised in its first forward, before any collective of that forward."""
+    at_once = rank.phases and len(rank.ledger) <= rank.phases[0][1]  # no collective since the phase began
+    return bool(at_once) and rank.status == "raised" and rank.reached in ("forward:0", "dispatch:0")

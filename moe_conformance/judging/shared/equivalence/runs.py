@@ -1,0 +1,380 @@
+"""A run compared with equivalent runs: what the spec requires to be the same is compared, differences by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.compare.bounded import note_beyond
+from moe_conformance.judging.explain.row_identity import likeness
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.run import Reading, read, tokens_of
+from moe_conformance.judging.observed.scopes import Place
+from moe_conformance.judging.shared.equivalence.deliveries import judge_same_deliveries
+from moe_conformance.judging.shared.equivalence.parameters import judge_same_parameters
+from moe_conformance.judging.shared.experts.expected import OwnExpected
+from moe_conformance.judging.shared.experts.experts import expected_of
+from moe_conformance.judging.verdict import (
+    ChangedInput,
+    Mismatch,
+    NotOffered,
+    Stage,
+    Tally,
+    WrongForm,
+    WrongGradient,
+    WrongOutput,
+)
+from moe_conformance.scenarios.outcome import Microbatch, Outcome, RankOutcome
+from moe_conformance.workloads.twins import Rows, Twin, picked
+
+
+@dataclass(frozen=True)
+class Ran:
+    """An equivalent run and what its run brought back, or why there is nothing."""
+
+    twin: Twin
+    outcome: Outcome | None
+    why_not: str = ""
+
+
+class RunTwins(Protocol):
+    """What a check asks for its equivalent runs."""
+
+    @property
+    def variants(self) -> Sequence[str]:
+        """All variants of the backend."""
+
+    def __call__(self, twins: Sequence[Twin]) -> list[Ran]:
+        """Run equivalent runs on the ranks that the original ran on, one after the other."""
+
+
+class Sides(NamedTuple):
+    """A run, an equivalent run of it, and the equivalent run's run."""
+
+    original: Reading
+    twin: Twin
+    other: Reading
+
+
+def judge_alike(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide whether every equivalent run gives the same y, dx, dweights and finished gradients of parameters.
+
+    Every byte where the equivalent run requires it; else every value with the suite's experts, which are exact, and
+    with the backend's own every element within the rounding errors of both runs. What the run left alone, the
+    equivalent run leaves alone: inputs and the state of the process, and in the same order of microbatches outputs and
+    gradients too.
+
+    Raises:
+        NotOffered: the backend ran none of the equivalent runs.
+        ChangedInput: something was written over that the run left alone.
+        WrongForm, WrongDelivery, WrongOutput, AbsentGradient, WrongGradient: something differs.
+        Raised, Hung, Died, RunFailed: the equivalent run did not finish, or was refused what the run was built with.
+    """
+    for each in those_that_ran(ran):
+        sides = Sides(reading, each.twin, read_twin(each))
+        _require_left_alone(sides)
+        if each.twin.bits and not each.twin.partial:
+            judge_same_deliveries(*sides, tally)
+        for judged in _JUDGED:
+            _judge_tokens(sides, judged, tally)
+        if each.twin.finals and reading.outcome.workload.parameters:
+            judge_same_parameters(*sides, tally)
+
+
+def judge_repeated(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide `judge_alike` of the first equivalent run, and of all others compared with the first, not the original.
+
+    Raises:
+        NotOffered: the first was not run, or none of the others.
+        As `judge_alike`.
+    """
+    first, *others = ran
+    judge_alike(reading, [first], tally)
+    judge_alike(read_twin(first), others, tally)
+
+
+def judge_recomputed_steps(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide `judge_alike` of the second equivalent run compared with the first, and of all further ones.
+
+    Raises:
+        NotOffered: the first was not run, and there are no further ones.
+        As `judge_alike`.
+    """
+    first, second, *others = ran
+    if first.outcome is not None:
+        judge_alike(read_twin(first), [second], tally)
+    elif not others:
+        raise NotOffered(first.why_not)
+    if others:
+        judge_alike(reading, others, tally)
+
+
+def judge_same_answers(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide whether y alone is, token by token, what it was within the rounding errors of both runs.
+
+    Raises:
+        NotOffered: the backend ran none of the equivalent runs.
+        WrongForm, WrongOutput: an element differs.
+        Raised, Hung, Died, RunFailed: the equivalent run did not finish, or was refused what the run was built with.
+    """
+    for each in those_that_ran(ran):
+        _judge_tokens(Sides(reading, each.twin, read_twin(each)), _JUDGED[0], tally)
+
+
+def judge_same_gradients(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide whether dx and the finished gradients of parameters are, to the bit, what they were; y is not looked at.
+
+    Raises:
+        NotOffered: the backend ran none of the equivalent runs.
+        WrongForm, AbsentGradient, WrongGradient: something differs.
+        Raised, Hung, Died, RunFailed: the equivalent run did not finish, or was refused what the run was built with.
+    """
+    for each in those_that_ran(ran):
+        sides = Sides(reading, each.twin, read_twin(each))
+        _judge_tokens(sides, _JUDGED[1], tally)
+        judge_same_parameters(*sides, tally)
+
+
+def those_that_ran(ran: Sequence[Ran]) -> list[Ran]:
+    """Return the equivalent runs that have an outcome.
+
+    Raises:
+        NotOffered: none has.
+    """
+    present = [each for each in ran if each.outcome is not None]
+    if not present:
+        raise NotOffered(
+            "; ".join(f"{each.twin.how}: {each.why_not}" for each in ran) or "there is no run to compare with"
+        )
+    return present
+
+
+def judge_scaled(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide `judge_alike` of runs with other weights; weights applied before the experts have no such requirement.
+
+    Raises:
+        NotOffered: the backend applies weights at the experts' input.
+    """
+    if any("input" in of_rank for of_rank in reading.applied):
+        raise NotOffered("weights are applied at the experts' input, in which the experts' output is not linear")
+    judge_alike(reading, ran, tally)
+
+
+def judge_across(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide `judge_alike` of equivalent runs through other exchanges that apply weights at the same place.
+
+    Raises:
+        NotOffered: there is no such exchange.
+    """
+
+    def side(outcome: Outcome) -> bool:
+        return any(rank.weights_at == "input" for rank in outcome.ranks)
+
+    comparable = [
+        replace(each, outcome=None, why_not="it applies weights at the experts' other end (input or output)")
+        if each.outcome is not None and side(each.outcome) != side(reading.outcome)
+        else each
+        for each in ran
+    ]
+    judge_alike(reading, comparable, tally)
+
+
+def read_twin(ran: Ran) -> Reading:
+    """Read an equivalent run's outcome; a failure is told with how the equivalent run differs."""
+    assert ran.outcome is not None
+    try:
+        return read(ran.outcome)
+    except Mismatch as mismatch:
+        told = type(mismatch)(mismatch.stage, f"run {ran.twin.how}, {mismatch.sentence}", ranks=mismatch.ranks)
+        told.place = mismatch.place
+        raise told from mismatch
+
+
+# ---- what is left alone --------------------------------------------------------------------------------------------
+
+
+def _require_left_alone(sides: Sides) -> None:
+    """Raise if the equivalent run changed what the original left alone everywhere.
+
+    What was handed out is looked at only in the same order of microbatches: behind others is where GRAD-07 looks.
+    """
+    handed_out = sides.twin.workload.schedule == sides.original.outcome.workload.schedule
+    known = {name for rank in sides.original.ranks for name in _changed(rank, handed_out)}
+    findings = [
+        Finding(name, f"{name} is overwritten on rank {rank.rank}; in the original run it is unchanged", (rank.rank,))
+        for rank in sides.other.ranks
+        for name in _changed(rank, handed_out)
+        if name not in known
+    ]
+    if findings:
+        fail(ChangedInput, "run", findings, start=f"run {sides.twin.how}, ")
+
+
+def _changed(rank: RankOutcome, handed_out: bool) -> Iterator[str]:
+    """Yield what a rank found changed, by name: state, inputs, and outputs and gradients where asked for."""
+    yield from rank.state_changed
+    for seen in rank.microbatches:
+        yield from seen.inputs_changed
+        if handed_out:
+            yield from seen.outputs_changed
+            yield from (f"the gradient of {name}" for name in seen.gradients_changed)
+
+
+# ---- tokens --------------------------------------------------------------------------------------------------------
+
+
+class _Judged(NamedTuple):
+    """A result that every token has."""
+
+    name: str
+    error: type[Mismatch]
+    value: Callable[[Microbatch], Tensor | None]
+    allowed: Callable[[OwnExpected, Place], Tensor]
+    asks: str = ""  # the input whose gradient it is
+
+    @property
+    def backward(self) -> bool:
+        """Whether a backward makes it."""
+        return bool(self.asks)
+
+
+_JUDGED = (
+    _Judged("y", WrongOutput, lambda seen: seen.y, lambda own, at: own.y(at).allowed),
+    _Judged("dx", WrongGradient, lambda seen: seen.dx_TD.value, lambda own, at: own.dx(at).allowed, "x"),
+    _Judged(
+        name="dweights",
+        error=WrongGradient,
+        value=lambda seen: seen.dweights_TK.value,
+        allowed=lambda own, at: own.dweights(at).allowed,
+        asks="weights",
+    ),
+)
+
+
+def _judge_tokens(sides: Sides, judged: _Judged, tally: Tally) -> None:
+    findings = list(_differences(sides, judged, tally))
+    if not findings:
+        return
+    own = bool(sides.original.outcome.workload.parameters)
+    stage: Stage = "gradient" if judged.backward else "experts" if own else "combine"
+    fail(judged.error, stage, findings, start=f"run {sides.twin.how}, ")
+
+
+def _differences(sides: Sides, judged: _Judged, tally: Tally) -> Iterator[Finding]:
+    """Yield a finding for every token that differs; what does not is counted."""
+    known: list[list[Tensor | None]] = [
+        [judged.value(sides.original.seen(m, rank)) for rank in range(len(ranks))]
+        for m, ranks in enumerate(sides.original.batches)
+    ]
+    for m, ranks in enumerate(sides.twin.origin):
+        if judged.backward and not sides.other.goes_backward(m):
+            continue
+        for rank, rows in enumerate(ranks):
+            actual = judged.value(sides.other.seen(m, rank))
+            if judged.asks in sides.twin.workload.twist.unasked:
+                if actual is not None:
+                    sentence = (
+                        f"{judged.name} of rank {rank} is a tensor instead of None: its input does not require grad"
+                    )
+                    yield Finding("unasked", sentence, (rank,))
+                continue
+            was = _expected(rows, known, judged.name)
+            whose = f"{judged.name} of rank {rank}" + (f" in microbatch {m}" if len(sides.twin.origin) > 1 else "")
+            if actual is None or was is None:
+                if (actual is None) != (was is None) and len(rows.source_T3):
+                    now, then = ("None", "a tensor") if actual is None else ("a tensor", "None")
+                    yield Finding("absent", f"{whose} is {now} instead of {then} in the original run", (rank,))
+                continue
+            if (actual.shape, actual.dtype) != (was.shape, was.dtype):
+                forms = f"{tuple(actual.shape)} of {actual.dtype} instead of {tuple(was.shape)} of {was.dtype}"
+                raise WrongForm(
+                    "combine", f"run {sides.twin.how}, {whose} has the shape {forms} in the original run", ranks=(rank,)
+                )
+            differs = _differs(sides, judged, (m, rank), actual, was, tally)
+            for t in differs.any(1).nonzero().flatten().tolist():
+                yield _finding(sides, judged.name, (m, rank, t), actual, was, differs[t], known)
+            if not bool(differs.any()):
+                tally.add(elements=actual.numel(), rank=rank)
+                if not sides.twin.bits:
+                    tally.of_two_runs += actual.numel()
+                    tally.other_bits += int((_as_integers(actual) != _as_integers(was)).sum())
+
+
+def _expected(rows: Rows, known: Sequence[Sequence[Tensor | None]], name: str) -> Tensor | None:
+    """Return what the original's values say of an equivalent run's rows; None if one of them is."""
+    values = [[value for value in ranks if value is not None] for ranks in known]
+    if any(known[m][rank] is None for m, rank, _ in rows.source_T3.tolist()) or not any(values):
+        return None
+    filled = [[torch.empty(0, 0) if value is None else value for value in ranks] for ranks in known]
+    like = next(value for ranks in values for value in ranks)
+    was = picked(rows.source_T3, filled) if len(rows.source_T3) else like[:0]
+    if name == "dweights":
+        return was.gather(1, rows.slots_TK)
+    return torch.ldexp(was.double(), rows.powers_T[:, None]).to(was.dtype)
+
+
+def _differs(sides: Sides, judged: _Judged, place: Place, actual: Tensor, was: Tensor, tally: Tally) -> Tensor:
+    """Mark the elements that differ by more than the spec allows; the tally has by how much, if that is bounded."""
+    if sides.twin.bits:
+        return _as_integers(actual) != _as_integers(was)
+    if not sides.original.outcome.workload.parameters:
+        return actual.double() != was.double()
+    off = (actual.double() - was.double()).abs()
+    if not bool((off != 0).any()):  # near enough whatever the bounds, which cost more than all the rest
+        return torch.zeros_like(off, dtype=torch.bool)
+    m, rank = place
+    rows = sides.twin.origin[m][rank]
+    before = expected_of(sides.original)
+    world = range(len(sides.original.ranks))
+    ours = [[judged.allowed(before, (m0, r)) for r in world] for m0 in range(len(sides.original.batches))]
+    allowed = picked(rows.source_T3, ours) if len(rows.source_T3) else torch.zeros_like(was, dtype=torch.float64)
+    if judged.name == "dweights" and len(rows.source_T3):
+        allowed = allowed.gather(1, rows.slots_TK)
+    allowed = allowed + judged.allowed(expected_of(sides.other), place)
+    note_beyond(tally, actual, was.double(), allowed)
+    return ~(off <= allowed)
+
+
+def _as_integers(values: Tensor) -> Tensor:
+    widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return values.contiguous().view(widths[values.element_size()])
+
+
+def _finding(
+    sides: Sides,
+    name: str,
+    at: tuple[int, int, int],
+    actual: Tensor,
+    was: Tensor,
+    differs: Tensor,
+    known: Sequence[Sequence[Tensor | None]],
+) -> Finding:
+    """Tell of one token, by the element that is farthest off, and whose row it looks like."""
+    m, rank, t = at
+    source = tuple(sides.twin.origin[m][rank].source_T3[t].tolist())
+    off = torch.nan_to_num((actual[t].double() - was[t].double()).abs(), nan=torch.inf) * differs
+    worst = int(off.argmax()) if bool((off > 0).any()) else int(differs.nonzero()[0])
+    unit = "slot" if name == "dweights" else "column"
+    of_m = f" of microbatch {m}" if len(sides.twin.origin) > 1 else ""
+    where = f" (rank {source[1]} token {source[2]} of microbatch {source[0]})" if source != at else ""
+    sentence = (
+        f"{name} of rank {rank} token {t}{of_m} in {unit} {worst} is {_number(actual[t, worst], was[t, worst])} "
+        f"instead of {_number(was[t, worst], actual[t, worst])} in the original run{where}"
+    )
+    if name != "dweights" and all(value is not None for ranks in known for value in ranks):
+        rows, names = tokens_of(sides.original, known)  # type: ignore[arg-type]  # none is None
+        said = likeness(actual[t], rows, names)
+        own = f"rank {source[1]} token {source[2]}"
+        if own not in said and not said.startswith("no token's"):
+            sentence += f": it is {said}"
+    return Finding(f"{name} differs", sentence, (rank,), float(off[worst]))
+
+
+def _number(value: Tensor, beside: Tensor) -> str:
+    """Write a number so that it differs from the one beside it, if it does."""
+    one, other = float(value), float(beside)
+    return f"{one:.{6 if f'{one:.6g}' != f'{other:.6g}' else 17}g}"

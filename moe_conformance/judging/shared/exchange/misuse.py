@@ -1,0 +1,110 @@
+"""Wrong use of an exchange: it is refused, no rank hangs, and later calls are right."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_conformance.judging.findings import Finding, fail, some, unequal
+from moe_conformance.judging.observed.probe_expected import expect
+from moe_conformance.judging.observed.script import answers, judge_no_slip, judge_refused, values
+from moe_conformance.judging.verdict import Tally, Unrefused, WrongOutput
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads import misuse
+from moe_conformance.workloads.records.workload import Workload
+
+
+def wrong_input(workload: Workload) -> bool:
+    """Whether the invalid input is one of dispatch."""
+    return bool(misuse.input_of(workload))
+
+
+def wrong_answers(workload: Workload) -> bool:
+    """Whether the invalid input is one of combine."""
+    return workload.name in misuse.NAMES and not wrong_input(workload)
+
+
+def judge_wrong_input(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether every rank raises where one of its exchange group has invalid input, between two valid steps.
+
+    Raises:
+        Unrefused: a rank accepted it.
+        Hung, Died, Raised: a rank waits for another or ended, or a valid step raised.
+        WrongOutput: y of a valid step is wrong.
+    """
+    what, _ = misuse.INPUTS[misuse.input_of(outcome.workload)]
+    on = some(sorted(misuse.culprits(outcome.workload.layout, outcome.workload.name)))
+    of_a_type = what == misuse.INPUTS["ids-in-float"][0]
+    number = wrong_call(outcome.workload)
+    judge_refused(outcome, number, tally, stage="dispatch", asked=f"{what} on rank {on}", of_a_type=of_a_type)
+    for right in (number - 1, number + 1):
+        judge_y(outcome, right, 0, tally)
+
+
+def judge_wrong_answers(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether ranks raise whose input to combine does not fit, no other rank hangs, and later steps are right.
+
+    A handle that is used in combine twice may be refused by all ranks, or give the same again on all.
+
+    Raises:
+        Unrefused: a rank accepted what does not fit.
+        Raised: an internal error instead of a refusal; see `judge_no_slip`.
+        Hung, Died, Raised: a rank waits for another or ended, or a valid call raised.
+        WrongOutput: y of a valid call is wrong.
+    """
+    workload = outcome.workload
+    number = wrong_call(workload)
+    found = answers(outcome, number)
+    if workload.name == misuse.TWICE:
+        if any(answer.raised for answer in found):
+            judge_refused(outcome, number, tally, stage="combine", asked="a handle that was used in combine before")
+        else:
+            judge_y(outcome, number, 0, tally)
+    else:
+        judge_no_slip(outcome, number)
+        wrong = [rank for rank, given in enumerate(workload.calls[number].given) if given != misuse.RIGHT]
+        answered = [rank for rank in wrong if not found[rank].raised and _can_tell(outcome, number, rank)]
+        if answered:
+            what, _ = misuse.ANSWERS[workload.name.removeprefix("misuse-").removesuffix("-on-a-rank")]
+            sentence = f"combine accepted {what} on rank {some(answered)}; expected: an error"
+            raise Unrefused("combine", sentence, ranks=tuple(answered))
+        for rank in wrong:  # where the shapes are equal there is nothing to refuse
+            tally.add(pairs=1, rank=rank)
+    for after in range(number + 1, len(workload.calls)):
+        judge_y(outcome, after, 0, tally)
+
+
+def _can_tell(outcome: Outcome, number: int, rank: int) -> bool:
+    """Return whether the expert outputs of a rank have another shape than the rows delivered under the handle."""
+    given = outcome.workload.calls[number].given[rank]
+    shapes = [
+        outcome.ranks[rank].answers[given[name].call].values["delivery"]["rows_RD"].shape
+        for name in ("answers_of", "handle_of")
+    ]
+    return "width" in given or shapes[0] != shapes[1]
+
+
+def judge_y(outcome: Outcome, call: int, microbatch: int, tally: Tally) -> None:
+    """Require that a call returned the weighted sum of the suite's experts, exactly."""
+    findings = []
+    expected = expect(outcome.workload, [1.0]).y[microbatch]
+    got = values(outcome, call)
+    for rank, (y_TD, expected_TD) in enumerate(zip(got, expected, strict=True)):
+        if y_TD.shape == expected_TD.shape and torch.equal(y_TD.double(), expected_TD):
+            tally.add(elements=y_TD.numel(), rank=rank)
+            continue
+        sentence = f"y of rank {rank} in {_place(outcome.workload, call)} {unequal(y_TD, expected_TD)}"
+        findings.append(Finding("valid call", sentence, (rank,)))
+    if findings:
+        fail(WrongOutput, "combine", findings)
+
+
+def wrong_call(workload: Workload) -> int:
+    """Return the number of the call with invalid input: the first that may raise."""
+    return next(number for number, call in enumerate(workload.calls) if call.may_raise)
+
+
+def _place(workload: Workload, call: int) -> str:
+    wrong = wrong_call(workload)
+    if call == wrong:
+        return "the call with invalid input, which was accepted,"
+    return f"the valid call {'before' if call < wrong else 'after'} the invalid one"

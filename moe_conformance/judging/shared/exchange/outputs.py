@@ -1,0 +1,128 @@
+"""Outputs: y in shape, dtype and every element, and the inputs unchanged."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_conformance.judging.explain.block_view import Sheets
+from moe_conformance.judging.explain.blocks import explain
+from moe_conformance.judging.explain.microbatch_mixup import flight_words
+from moe_conformance.judging.findings import Finding, count, fail
+from moe_conformance.judging.observed.ledgers import early_read
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.exchange.last_correct_stage import before_experts
+from moe_conformance.judging.shared.exchange.overflow import must_be_finite
+from moe_conformance.judging.verdict import ChangedInput, Stage, Tally, WrongForm, WrongOutput
+
+
+def judge_form(reading: Reading, tally: Tally) -> None:
+    """Decide whether y has the shape and dtype of x, and is finite wherever nothing on the way to it can overflow.
+
+    Raises:
+        WrongForm: another shape or dtype.
+        WrongOutput: NaN or infinity where the shape and dtype are right, and all magnitudes added up fit the dtype.
+    """
+    findings = list(_misshapen(reading))
+    if findings:
+        fail(WrongForm, "combine", findings)
+    for rank, m, y in _outputs(reading):
+        if not bool(torch.isfinite(y).all()):
+            bad = (~torch.isfinite(y) & must_be_finite(reading, (m, rank))).any(1).nonzero().flatten().tolist()
+            sentence = (
+                f"y of rank {rank} is not finite at {count(len(bad), 'token')}, although its terms fit "
+                f"{reading.outcome.workload.config.dtype}; the first is token {bad[0] if bad else ''} of microbatch {m}"
+            )
+            findings += [Finding("not finite", sentence, (rank,), len(bad))] if bad else []
+    if findings:
+        fail(WrongOutput, "combine", findings)
+    for rank, _, y in _outputs(reading):
+        tally.add(elements=y.numel(), rank=rank)
+
+
+def judge_outputs(reading: Reading, tally: Tally) -> None:
+    """Decide whether y equals the expected value in every element, exactly. A token without a slot has the output zero.
+
+    Raises:
+        WrongForm: y has another shape, so that its elements cannot be compared.
+        WrongOutput: an element differs.
+    """
+    findings = [finding for finding in _misshapen(reading) if finding.kind == "shape"]
+    if findings:
+        fail(WrongForm, "combine", findings)
+    microbatches = range(len(reading.batches))
+    actual: dict[int, list[torch.Tensor]] = {m: [] for m in microbatches}
+    for _, m, y in _outputs(reading):
+        actual[m].append(y)
+    sheets = Sheets(
+        reading=reading,
+        name="y",
+        noun="answer",
+        unit="row",
+        units={m: [batch.x_TD.double() for batch in reading.batches[m]] for m in microbatches},
+        actual=actual,
+        expected={m: reading.expected.y[m] for m in microbatches},
+    )
+    findings, ratio = explain(sheets)
+    if findings:
+        before = before_experts(reading)
+        stage: Stage = "dispatch" if before else "combine"
+        start, note = flight_words(reading, sheets.wrong_microbatches())
+        early = early_read(reading, findings)
+        fail(
+            WrongOutput,
+            stage,
+            findings,
+            ratio=ratio,
+            start=start,
+            note=(f"; {before}" if before else "") + note + early,
+        )
+    for rank, _, y in _outputs(reading):
+        tally.add(elements=y.numel(), rank=rank)
+
+
+def judge_inputs(reading: Reading, tally: Tally) -> None:
+    """Decide whether x, ids, weights and the upstream gradient still hold the bytes that the backend received.
+
+    Raises:
+        ChangedInput: one of them does not.
+    """
+    findings = [
+        Finding(name, f"the backend changed its input {name} on rank {rank.rank} in microbatch {m}", (rank.rank,))
+        for rank in reading.ranks
+        for m, seen in enumerate(rank.microbatches)
+        for name in seen.inputs_changed
+    ]
+    if findings:
+        fail(ChangedInput, "run", findings)
+    for ranks in reading.batches:
+        for rank, batch in enumerate(ranks):
+            inputs = (batch.x_TD, batch.ids_TK, batch.weights_TK, batch.upstream)
+            tally.add(elements=sum(tensor.numel() for tensor in inputs), rank=rank)
+
+
+def _outputs(reading: Reading) -> list[tuple[int, int, torch.Tensor]]:
+    """List (rank, microbatch, y)."""
+    return [
+        (rank.rank, m, seen.y)
+        for rank in reading.ranks
+        for m, seen in enumerate(rank.microbatches)
+        if seen.y is not None
+    ]
+
+
+def _misshapen(reading: Reading) -> list[Finding]:
+    workload, findings = reading.outcome.workload, []
+    for rank in reading.ranks:
+        for m, seen in enumerate(rank.microbatches):
+            T, D = workload.batches[m][rank.rank].x_TD.shape
+            shape = (*workload.lead_of(T), D)
+            whose = f"y of rank {rank.rank} in microbatch {m}"
+            if seen.y is None:
+                findings.append(Finding("shape", f"{whose} is None", (rank.rank,)))
+            elif seen.y_shape != shape or seen.y.shape != (T, D):
+                sentence = f"{whose} has the shape {tuple(seen.y_shape)} instead of {shape}, the shape of x"
+                findings.append(Finding("shape", sentence, (rank.rank,)))
+            elif seen.y_dtype != workload.config.dtype:
+                sentence = f"{whose} has the dtype {seen.y_dtype} instead of {workload.config.dtype}, the dtype of x"
+                findings.append(Finding("dtype", sentence, (rank.rank,)))
+    return findings

@@ -1,0 +1,396 @@
+"""Routers with a capacity: how many slots an expert keeps, which of them, and what becomes of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from moe_conformance.judging.compare.bounded import Target, compare
+from moe_conformance.judging.findings import Finding, fail, likeliest, some
+from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.observed.scopes import Place
+from moe_conformance.judging.shared.router.routers import judge_router_dx, judge_router_gradient
+from moe_conformance.judging.shared.router.rules import explain_weights
+from moe_conformance.judging.shared.router.token_drops import Drops, drops_of, weights_at
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongCount, WrongSelection, WrongWeight
+from moe_conformance.reference.capacity import drops as capacity_drops
+from moe_conformance.reference.capacity.drops import Policy
+
+# ---- how many ------------------------------------------------------------------------------------------------
+
+
+def judge_capacity(reading: Reading, tally: Tally) -> None:
+    """Decide whether experts keep as many slots as the capacity of the rank has room for.
+
+    Counts the experts that more slots selected than find room; where there is none, all of them.
+
+    Raises:
+        WrongForm, WrongSelection: there is nothing to count, see `drops_of`.
+        WrongCount: an expert keeps more or fewer.
+    """
+    drops = drops_of(reading)
+    findings = likeliest([fault for place in drops.places for fault in _wrong_counts(drops, place)])
+    if findings:
+        fail(
+            WrongCount, "route", findings, note=_by_design(drops, lambda other, place: not _wrong_counts(other, place))
+        )
+    for place in drops.places:
+        crowded = sum(n > drops.capacities(place)[0] for n in drops.loads(place))
+        tally.add(pairs=crowded or drops.workload.config.experts, rank=place[1])
+
+
+def judge_minimum(reading: Reading, tally: Tally) -> None:
+    """Decide whether the configured minimum is the capacity wherever the formula gives less.
+
+    Counts the experts of ranks whose capacity the minimum decides.
+
+    Raises:
+        WrongForm, WrongSelection, WrongCount: as `judge_capacity`.
+    """
+    with tally.uncounted() as own:
+        judge_capacity(reading, own)
+    drops = drops_of(reading)
+    for place in drops.places:
+        if drops.capacities(place) == (drops.workload.config.capacity.minimum,):
+            tally.add(pairs=drops.workload.config.experts, rank=place[1])
+
+
+def _wrong_counts(drops: Drops, place: Place) -> list[list[Finding]]:
+    """List what is wrong at a place, each fault with all the findings that would explain it."""
+    loads, kept, legal = drops.loads(place), drops.kept_loads(place), drops.capacities(place)
+    if any(kept == drops.fits(place, C) for C in legal):
+        return []
+    m, rank = place
+    config = drops.workload.config
+    T = len(drops.ids[place])
+    round_ = "ceil" if drops.rule.capacity_rounding == "up" else "floor"
+    at_least = f", at least {config.capacity.minimum}" if config.capacity.minimum else ""
+    right = (
+        f"{' or '.join(map(str, legal))} "
+        f"({round_}({config.capacity.factor:g} x {config.top_k} x {T} / {config.experts})"
+        f"{at_least})"
+    )
+    of = f" of microbatch {m}" if m else ""
+    full = max((k for k, n in zip(kept, loads, strict=True) if k < n), default=max(loads, default=0))
+    if kept == [min(n, full) for n in loads]:
+        nobody_dropped = full == max(loads, default=0)
+        bound = "at least " if nobody_dropped else ""
+        sentence = f"rank {rank}{of} has the capacity {bound}{full} instead of {right}"
+        causes = [words for words, C in _other_capacities(drops, place) if C == full or (nobody_dropped and C > full)]
+        size = abs(full - legal[0])
+        told = [Finding(words, f"{sentence}; likely cause: {words}", (rank,), size) for words in causes]
+        return [[*told, Finding("capacity", sentence, (rank,), size)]]
+    wrong = [e for e in range(len(loads)) if kept[e] not in {min(loads[e], C) for C in legal}] or [kept.index(full)]
+    words = [f"expert {e} keeps {kept[e]} of {loads[e]} slots; expected capacity: {right}" for e in wrong]
+    return [[Finding("count", f"rank {rank}{of} {each}", (rank,))] for each in words]
+
+
+def _other_capacities(drops: Drops, place: Place) -> Iterator[tuple[str, int]]:
+    """List wrong capacities in words."""
+    config, layout = drops.workload.config, drops.workload.layout
+    assert config.capacity.factor is not None
+    m, rank = place
+    tokens = [len(drops.ids[m, other]) for other in range(layout.world)]
+    per_token = config.capacity.factor / config.experts
+    mean = per_token * config.top_k * tokens[rank]
+    down, least = drops.rule.capacity_rounding == "up", config.capacity.minimum
+    yield f"the capacity was rounded {'down' if down else 'up'}", max(least, int(mean) if down else -int(-mean // 1))
+    yield "the last slot within the capacity was dropped (off by one)", drops.capacities(place)[0] - 1
+    if config.capacity.minimum:
+        yield "computed without the minimum capacity", -int(-mean // 1)
+    yield "computed for top-k = 1", max(config.capacity.minimum, -int(-per_token * tokens[rank] // 1))
+    for words, T in (
+        ("computed from the tokens of all ranks", sum(tokens)),
+        ("computed from the largest number of tokens of a rank", max(tokens)),
+        ("computed from the smallest number of tokens of a rank", min(tokens)),
+        ("computed from the mean number of tokens of the ranks", sum(tokens) // len(tokens)),
+    ):
+        yield words, drops.capacities_of(T)[0]
+
+
+def judge_fit(reading: Reading, tally: Tally) -> None:
+    """Decide whether every expert keeps as many of the slots that selected it as find room, none that did not.
+
+    Raises:
+        WrongForm, WrongSelection, WrongCount: it does not.
+    """
+    with tally.uncounted() as own:
+        judge_capacity(reading, own)
+    _judge_kept(reading, tally, "any")
+
+
+def judge_filled_load(reading: Reading, tally: Tally) -> None:
+    """Decide whether the load that a router reports has none of the rows that fill experts up.
+
+    It is the number of slots that selected each expert of the rank's tokens, or the number of them that were kept.
+
+    Raises:
+        NotOffered: the router reports no load on any rank.
+        WrongForm, WrongSelection: there is nothing to count, see `drops_of`.
+        WrongCount: another number, or not one per expert; or no load from a rank while others report theirs.
+    """
+    drops = drops_of(reading)
+    reported = {place: reading.seen(*place).router.counts_E for place in drops.places}
+    if all(counts_E is None for counts_E in reported.values()):
+        raise NotOffered("the router reports no load")
+    findings = []
+    for place, counts_E in reported.items():
+        m, rank = place
+        told = None if counts_E is None else counts_E.tolist()
+        chosen, kept = drops.loads(place), drops.kept_loads(place)
+        if told not in (chosen, kept):
+            of = f" of microbatch {m}" if m else ""
+            says = "no load" if told is None else f"the load {told}"
+            sentence = (
+                f"rank {rank}{of} reports {says}; expected {chosen} (selected by its tokens) or {kept} (kept of these)"
+            )
+            findings.append(Finding("load", sentence, (rank,)))
+        tally.add(elements=len(chosen), rank=rank)
+    if findings:
+        fail(WrongCount, "route", findings)
+
+
+# ---- which ---------------------------------------------------------------------------------------------------
+
+
+def judge_policy(reading: Reading, tally: Tally) -> None:
+    """Decide whether the slots that are kept are those that the configured policy prefers.
+
+    Ties are free, and so are weights that are nearer to each other than their rounding errors.
+
+    Raises:
+        WrongForm, WrongSelection, WrongCount: others are.
+    """
+    _judge_kept(reading, tally)
+
+
+def _by_design(drops: Drops, holds: Callable[[Drops, Place], bool]) -> str:
+    """Name the claim under which everything would hold, or the claim that all else contradicts; "" if there is none."""
+    for rule, note in drops.rule.others():
+        other = drops.by(rule)
+        if all(holds(other, place) for place in drops.places):
+            return note
+    return ""
+
+
+def _judge_kept(reading: Reading, tally: Tally, policy: Policy | None = None) -> None:
+    """Judge every place by the oracle; counts the slots of experts that had to drop some, else all slots."""
+    drops = drops_of(reading)
+    findings: list[Finding] = []
+    for place in drops.places:
+        if not _legal(drops, place, policy):
+            findings += _overtaken(drops, place, policy) or likeliest(_wrong_counts(drops, place))
+    if findings:
+        design = _by_design(drops, lambda other, place: _legal(other, place, policy))
+        fail(WrongSelection, "route", findings, note=design or _by_another_policy(drops, policy))
+    for place in drops.places:
+        loads, (room, *_) = drops.loads(place), drops.capacities(place)
+        tally.add(pairs=sum(n for n in loads if n > room) or sum(loads), rank=place[1])
+
+
+def _by_another_policy(drops: Drops, policy: Policy | None) -> str:
+    """Say so if everything is as by the policy that was not configured."""
+    asked, others = policy or drops.rule.policy(drops.workload.config), dict[Policy, str]()
+    others |= {"weight": "weights", "position": "position", "choice": "position, first choices first"}
+    for other, words in others.items():
+        if asked not in (other, "any") and all(_legal(drops, place, other) for place in drops.places):
+            return f"; likely cause: slots are kept as by {words}"
+    return ""
+
+
+def _legal(drops: Drops, place: Place, policy: Policy | None) -> bool:
+    """Whether what was kept is legal, by a policy or by that of the config and the claims."""
+    config, (weights_TK, errors_TK) = drops.workload.config, drops.ranking(place)
+    assert config.capacity.factor is not None
+    (legal,) = capacity_drops.legal_drops_by_rank(
+        [drops.kept[place]],
+        [drops.ids[place]],
+        config.experts,
+        factor=config.capacity.factor,
+        policy=policy or drops.rule.policy(config),
+        rounding=drops.rule.capacity_rounding,
+        minimum=config.capacity.minimum,
+        weights_by_rank=[weights_TK],
+        errors_by_rank=[errors_TK],
+    )
+    return legal
+
+
+def _overtaken(drops: Drops, place: Place, policy: Policy | None) -> list[Finding]:
+    """Tell for every expert the dropped slot that most clearly comes before a kept one."""
+    ids_TK, kept_TK, (weights_TK, errors_TK) = drops.ids[place], drops.kept[place], drops.ranking(place)
+    policy, ranked = policy or drops.rule.policy(drops.workload.config), drops.rule.drop_by.removesuffix("s")
+    m, rank = place
+    findings = []
+    for e in range(drops.workload.config.experts):
+        slots: list[tuple[int, int]] = [(t, k) for t, k in (ids_TK == e).nonzero().tolist()]
+        kept = [slot for slot in slots if kept_TK[slot]]
+        dropped = [slot for slot in slots if not kept_TK[slot]]
+        if not kept or not dropped or policy == "any":
+            continue
+        if policy in ("position", "choice"):
+            first = "tokens" if policy == "position" else "choices"
+            out, stays = (each(slots, key=_turn(policy)) for each, slots in ((min, dropped), (max, kept)))
+            wrong, told = (
+                _turn(policy)(out) < _turn(policy)(stays),
+                f"; expected: by position, the first {first} are kept",
+            )
+        else:
+            out = max(dropped, key=lambda slot: float(weights_TK[slot]))
+            stays = min(kept, key=lambda slot: float(weights_TK[slot]))
+            apart = float(weights_TK[out] - weights_TK[stays])
+            wrong = apart > float(errors_TK[out] + errors_TK[stays])
+            told = f"; the dropped token has the {ranked} {weights_TK[out]:.4g}, the kept one {weights_TK[stays]:.4g}"
+        if wrong:
+            of = f" of microbatch {m}" if m else ""
+            sentence = f"rank {rank}{of} expert {e} keeps token {stays[0]} and drops token {out[0]}{told}"
+            findings.append(Finding("overtaken", sentence, (rank,)))
+    return findings
+
+
+def _turn(policy: Policy) -> Callable[[tuple[int, int]], tuple[int, ...]]:
+    """Return the order of slots (t, k) by position."""
+    return (lambda slot: slot[::-1]) if policy == "choice" else (lambda slot: slot)
+
+
+def judge_lossless(reading: Reading, tally: Tally) -> None:
+    """Decide whether a capacity of at least the largest load changes nothing: ids and weights have the same bits.
+
+    Counts the slots of ranks with such a capacity; what the gradients are is judged as well.
+
+    Raises:
+        WrongForm, WrongSelection, WrongCount: a slot is dropped.
+        WrongWeight: a weight has other bits.
+        AbsentGradient, WrongGradient: as `judge_drop_gradients`.
+    """
+    drops = drops_of(reading)
+    findings, compared = [], []
+    for place in drops.places:
+        if drops.fits(place, drops.capacities(place)[0]) != drops.loads(place):
+            continue
+        lost = (~drops.kept[place]).nonzero().tolist()
+        if lost:
+            told = some(f"token {t} for expert {int(drops.ids[place][t, k])}" for t, k in lost)
+            sentence = f"rank {place[1]} drops {told}, although no expert exceeds the capacity"
+            findings.append(Finding("dropped", sentence, (place[1],), len(lost)))
+        seen = reading.seen(*place)
+        assert seen.router.undropped_ids_TK is not None
+        assert seen.router.undropped_weights_TK is not None
+        order_TK = (drops.ids[place].unsqueeze(2) == seen.router.undropped_ids_TK.unsqueeze(1)).int().argmax(2)
+        without_TK = seen.router.undropped_weights_TK.gather(1, order_TK)
+        with_TK = weights_at(reading, place, drops.ids[place])
+        for t, k in (drops.kept[place] & (with_TK != without_TK)).nonzero().tolist():
+            pair = (
+                f"{float(with_TK[t, k])!r} with the capacity and {float(without_TK[t, k])!r} without; expected the same"
+            )
+            sentence = f"rank {place[1]} token {t} has for expert {int(drops.ids[place][t, k])} the weight {pair}"
+            findings.append(Finding("weight", sentence, (place[1],)))
+        compared.append((place[1], drops.ids[place].numel()))
+    if findings:
+        dropped = any(finding.kind == "dropped" for finding in findings)
+        fail(WrongSelection if dropped else WrongWeight, "route", findings)
+    with tally.uncounted() as own:
+        judge_drop_gradients(reading, own)
+    for rank, slots in compared:
+        tally.add(pairs=slots, rank=rank)
+
+
+def judge_own_tokens(reading: Reading, tally: Tally) -> None:
+    """Decide whether a rank keeps as many slots as its own tokens leave room for, the same whatever others hold.
+
+    Counts the slots of tokens that a rank was fed twice, beside other tokens of other ranks. Which slots the configured
+    policy prefers is not looked at (DROP-05, DROP-06).
+
+    Raises:
+        WrongForm, WrongSelection, WrongCount: they are not.
+    """
+    with tally.uncounted() as own:
+        judge_fit(reading, own)
+    drops, findings = drops_of(reading), []
+    for first, second in _repeated(drops):
+        moved = (drops.kept[first] != drops.kept[second]).nonzero().tolist()
+        if moved:
+            told = some(f"token {t} for expert {int(drops.ids[first][t, k])}" for t, k in moved)
+            sentence = f"rank {first[1]} has equal tokens in microbatches {first[0]} and {second[0]}, but drops"
+            findings.append(Finding("moved", f"{sentence} or keeps {told} in one of them only", (first[1],)))
+    if findings:
+        fail(WrongSelection, "route", findings)
+    for first, _ in _repeated(drops):
+        tally.add(pairs=drops.ids[first].numel(), rank=first[1])
+
+
+def _repeated(drops: Drops) -> Iterator[tuple[Place, Place]]:
+    """List places of the same rank with the same tokens, while some other rank has others."""
+    batches = drops.workload.batches
+    for m in range(1, len(batches)):
+        same = [torch.equal(one.x_TD, other.x_TD) for one, other in zip(batches[0], batches[m], strict=True)]
+        for rank, is_same in enumerate(same):
+            if is_same and not all(same):
+                yield (0, rank), (m, rank)
+
+
+# ---- what becomes of them ------------------------------------------------------------------------------------
+
+
+def judge_drop_weights(reading: Reading, tally: Tally) -> None:
+    """Decide whether kept slots have the weights that they had before the drop, within rounding.
+
+    Raises:
+        WrongForm, WrongSelection: see `drops_of`.
+        WrongWeight: a weight lies outside its bound.
+    """
+    drops = drops_of(reading)
+    actual, targets = {}, {}
+    for place in drops.places:
+        weights_TK, allowed_TK = drops.weights(place)
+        targets[place] = Target(weights_TK, allowed_TK)
+        given_TK = weights_at(reading, place, drops.ids[place])
+        actual[place] = torch.where(drops.kept[place], given_TK.double(), weights_TK)  # the dropped are not looked at
+    with tally.uncounted() as own:
+        worst = [compare(actual[place], *targets[place], own) for place in drops.places]
+    if not all(each.holds for each in worst):
+        _fail_weights(drops, actual, targets)
+    for place, each in zip(drops.places, worst, strict=True):
+        tally.add(elements=drops.ids[place].numel(), rank=place[1], worst=each.ratio)  # the dropped are not there
+
+
+def _fail_weights(drops: Drops, actual: dict[Place, torch.Tensor], targets: dict[Place, Target]) -> None:
+    renormalised = {}
+    for place, kept_TK in drops.kept.items():
+        w_TK = targets[place].expected * kept_TK
+        sum_T1 = w_TK.sum(1, keepdim=True)
+        again_TK = w_TK / torch.where(sum_T1 == 0, 1.0, sum_T1) * drops.workload.config.routing.scale
+        renormalised[place] = torch.where(kept_TK, again_TK, targets[place].expected)
+    filled = {place: target.allowed for place, target in targets.items() if target.allowed.numel()}
+    allowed = {place: torch.full_like(each, 4 * float(each.max())) for place, each in filled.items()}
+    again = not drops.rule.renormalises(drops.workload.config)
+    if again and all(compare(actual[place], renormalised[place], allowed[place]).holds for place in allowed):
+        place = max(allowed, key=lambda at: compare(actual[at], *targets[at]).size)
+        example = compare(actual[place], *targets[place])
+        cause = "they were divided again, by the sum of those that were kept"
+        sentence = f"the weights of the kept slots are wrong; likely cause: {cause}; for example {example}"
+        findings = [Finding("cause", sentence, tuple(sorted({at[1] for at in allowed})))]
+        fail(WrongWeight, "route", findings, note=_by_design(drops, _keeps_weights(actual)))
+    findings, ratio = explain_weights(drops, actual, targets)
+    fail(WrongWeight, "route", findings, ratio=ratio, note=_by_design(drops, _keeps_weights(actual)))
+
+
+def _keeps_weights(actual: Mapping[Place, torch.Tensor]) -> Callable[[Drops, Place], bool]:
+    def holds(other: Drops, place: Place) -> bool:
+        target, kept_TK = other.weights(place), other.kept[place]
+        return compare(torch.where(kept_TK, actual[place], target.expected), *target).holds
+
+    return holds
+
+
+def judge_drop_gradients(reading: Reading, tally: Tally) -> None:
+    """Decide whether the kept slots alone give gradients to tokens and router, through the sum of all selected.
+
+    Raises:
+        NotOffered: the backend finishes no gradients.
+        Uncovered, AbsentGradient, WrongForm, WrongGradient: they do not.
+    """
+    drops = drops_of(reading)
+    judge_router_dx(reading, tally, drops)
+    judge_router_gradient(reading, tally, drops)

@@ -1,1 +1,0 @@
-"""The pinned workloads: a file or a folder for each chapter."""

@@ -1,1 +1,0 @@
-"""Pinned workloads of capacities and receive budgets."""

@@ -1,1 +1,0 @@
-"""Workloads that must give what another gives."""

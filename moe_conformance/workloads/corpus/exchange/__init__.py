@@ -1,1 +1,0 @@
-"""Pinned workloads of the exchange beside those of recipes.py."""

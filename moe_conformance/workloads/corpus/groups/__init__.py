@@ -1,1 +1,0 @@
-"""Pinned workloads of groups, sizes and divided models."""

@@ -1,1 +1,0 @@
-"""Workloads of load meters."""

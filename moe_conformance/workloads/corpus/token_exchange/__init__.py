@@ -1,1 +1,0 @@
-"""Pinned scripts of the fused token exchange."""

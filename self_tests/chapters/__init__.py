@@ -1,0 +1,1 @@
+"""Each chapter: its second oracle, pairs, planted bugs and tests of its judge."""

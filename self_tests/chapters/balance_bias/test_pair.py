@@ -1,0 +1,291 @@
+"""The balancing bias, worked out twice: reference.balance_bias.updates with tensors, the longhand with fractions."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe_conformance.reference.balance_bias import updates as first
+from moe_conformance.reference.losses.balance import choice_counts
+from self_tests.chapters.balance_bias import second
+from self_tests.chapters.balance_bias.second import Forward, Update
+from self_tests.chapters.losses.second.balance import count_choices
+from self_tests.chapters.losses.test_pair_refusals import refused
+from self_tests.oracles.agreement import assert_close
+
+pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
+BIASES = [-1.7, -0.3, 0.0, 0.1, 0.29, 2.3]
+RATES = [0.0, 0.001, 0.25, 3.0]
+
+
+def ints(numbers: list[int]) -> Tensor:
+    """Loads as the first oracle takes them."""
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def doubles(numbers: list[float]) -> Tensor:
+    """Biases as the first oracle takes them."""
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+class Case(NamedTuple):
+    """A bias, the loads since its last update, and the rate."""
+
+    bias: list[float]
+    loads: list[int]
+    rate: float
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Loads around their mean: on it, a choice beside it, and so large that float64 cannot tell them apart."""
+    E = draw(st.integers(1, 6))
+    base = draw(st.sampled_from([0, 1, 4, 2**56]))
+    offsets = draw(st.lists(st.sampled_from([0, 0, 1, 2, 7]), min_size=E, max_size=E))
+    bias = draw(st.lists(st.sampled_from(BIASES), min_size=E, max_size=E))
+    return Case(bias, [base + offset for offset in offsets], draw(st.sampled_from(RATES)))
+
+
+class TestUpdatePair:
+    @settings(pairs_agree, max_examples=150)
+    @given(cases())
+    def test_updates_agree(self, case: Case) -> None:
+        """Both move every bias by the same signed rate, bit for bit; with its mean removed, up to rounding."""
+        bias_E, loads_E = doubles(case.bias), ints(case.loads)
+        moved_E = first.update(bias_E, loads_E, rate=case.rate)
+        assert torch.float64 == moved_E.dtype
+        assert second.moved(case.bias, case.loads, case.rate) == moved_E.tolist()
+        centred_E = first.update(bias_E, loads_E, rate=case.rate, centred=True)
+        assert_close(np.array(second.moved(case.bias, case.loads, case.rate, centred=True)), centred_E, addend=3.0)
+        assert (case.bias, case.loads) == (bias_E.tolist(), loads_E.tolist())
+
+    @pairs_agree
+    @given(cases())
+    def test_the_common_constant_is_taken_out_alike(self, case: Case) -> None:
+        """Both subtract the mean, after which a centred update and a plain one are the same."""
+        both = [
+            first.without_constant(first.update(doubles(case.bias), ints(case.loads), rate=case.rate, centred=centred))
+            for centred in (False, True)
+        ]
+        expected = np.array(second.less_their_mean(second.moved(case.bias, case.loads, case.rate)))
+        for without_E in both:
+            assert_close(expected, without_E, addend=5.0)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_a_narrow_bias_is_widened_first(self, dtype: torch.dtype) -> None:
+        """A bias of fewer bits is taken as exact numbers; the rate is added in float64."""
+        bias_E = torch.tensor([0.1, -0.7, 0.3]).to(dtype)
+        expected = second.moved(bias_E.double().tolist(), [1, 5, 3], 0.001)
+        assert expected == first.update(bias_E, ints([1, 5, 3]), rate=0.001).tolist()
+        without = second.less_their_mean(bias_E.double().tolist())
+        assert_close(np.array(without), first.without_constant(bias_E))
+        trained_E, _ = first.trained(bias_E, [first.Forward("training", ints([1, 5, 3])), first.Update()], rate=0.001)
+        assert expected == trained_E.tolist()
+
+    @pairs_agree
+    @given(cases(), st.randoms(use_true_random=False))
+    def test_relabelling_experts_relabels_the_bias(self, case: Case, random: Random) -> None:
+        """The update of an expert depends on no name."""
+        order = random.sample(range(len(case.bias)), len(case.bias))
+        moved_E = first.update(doubles(case.bias), ints(case.loads), rate=case.rate)
+        renamed_E = first.update(doubles(case.bias)[order], ints(case.loads)[order], rate=case.rate)
+        assert moved_E[order].tolist() == renamed_E.tolist()
+
+    @pairs_agree
+    @given(cases(), st.sampled_from([2, 3]))
+    def test_counting_every_choice_again_changes_nothing(self, case: Case, times: int) -> None:
+        """Tokens that tp holds two or three times move no bias differently (BIAS-02)."""
+        moved_E = first.update(doubles(case.bias), ints(case.loads), rate=case.rate)
+        copied = [times * n for n in case.loads]
+        assert moved_E.tolist() == first.update(doubles(case.bias), ints(copied), rate=case.rate).tolist()
+
+    @pytest.mark.parametrize(
+        ("bias", "loads", "rate"),
+        [
+            ([0.0, 0.0], [1, 2], -0.001),
+            ([0.0, 0.0], [1, 2], math.inf),
+            ([0.0, 0.0], [1, 2], math.nan),
+            ([0.0, 0.0], [3, -1], 0.1),
+            ([0.0, 0.0], [1], 0.1),
+            ([0.0], [1, 2], 0.1),
+            ([], [], 0.1),
+        ],
+    )
+    def test_what_moves_nothing_is_refused(self, bias: list[float], loads: list[int], rate: float) -> None:
+        """A rate that is no size, loads that are no counts, or not one for each expert."""
+        assert refused(lambda: first.update(doubles(bias), ints(loads), rate=rate))
+        assert refused(lambda: second.moved(bias, loads, rate))
+
+    def test_loads_are_integers(self) -> None:
+        """Loads in a floating type, where counts may have been rounded, and in narrow integers are refused."""
+        for dtype in (torch.float64, torch.int32):
+            loads_E = torch.tensor([1, 2], dtype=dtype)
+            assert refused(lambda loads_E=loads_E: first.update(doubles([0.0, 0.0]), loads_E, rate=0.1))
+            assert refused(lambda loads_E=loads_E: first.router_loads([loads_E], [[0]]))
+
+
+class TestRouterLoadsPair:
+    @pairs_agree
+    @given(st.integers(1, 5), st.randoms(use_true_random=False))
+    def test_loads_of_a_router_agree(self, ranks: int, random: Random) -> None:
+        """Both add over the ranks of a part, in any order and apart, whose routers may differ in size."""
+        order = random.sample(range(ranks), ranks)
+        cuts = sorted(random.sample(range(1, ranks), random.randint(0, ranks - 1)))
+        parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, ranks], strict=True)]
+        loads: list[list[int]] = [[] for _ in range(ranks)]
+        for experts, part in enumerate(parts, start=1):
+            for rank in part:
+                loads[rank] = [random.choice([0, 1, 5, 2**60]) for _ in range(experts)]
+        summed = first.router_loads([ints(own) for own in loads], parts)
+        assert [torch.int64] * ranks == [own.dtype for own in summed]
+        assert second.summed_loads(loads, parts) == [own.tolist() for own in summed]
+
+    def test_by_hand(self) -> None:
+        """Two stages of two ranks, dealt alternately; a rank without tokens takes part."""
+        loads, routers = [[3, 1, 0], [7, 7, 7], [0, 0, 0], [1, 0, 5]], [[0, 2], [3, 1]]
+        expected = [[3, 1, 0], [8, 7, 12], [3, 1, 0], [8, 7, 12]]
+        assert expected == [own.tolist() for own in first.router_loads([ints(own) for own in loads], routers)]
+        assert expected == second.summed_loads(loads, routers)
+
+    @pytest.mark.parametrize(
+        ("loads", "routers"),
+        [
+            ([[1, 2], [3, 4]], [[0]]),
+            ([[1, 2], [3, 4]], [[0, 1], [1]]),
+            ([[1, 2], [3, 4]], [[0, 1, 1]]),
+            ([[1, 2], [3, 4]], [[0, 1, 2]]),
+            ([[1, 2], [3, 4]], [[0, 1], [-1]]),
+            ([[1, 2], [3]], [[0, 1]]),
+            ([[1, 2], [3, -4]], [[0, 1]]),
+            ([[1, 2], [3, -4]], [[0], [1]]),
+        ],
+    )
+    def test_ranks_without_their_one_router_are_refused(self, loads: list[list[int]], routers: list[list[int]]) -> None:
+        """A rank in no part or two, an unknown one, loads that cannot be added or are no counts."""
+        assert refused(lambda: first.router_loads([ints(own) for own in loads], routers))
+        assert refused(lambda: second.summed_loads(loads, routers))
+
+
+KINDS = ("training", "recomputed", "evaluation", "no_grad", "forced")
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[int, list[Forward | Update]]:
+    """Forwards of all kinds and updates in any order, several updates in a row among them."""
+    E = draw(st.integers(1, 4))
+    forwards = st.builds(
+        Forward, st.sampled_from(("training", *KINDS)), st.lists(st.integers(0, 3), min_size=E, max_size=E)
+    )
+    return E, draw(st.lists(st.one_of(forwards, st.just(Update())), max_size=9))
+
+
+def told(events: list[Forward | Update]) -> list[first.Forward | first.Update]:
+    """The history in the first oracle's words."""
+    return [
+        first.Update() if isinstance(event, Update) else first.Forward(event.kind, ints(event.loads))  # type: ignore[arg-type]
+        for event in events
+    ]
+
+
+class TestTrainingPair:
+    @settings(pairs_agree, max_examples=150)
+    @given(histories(), st.sampled_from(RATES), st.booleans())
+    def test_histories_agree(self, history: tuple[int, list[Forward | Update]], rate: float, centred: bool) -> None:
+        """Bias and counters agree after any history; without its constant, bias by bias, bit for bit if plain."""
+        E, events = history
+        bias = BIASES[:E]
+        bias_E, counters_E = first.trained(doubles(bias), told(events), rate=rate, centred=centred)
+        expected, counters = second.after(bias, events, rate, centred=centred)
+        assert torch.int64 == counters_E.dtype
+        assert counters == counters_E.tolist()
+        assert_close(np.array(expected), bias_E, addend=10.0)
+        if not centred:
+            assert expected == bias_E.tolist()
+
+    def test_by_hand(self) -> None:
+        """One step of two microbatches, noise of every other kind, an update, two more, and a count left over."""
+        # n = (4, 0, 2), mean 2: expert 0 down, 1 up, 2 stays. The second update has no loads. Then (0, 0, 1) remains.
+        noise: list[Forward | Update] = [Forward(kind, [0, 50, 0]) for kind in KINDS if kind != "training"]
+        step: list[Forward | Update] = [Forward("training", [3, 0, 0]), *noise, Forward("training", [1, 0, 2]), *noise]
+        events = [*step, Update(), Update(), *noise, Update(), Forward("training", [0, 0, 1])]
+        expected = [0.75, 0.25, 0.0]
+        bias_E, counters_E = first.trained(doubles([1.0, 0.0, 0.0]), told(events), rate=0.25)
+        assert (expected, [0, 0, 1]) == (bias_E.tolist(), counters_E.tolist())
+        assert (expected, [0, 0, 1]) == second.after([1.0, 0.0, 0.0], events, 0.25)
+
+    def test_a_forward_of_another_kind_is_refused(self) -> None:
+        """Also where loads do not fit the experts, in a forward that would not count."""
+        bad: list[Forward | Update] = [Forward("test", [1, 2]), Forward("evaluation", [1]), Forward("forced", [1, -1])]
+        for event in bad:
+            assert refused(lambda event=event: first.trained(doubles([0.0, 0.0]), told([event]), rate=0.1))
+            assert refused(lambda event=event: second.after([0.0, 0.0], [event], 0.1))
+
+
+class TestPublished:
+    def test_wang_and_deepseek_v3(self) -> None:
+        """Wang et al., Algorithm 1, and DeepSeek-V3, section 2.1.2: four experts, gamma = 1/8, two steps."""
+        # Five tokens, K = 2: c = (5, 3, 2, 0), mean 2.5: signs (-, -, +, +): b = (-1/8, -1/8, 1/8, 1/8).
+        # The next step: c = (2, 2, 3, 3), mean 2.5: signs (+, +, -, -): b = 0 again.
+        ids_TK = torch.tensor([[0, 1], [0, 1], [0, 2], [0, 1], [0, 2]])
+        loads_E = choice_counts(ids_TK, 4)
+        assert [5, 3, 2, 0] == loads_E.tolist()
+        assert [5, 3, 2, 0] == count_choices(ids_TK.numpy(), 4)
+        once_E = first.update(doubles([0.0] * 4), loads_E, rate=0.125)
+        assert [-0.125, -0.125, 0.125, 0.125] == once_E.tolist()
+        assert [-0.125, -0.125, 0.125, 0.125] == second.moved([0.0] * 4, [5, 3, 2, 0], 0.125)
+        assert [0.0] * 4 == first.update(once_E, ints([2, 2, 3, 3]), rate=0.125).tolist()
+
+    def test_the_size_of_the_deviation_plays_no_part(self) -> None:
+        """One choice beside the mean moves as far as a million; on the mean nothing moves."""
+        # Sum 3000000, mean 1000000: one below by 1, one on it, one above by 1. Then 0, 999999 and 2000001.
+        for loads, expected in [
+            ([999999, 1000000, 1000001], [0.5, 0.0, -0.5]),
+            ([0, 999999, 2000001], [0.5, 0.5, -0.5]),
+            ([2**62 // 3] * 3, [0.0] * 3),
+        ]:
+            assert expected == first.update(doubles([0.0] * 3), ints(loads), rate=0.5).tolist()
+            assert expected == second.moved([0.0] * 3, loads, 0.5)
+
+    def test_centred_changes_add_up_to_zero(self) -> None:
+        """Loads 9, 3, 0, 0 at rate 1/2: changes -1/2, 0, 1/2, 1/2 have the mean 1/8, which is taken off."""
+        expected = [-0.625, -0.125, 0.375, 0.375]
+        assert expected == first.update(doubles([0.0] * 4), ints([9, 3, 0, 0]), rate=0.5, centred=True).tolist()
+        assert expected == second.moved([0.0] * 4, [9, 3, 0, 0], 0.5, centred=True)
+
+    def test_padding_and_rows_of_capacity_do_not_count(self) -> None:
+        """Valid tokens chose 2, 0 and 1 times; what capacity fills or padding chose does not change that."""
+        ids_TK, padding_T = torch.tensor([[0, 2], [0, -1], [1, 1]]), torch.tensor([False, False, True])
+        loads_E = choice_counts(ids_TK, 3, padding_T=padding_T)
+        assert [2, 0, 1] == loads_E.tolist()
+        assert [2, 0, 1] == count_choices(ids_TK.numpy(), 3, padding_T.numpy())
+        assert [-0.5, 0.5, 0.0] == first.update(doubles([0.0] * 3), loads_E, rate=0.5).tolist()
+
+
+class TestGrowth:
+    @pairs_agree
+    @given(st.sampled_from([0.0, 0.001, 0.25]), st.integers(0, 1000))
+    def test_growth_agrees(self, rate: float, updates: int) -> None:
+        """Both say the same gap and the same allowance."""
+        expected, allowed = second.grown(rate, updates)
+        assert first.growth(rate, updates) == pytest.approx((expected, allowed), rel=1e-12)
+
+    def test_a_thousand_steps_in_float32_stay_within_it(self) -> None:
+        """A float32 bias gains 2 as allowed, which is 2000 half spacings of 2; a bfloat16 one stands still."""
+        gap, allowed = first.growth(0.001, 1000)
+        assert (2.0, 2000 * 2.0**-23) == pytest.approx((gap, allowed), rel=1e-12)
+        grown = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            bias_E = torch.zeros(2, dtype=dtype)
+            for _ in range(1000):
+                bias_E += torch.tensor([0.001, -0.001], dtype=dtype)
+            grown[dtype] = float(bias_E[0].double() - bias_E[1].double())
+        assert abs(grown[torch.float32] - gap) <= allowed
+        assert abs(grown[torch.bfloat16] - gap) > 1000 * allowed

@@ -1,0 +1,1 @@
+"""Planted bugs that violate the requirements of this chapter."""

@@ -1,0 +1,188 @@
+"""When shortcuts hold, worked out twice: by their conditions, and by walking the long way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe_conformance.reference.fast_paths import choices as first
+from self_tests.chapters.fast_paths.second import choices as second
+from self_tests.oracles.agreement import assert_close, floats
+
+pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
+
+# Every (offset, top_k, experts, ep) with up to 8 experts, starting anywhere in the first two rounds.
+ROUND_ROBINS = [
+    (offset, top_k, held * ep, ep)
+    for ep in range(1, 9)
+    for held in range(1, 8 // ep + 1)
+    for top_k in range(1, held * ep + 1)
+    for offset in range(2 * held * ep)
+]
+SHORTCUTS = [sizes for sizes in ROUND_ROBINS if second.round_robin_shortcut(*sizes)]
+
+
+def laid_out(rows: Tensor) -> dict[str, Tensor]:
+    """The same rows in memory of other strides."""
+    wide = torch.zeros(len(rows), 2 * rows.shape[1] + 1, dtype=rows.dtype)
+    wide[:, 1::2] = rows
+    tall = torch.zeros(3 * len(rows), rows.shape[1], dtype=rows.dtype)
+    tall[2::3] = rows
+    return {
+        "contiguous": rows.clone(),
+        "transposed": rows.T.contiguous().T,
+        "strided columns": wide[:, 1::2],
+        "strided rows": tall[2::3],
+        "offset": torch.cat([torch.ones_like(rows), rows])[len(rows) :],
+    }
+
+
+class TestRoundRobinPair:
+    def test_the_condition_is_found_by_trying(self) -> None:
+        """On every small layout both say alike whether a strided selection is what is sent."""
+        assert 300 < len(ROUND_ROBINS)
+        for sizes in ROUND_ROBINS:
+            assert (sizes in SHORTCUTS) == first.round_robin_shortcut(*sizes), sizes
+
+    @pytest.mark.parametrize("tokens", [0, 1, 7])
+    def test_rows_and_gradients_agree(self, tokens: int) -> None:
+        """Wherever it holds, every rank is sent the same rows in the same order, and gradients add up over copies."""
+        random = np.random.default_rng(tokens)
+        x_TD = random.normal(size=(tokens, 2))
+        compared = 0
+        for offset, top_k, experts, ep in SHORTCUTS:
+            for rank in range(ep):
+                leaf = floats(x_TD, leaf=True)
+                sizes: dict[str, Any] = {"offset": offset, "top_k": top_k, "experts": experts, "ep": ep}
+                rows_RD = first.round_robin_rows(leaf, rank, **sizes)
+                assert_close(second.round_robin_rows(x_TD, rank, **sizes), rows_RD)
+                g_RD = random.normal(size=tuple(rows_RD.shape))
+                (dx_TD,) = torch.autograd.grad(rows_RD, leaf, floats(g_RD))
+                assert_close(second.round_robin_rows_backward(tokens, g_RD, rank, **sizes), dx_TD)
+                compared += 1
+        assert compared > 50
+
+    def test_autograd_of_the_rows_is_their_derivative(self) -> None:
+        """Gradcheck where every token goes to three experts."""
+        x = floats(np.random.default_rng(1).normal(size=(4, 2)), leaf=True)
+        sizes: dict[str, Any] = {"offset": 3, "top_k": 3, "experts": 6, "ep": 2}
+        assert torch.autograd.gradcheck(lambda x_TD: first.round_robin_rows(x_TD, 1, **sizes), (x,))
+
+    @pytest.mark.parametrize("sizes", [(0, 2, 5, 2), (0, 0, 4, 2), (0, 5, 4, 2), (0, 1, 4, 0), (-2, 2, 4, 2)])
+    def test_sizes_that_make_no_round_robin_are_refused_by_both(self, sizes: tuple[int, int, int, int]) -> None:
+        """Experts that do not spread, K outside 1 to E, no rank, an offset below 0."""
+        with pytest.raises(ValueError, match=r"\w"):
+            second.round_robin_shortcut(*sizes)
+        with pytest.raises(ValueError, match=r"\w"):
+            first.round_robin_shortcut(*sizes)
+
+    @pytest.mark.parametrize(
+        ("rank", "sizes"), [(0, (1, 2, 4, 2)), (0, (0, 1, 4, 2)), (2, (0, 2, 4, 2)), (-1, (0, 2, 4, 2))]
+    )
+    def test_no_rows_without_the_shortcut(self, rank: int, sizes: tuple[int, int, int, int]) -> None:
+        """Where it does not hold, or for a rank that is not there, both refuse."""
+        names = dict(zip(("offset", "top_k", "experts", "ep"), sizes, strict=True))
+        with pytest.raises(ValueError, match=r"\w"):
+            second.round_robin_rows(np.zeros((3, 2)), rank, **names)
+        with pytest.raises(ValueError, match=r"\w"):
+            first.round_robin_rows(torch.zeros(3, 2), rank, **names)
+
+
+class TestBatchPair:
+    @pytest.mark.parametrize("held", [0, 1, 3])
+    @pytest.mark.parametrize("each", [0, 1, 2])
+    def test_strides_do_not_show(self, held: int, each: int) -> None:
+        """However the rows lie in memory, both deal them out alike, and gradients come back in the same order."""
+        random = np.random.default_rng(held + each)
+        rows_RD, g_NnD = random.normal(size=(held * each, 4)), random.normal(size=(held, each, 4))
+        expected = second.as_batch(rows_RD, held, each)
+        for leaf in laid_out(floats(rows_RD)).values():
+            batch_NnD = first.as_batch(leaf.requires_grad_(), held, each)
+            assert expected.tolist() == batch_NnD.tolist()
+            assert ((held, each, 4), True) == (tuple(batch_NnD.shape), batch_NnD.is_contiguous())
+            (d_rows_RD,) = torch.autograd.grad(batch_NnD, leaf, floats(g_NnD))
+            assert second.as_batch_backward(g_NnD).tolist() == d_rows_RD.tolist()
+
+    def test_expanded_rows_are_rows(self) -> None:
+        """One row laid out six times is six rows."""
+        row = torch.tensor([[1.0, 2.0, 3.0]])
+        assert [[[1.0, 2.0, 3.0]] * 3] * 2 == first.as_batch(row.expand(6, 3), 2, 3).tolist()
+
+    @pytest.mark.parametrize(
+        ("shape", "held", "each"), [((6, 2), 2, 2), ((6, 2), 4, 2), ((4, 2), -2, -2), ((6,), 3, 2), ((3, 2, 2), 3, 2)]
+    )
+    def test_rows_that_do_not_fit_are_refused_by_both(self, shape: tuple[int, ...], held: int, each: int) -> None:
+        """R other than N n, negative sizes, rows that are not (R, D)."""
+        with pytest.raises(ValueError, match=r"\w"):
+            second.as_batch(np.zeros(shape), held, each)
+        with pytest.raises(ValueError, match=r"\w"):
+            first.as_batch(torch.zeros(shape), held, each)
+
+
+class TestCountsPair:
+    @pairs_agree
+    @given(st.one_of(st.none(), st.lists(st.integers(0, 2), max_size=4)))
+    def test_equal_counts_agree(self, counts: list[int] | None) -> None:
+        """Both take the shortcut for the same counts."""
+        rows = 4 if counts is None else sum(counts)
+        assert second.equal_counts(counts, rows) == first.equal_counts(counts, rows)
+
+    @pytest.mark.parametrize(("counts", "rows"), [([3, 3], 7), ([3, 3], 5), ([], 1), ([2, -2], 0), ([-1, -1], -2)])
+    def test_counts_that_do_not_add_up_are_refused_by_both(self, counts: list[int], rows: int) -> None:
+        """Whatever else they are."""
+        for oracle in (second, first):
+            with pytest.raises(ValueError, match=r"\w"):
+                oracle.equal_counts(counts, rows)
+
+    @pairs_agree
+    @given(st.lists(st.booleans()))
+    def test_decisions_are_counted_alike(self, taken: list[bool]) -> None:
+        """Both count each decision once."""
+        assert second.decision_counts(taken) == first.decision_counts(taken)
+
+    @pairs_agree
+    @given(st.lists(st.sampled_from(["look_up", "look_up", "change", "reset"])))
+    def test_look_ups_are_counted_alike(self, events: list[Any]) -> None:
+        """Both count the same hits and misses."""
+        assert second.look_up_counts(events) == first.look_up_counts(events)
+
+    def test_an_unknown_event_is_refused_by_both(self) -> None:
+        """A cache is looked up, its weight changed, its counters reset."""
+        for oracle in (second, first):
+            with pytest.raises(ValueError, match="drop"):
+                oracle.look_up_counts(["look_up", "drop"])
+
+
+class TestByHand:
+    def test_one_row_away_from_equal(self) -> None:
+        """Six rows of three experts: 2 2 2 is equal; 1 3 2 is not; unknown is not; nothing is."""
+        counts = [([2, 2, 2], 6), ([1, 3, 2], 6), (None, 6), ([0, 0, 0], 0), ([6], 6), ([], 0)]
+        expected = [True, False, False, True, True, True]
+        assert expected == [first.equal_counts(each, rows) for each, rows in counts]
+
+    def test_four_experts_of_two_ranks_from_expert_two(self) -> None:
+        """K = N = 2, offset 2: tokens 0, 2, 4 go to experts 2 and 3, so to rank 1; tokens 1, 3 to rank 0."""
+        # Slot k of token t: expert (2 + 2 t + k) mod 4. Rank 0: q = (0 - 2 / 2) mod 2 = 1. Rank 1: q = 0.
+        x = torch.arange(5.0)[:, None]
+        sizes: dict[str, Any] = {"offset": 2, "top_k": 2, "experts": 4, "ep": 2}
+        assert [1.0, 3.0] * 2 == first.round_robin_rows(x, 0, **sizes).flatten().tolist()
+        assert [0.0, 2.0, 4.0] * 2 == first.round_robin_rows(x, 1, **sizes).flatten().tolist()
+
+    def test_one_rank_gets_all_from_any_start(self) -> None:
+        """On one rank with K = E every expert is sent every token, wherever the round robin starts."""
+        x, sizes = torch.arange(3.0)[:, None], {"offset": 1, "top_k": 2, "experts": 2, "ep": 1}
+        assert first.round_robin_shortcut(**sizes)
+        assert [0.0, 1.0, 2.0] * 2 == first.round_robin_rows(x, 0, **sizes).flatten().tolist()
+
+    def test_hits_and_misses(self) -> None:
+        """Cold, warm, warm, changed twice, warm again; counters reset leave the cache warm."""
+        events = ["look_up", "look_up", "look_up", "change", "change", "look_up", "look_up"]
+        assert (3, 2) == first.look_up_counts(events)
+        assert (1, 0) == first.look_up_counts([*events, "reset", "look_up"])
+        assert (2, 1) == first.decision_counts([True, False, True])

@@ -1,0 +1,242 @@
+"""Orders and padding of rows, worked out twice: the first sorts and indexes, the longhand carries each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from moe_conformance.reference import experts
+from moe_conformance.reference.exchange import layer
+from moe_conformance.reference.permute import orders as first
+from moe_conformance.reference.permute import padded_segments
+from self_tests.chapters.permute import second
+from self_tests.oracles.agreement import assert_close, check_refused, floats, ints
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def shuffled(size: int, random: Random) -> list[int]:
+    """Some order of 0 .. size - 1."""
+    return random.sample(range(size), size)
+
+
+class TestOtherOrders:
+    @pairs_agree
+    @given(st.integers(0, 4), st.integers(0, 3), st.randoms(use_true_random=False))
+    def test_tokens_and_slots_move_alike(self, T: int, K: int, random: Random) -> None:
+        """Both carry rows of tokens, and slots by each token's own order, to the same places, bit for bit."""
+        order, slots = shuffled(T, random), [shuffled(K, random) for _ in range(T)]
+        values = torch.arange(T * K).reshape(T, K)
+        assert second.tokens_in_order(values.tolist(), order) == first.reorder_tokens(values, ints(order)).tolist()
+        made = first.reorder_slots(values, ints(order), ints(slots).reshape(T, K))
+        assert second.slots_in_order(values.tolist(), order, slots) == made.tolist()
+        assert (T, K) == tuple(made.shape)
+        assert torch.bfloat16 == first.reorder_slots(values.bfloat16(), ints(order), ints(slots).reshape(T, K)).dtype
+
+    @pairs_agree
+    @given(st.integers(1, 5), st.integers(0, 3), st.randoms(use_true_random=False))
+    def test_experts_are_renamed_alike(self, E: int, T: int, random: Random) -> None:
+        """Both give each id its new number, leave empty slots empty, and move the parameters along."""
+        names = shuffled(E, random)
+        ids = [[random.randint(-1, E - 1) for _ in range(2)] for _ in range(T)]
+        assert second.renamed(ids, names) == first.relabel(ints(ids).reshape(T, 2), ints(names)).tolist()
+        held = {(name, e): float(10 * e + place) for place, name in enumerate(("a", "b")) for e in range(0, E, 2)}
+        made = first.relabel_parameters({key: torch.tensor(value) for key, value in held.items()}, ints(names))
+        assert second.renamed_parameters(held, names) == {key: value.item() for key, value in made.items()}
+
+    def test_no_permutation_no_order(self) -> None:
+        """Too short, too long, a place twice, a place that does not exist."""
+        for order in [[0], [0, 1, 2], [0, 0], [1, 2], [-1, 0]]:
+            check_refused(
+                lambda order=order: first.reorder_tokens(torch.ones(2, 3), ints(order)),
+                lambda order=order: second.tokens_in_order([1, 2], order),
+            )
+            check_refused(
+                lambda order=order: first.relabel_parameters({}, ints([*order, 5])),
+                lambda order=order: second.renamed_parameters({}, [*order, 5]),
+            )
+        values = [[1, 2], [3, 4]]
+        for order, slots in [
+            ([0, 0], [[0, 1], [0, 1]]),
+            ([0, 1], [[0, 1], [1, 1]]),
+            ([0, 1], [[0, 1]]),
+            ([1, 0], [[0], [0]]),
+        ]:
+            check_refused(
+                lambda order=order, slots=slots: first.reorder_slots(ints(values), ints(order), ints(slots)),
+                lambda order=order, slots=slots: second.slots_in_order(values, order, slots),
+            )
+
+    def test_unknown_experts_have_no_new_number(self) -> None:
+        """An id of -2, or of E, and parameters of expert E or -1."""
+        for expert in (-2, 3):
+            check_refused(
+                lambda expert=expert: first.relabel(ints([[expert]]), ints([2, 0, 1])),
+                lambda expert=expert: second.renamed([[expert]], [2, 0, 1]),
+            )
+        for expert in (-1, 3):
+            check_refused(
+                lambda expert=expert: first.relabel_parameters({("a", expert): torch.ones(1)}, ints([2, 0, 1])),
+                lambda expert=expert: second.renamed_parameters({("a", expert): 1}, [2, 0, 1]),
+            )
+
+    @pairs_agree
+    @given(st.randoms(use_true_random=False), st.integers(0, 10**6))
+    def test_the_layer_does_not_see_orders_and_numbers(self, random: Random, seed: int) -> None:
+        """Tokens, slots and experts renamed on the way in are renamed on the way out, gradients included."""
+        T, K, E, D, F = 4, 3, 5, 2, 6
+        numbers = np.random.default_rng(seed)
+        x, dy, w = (floats(numbers.normal(size=size)) for size in [(T, D), (T, D), (T, K)])
+        ids = torch.from_numpy(numbers.integers(-1, E, size=(T, K)))
+        sizes = {"gate": (F, D), "up": (F, D), "down": (D, F)}
+        held = {(name, e): floats(numbers.normal(size=size)) for e in range(E) for name, size in sizes.items()}
+        order, names = ints(shuffled(T, random)), ints(shuffled(E, random))
+        slots = ints([shuffled(K, random) for _ in range(T)])
+        before = layer.gradients(x, ids, w, dy, experts.swiglu_experts, held)
+        after = layer.gradients(
+            first.reorder_tokens(x, order),
+            first.reorder_slots(first.relabel(ids, names), order, slots),
+            first.reorder_slots(w, order, slots),
+            first.reorder_tokens(dy, order),
+            experts.swiglu_experts,
+            first.relabel_parameters(held, names),
+        )
+        assert_close(first.reorder_tokens(before.y_TD, order).numpy(), after.y_TD)
+        assert_close(first.reorder_tokens(before.dx_TD, order).numpy(), after.dx_TD)
+        assert_close(first.reorder_slots(before.dweights_TK, order, slots).numpy(), after.dweights_TK)
+        for key, expected in first.relabel_parameters(before.parameters, names).items():
+            assert_close(expected.numpy(), after.parameters[key], addend=10.0)
+
+
+def rows_of(made: first.Rows) -> list[second.Row]:
+    """The first oracle's rows one by one."""
+    columns = (made.expert, made.source, made.token, made.slot)
+    assert all(torch.int64 == column.dtype for column in columns)
+    return [second.Row(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+def columns_of(rows: Sequence[second.Row]) -> first.Rows:
+    """Rows of the longhand as the first oracle keeps them."""
+    columns = ints(rows).reshape(len(rows), 4).T
+    return first.Rows(source=columns[1], token=columns[2], slot=columns[3], expert=columns[0])
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> tuple[list[Ints], list[int]]:
+    """Ids of one to three ranks, repeated experts, empty slots and absent tokens included; some experts are held."""
+    slots = draw(st.integers(0, 3))
+    ids = []
+    for _ in range(draw(st.integers(1, 3))):
+        rows = draw(st.lists(st.lists(st.integers(-1, 4), min_size=slots, max_size=slots), max_size=4))
+        ids.append(np.array(rows, dtype=np.int64).reshape(len(rows), slots))
+    return ids, draw(st.permutations(range(5)))[: draw(st.integers(0, 5))]
+
+
+class TestSegments:
+    @pairs_agree
+    @given(routings(), st.sampled_from([1, 2, 3, 5]), st.booleans())
+    def test_rows_agree(self, case: tuple[list[Ints], list[int]], multiple: int, pad_empty: bool) -> None:
+        """Both list the same rows: segments as the experts are listed, pairs by source, token, slot, then padding."""
+        ids, held = case
+        tensors = [torch.from_numpy(array) for array in ids]
+        made = first.expert_major(tensors, held, multiple=multiple, pad_empty=pad_empty)
+        expected = second.segments(ids, held, multiple, pad_empty=pad_empty)
+        assert expected == rows_of(made)
+        counts = [sum(row.expert == e for row in expected) for e in held]
+        pairs = [sum(row.expert == e and row.source >= 0 for row in expected) for e in held]
+        assert all(padded_segments.legal_counts(counts, pairs, multiple))
+        assert [row.source < 0 for row in expected] == padded_segments.padding_rows(counts, pairs).tolist()
+        assert all(first.in_order(made).values())
+
+    @pairs_agree
+    @given(routings(), st.integers(1, 2), st.randoms(use_true_random=False), st.booleans())
+    def test_verdicts_on_orders_agree(
+        self, case: tuple[list[Ints], list[int]], multiple: int, random: Random, twice: bool
+    ) -> None:
+        """Rows swapped, or one repeated: both say which experts' rows no longer ascend."""
+        rows = second.segments(*case, multiple)
+        for _ in range(random.randint(0, 2) if len(rows) > 1 else 0):
+            a, b = random.sample(range(len(rows)), 2)
+            rows[a], rows[b] = rows[b], rows[a]
+        if twice and rows:
+            rows.insert(random.randrange(len(rows)), random.choice(rows))
+        assert second.ascending(rows) == first.in_order(columns_of(rows))
+
+    @pairs_agree
+    @given(st.lists(st.tuples(st.integers(-1, 9), st.integers(0, 6)), max_size=4), st.integers(1, 4))
+    def test_verdicts_on_counts_agree(self, pairs: list[tuple[int, int]], multiple: int) -> None:
+        """Both accept the smallest multiple, and for an idle expert none or one of more than a row."""
+        claimed, rows = [claim for claim, _ in pairs], [n for _, n in pairs]
+        made = padded_segments.legal_counts(claimed, rows, multiple)
+        assert second.counts_are_legal(claimed, rows, multiple) == list(made)
+
+    @pairs_agree
+    @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=4))
+    def test_starts_and_padding_agree(self, pairs: list[tuple[int, int]]) -> None:
+        """Both begin segments at the sum of the counts before, and put padding behind the rows."""
+        rows, counts = [n for n, _ in pairs], [n + more for n, more in pairs]
+        assert second.starts(counts) == list(padded_segments.segment_starts(counts))
+        assert second.is_padding(counts, rows) == padded_segments.padding_rows(counts, rows).tolist()
+
+    def test_bad_segments_are_refused(self) -> None:
+        """Experts twice or negative, ids below -1, multiples below 1, counts that do not fit."""
+        ids = [np.array([[0, 1]]), np.array([[-1, 1]])]
+        low = [np.array([[0, -2]])]
+        for arrays, held, multiple in [(ids, [0, 0], 1), (ids, [-1], 1), (low, [0], 1), (ids, [0], 0), (ids, [0], -2)]:
+            check_refused(
+                lambda arrays=arrays, held=held, multiple=multiple: first.expert_major(
+                    [torch.from_numpy(array) for array in arrays], held, multiple=multiple
+                ),
+                lambda arrays=arrays, held=held, multiple=multiple: second.segments(arrays, held, multiple),
+            )
+        for claimed, rows, multiple in [([4], [4, 0], 4), ([4], [4], 0), ([4], [-1], 4)]:
+            check_refused(
+                lambda claimed=claimed, rows=rows, multiple=multiple: padded_segments.legal_counts(
+                    claimed, rows, multiple
+                ),
+                lambda claimed=claimed, rows=rows, multiple=multiple: second.counts_are_legal(claimed, rows, multiple),
+            )
+        for counts, rows in [([4], [5]), ([4], [-1]), ([4, 4], [4])]:
+            check_refused(
+                lambda counts=counts, rows=rows: padded_segments.padding_rows(counts, rows),
+                lambda counts=counts, rows=rows: second.is_padding(counts, rows),
+            )
+        check_refused(lambda: padded_segments.segment_starts([2, -1]), lambda: second.starts([2, -1]))
+
+    def test_columns_of_different_length_are_no_rows(self) -> None:
+        """The first oracle keeps rows in columns, which must be equally long."""
+        with pytest.raises(ValueError, match=r"."):
+            first.in_order(first.Rows(ints([0]), ints([0, 1]), ints([0]), ints([0])))
+
+
+class TestByHand:
+    def test_slots_follow_their_old_token(self) -> None:
+        """P = (2, 0, 1): token 2 comes first, with its own slots turned by q_2 = (1, 2, 0)."""
+        # q is indexed by the old token: q_0 = (2, 1, 0), q_1 = (0, 1, 2), q_2 = (1, 2, 0).
+        # New token 0 is old 2: slots 1, 2, 0 of (20 21 22) = 21 22 20; new 1 is old 0: slots 2, 1, 0 of (0 1 2).
+        values, order, slots = [[0, 1, 2], [10, 11, 12], [20, 21, 22]], [2, 0, 1], [[2, 1, 0], [0, 1, 2], [1, 2, 0]]
+        expected = [[21, 22, 20], [2, 1, 0], [10, 11, 12]]
+        assert expected == first.reorder_slots(ints(values), ints(order), ints(slots)).tolist()
+        assert expected == second.slots_in_order(values, order, slots)
+
+    def test_a_new_number_is_looked_up_forwards(self) -> None:
+        """S = (1, 2, 0), a cycle that is not its own inverse: expert 0 becomes 1, 2 becomes 0."""
+        assert [[1, 0], [-1, 2]] == first.relabel(ints([[0, 2], [-1, 1]]), ints([1, 2, 0])).tolist()
+        assert [[1, 0], [-1, 2]] == second.renamed([[0, 2], [-1, 1]], [1, 2, 0])
+
+    def test_padding_to_four(self) -> None:
+        """5, 4, 0 and 3 rows in multiples of 4: counts 8, 4, 0 or 4, and 4; rows first, padding last."""
+        assert (True, True, True, True) == padded_segments.legal_counts([8, 4, 0, 4], [5, 4, 0, 3], 4)
+        assert (False, False, True, False) == padded_segments.legal_counts([5, 8, 4, 3], [5, 4, 0, 3], 4)
+        assert (False, True) == padded_segments.legal_counts([1, 1], [0, 1], 1)
+        assert (0, 8, 12, 12) == padded_segments.segment_starts([8, 4, 0, 4])
+        assert [0] * 5 + [1] * 3 == padded_segments.padding_rows([8], [5]).int().tolist()

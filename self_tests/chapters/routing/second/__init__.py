@@ -1,0 +1,1 @@
+"""The second oracle, written from the source and not from the first."""

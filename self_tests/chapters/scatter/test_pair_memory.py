@@ -1,0 +1,197 @@
+"""Where tensors lie, worked out three ways: reference.scatter.memory, bytes painted by hand, and real memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moe_conformance.reference.scatter import memory as first
+from self_tests.chapters.scatter import second
+from self_tests.chapters.scatter.second import View
+
+pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def of_first(view: View) -> first.View:
+    """A longhand view as the first oracle takes it."""
+    return first.View(*view)
+
+
+def of_second(view: first.View) -> View:
+    """The first oracle's view as the longhand takes it."""
+    return View(view.address, view.shape, view.strides, view.itemsize)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> View:
+    """Up to three dims, sizes of 0 and 1, strides of 0 and below; sometimes no data."""
+    dims = draw(st.integers(0, 3))
+    shape = tuple(draw(st.integers(0 if draw(st.integers(0, 5)) == 0 else 1, 3)) for _ in range(dims))
+    strides = tuple(draw(st.integers(-3, 5)) for _ in range(dims))
+    address = draw(st.one_of(st.integers(100, 130), st.integers(100, 130), st.integers(100, 130), st.none()))
+    return View(address, shape, strides, draw(st.sampled_from([1, 2, 4])))
+
+
+class TestPair:
+    @settings(pairs_agree, max_examples=300)
+    @given(views(), views())
+    def test_bytes_agree(self, a: View, b: View) -> None:
+        """Both find the same bytes, the same ends, and the same neighbours in each other's way."""
+        one, two = of_first(a), of_first(b)
+        assert set(second.paint(a)) == first.addresses(one)
+        assert second.byte_range(a) == first.byte_range(one)
+        assert second.overlaps_itself(a) == first.overlaps_itself(one)
+        assert second.ranges_meet(a, b) == first.ranges_meet(one, two)
+        assert second.share_bytes(a, b) == first.share_bytes(one, two)
+        assert second.in_place_is_lawful(a, b) == first.in_place_is_lawful(one, two)
+
+    @pairs_agree
+    @given(views())
+    def test_beside_itself(self, view: View) -> None:
+        """Byte by byte behind a view: they touch, meet, and share as both say."""
+        if view.address is None:
+            return
+        for step in range(-8, 9):
+            other = view._replace(address=view.address + step)
+            assert second.ranges_meet(view, other) == first.ranges_meet(of_first(view), of_first(other))
+            assert second.share_bytes(view, other) == first.share_bytes(of_first(view), of_first(other))
+
+    @pytest.mark.parametrize("wrong", [View(0, (2,), (), 4), View(0, (2, -1), (1, 1), 4), View(0, (2,), (1,), 0)])
+    def test_a_view_that_lies_nowhere_is_refused_by_both(self, wrong: View) -> None:
+        """A size without a stride, a negative size, elements without bytes."""
+        for call in (second.paint, lambda view: first.addresses(of_first(view))):
+            with pytest.raises(ValueError, match=r"\w"):
+                call(wrong)
+
+
+def same() -> tuple[Tensor, Tensor]:
+    """The tensor itself."""
+    x = torch.zeros(2, 3)
+    return x, x
+
+
+def overlapping() -> tuple[Tensor, Tensor]:
+    """Views that overlap at different offsets."""
+    storage = torch.zeros(12)
+    return storage[2:8].view(2, 3), storage[5:11].view(2, 3)
+
+
+def disjoint() -> tuple[Tensor, Tensor]:
+    """Views of one storage side by side."""
+    storage = torch.zeros(12)
+    return storage[:6].view(2, 3), storage[6:].view(2, 3)
+
+
+def interleaved() -> tuple[Tensor, Tensor]:
+    """Even and odd columns of one storage."""
+    storage = torch.zeros(2, 6)
+    return storage[:, 0::2], storage[:, 1::2]
+
+
+def clones() -> tuple[Tensor, Tensor]:
+    """Memory of their own."""
+    x = torch.zeros(2, 3)
+    return x.clone(), x
+
+
+def numpy_slices() -> tuple[Tensor, Tensor]:
+    """Two storages over slices of one array."""
+    array = np.zeros(10, dtype=np.float32)
+    return torch.from_numpy(array[0:6]).view(2, 3), torch.from_numpy(array[4:10]).view(2, 3)
+
+
+def imported() -> tuple[Tensor, Tensor]:
+    """A storage that was imported over a slice of another."""
+    storage = torch.zeros(10)
+    return torch.from_dlpack(storage.numpy()[4:10]).view(2, 3), storage[:6].view(2, 3)
+
+
+def empty() -> tuple[Tensor, Tensor]:
+    """Nothing and nothing."""
+    return torch.zeros(0, 3), torch.zeros(0, 3)
+
+
+def expanded() -> tuple[Tensor, Tensor]:
+    """One row laid out twice, beside other memory."""
+    return torch.zeros(1, 3).expand(2, 3), torch.zeros(2, 3)
+
+
+# Whether a write through the one shows through the other, and whether rows may be added in place.
+PAIRS: dict[str, tuple[Callable[[], tuple[Tensor, Tensor]], bool, bool]] = {
+    "the same": (same, True, False),
+    "overlapping views": (overlapping, True, False),
+    "disjoint views": (disjoint, False, True),
+    "interleaved columns": (interleaved, False, True),
+    "clones": (clones, False, True),
+    "slices of an array": (numpy_slices, True, False),
+    "an import of a slice": (imported, True, False),
+    "both empty": (empty, False, True),
+    "expanded": (expanded, False, False),
+}
+
+
+class TestRealMemory:
+    @pytest.mark.parametrize(("make", "shared", "lawful"), PAIRS.values(), ids=PAIRS.keys())
+    def test_a_write_shows_where_bytes_are_shared(
+        self, make: Callable[[], tuple[Tensor, Tensor]], shared: bool, lawful: bool
+    ) -> None:
+        """Real tensors, written to element by element: x changes exactly where both oracles see bytes shared."""
+        out, x = make()
+        a, b = first.view_of(out), first.view_of(x)
+        shown = False
+        for place in np.ndindex(*out.shape):
+            before = x.clone()
+            out[place] = 1 + out[place]
+            shown = shown or not torch.equal(before, x)
+        assert shared == shown
+        assert (shared, lawful) == (first.share_bytes(a, b), first.in_place_is_lawful(a, b))
+        assert (shared, lawful) == (
+            second.share_bytes(of_second(a), of_second(b)),
+            second.in_place_is_lawful(of_second(a), of_second(b)),
+        )
+
+    def test_tensors_without_data_have_no_address(self) -> None:
+        """Meta and fake tensors share nothing, and no pointer of theirs is followed."""
+        with FakeTensorMode():
+            fake = torch.zeros(2, 3)
+        meta = torch.zeros(2, 3, device="meta")
+        for tensor in (fake, meta):
+            view = first.view_of(tensor)
+            assert (None, (2, 3), (3, 1), 4) == of_second(view)
+            assert first.in_place_is_lawful(view, view)
+
+    def test_a_view_says_where_its_first_element_lies(self) -> None:
+        """An offset of seven elements of two bytes, rows two apart and columns six."""
+        storage = torch.zeros(4, 6, dtype=torch.bfloat16)
+        view = first.view_of(storage[1:, 1::2].T)
+        assert View(storage.data_ptr() + 14, (3, 3), (2, 6), 2) == of_second(view)
+
+
+class TestByHand:
+    def test_touching_is_not_meeting(self) -> None:
+        """Four bytes at 100 end where those at 104 begin; at 103 they meet and share one byte."""
+        at = [first.View(address, (2,), (1,), 2) for address in (100, 104, 103)]
+        assert (False, False) == (first.ranges_meet(at[0], at[1]), first.share_bytes(at[0], at[1]))
+        assert (True, True) == (first.ranges_meet(at[0], at[2]), first.share_bytes(at[0], at[2]))
+
+    def test_meeting_is_not_sharing(self) -> None:
+        """Every other element of four, and the ones between: ranges [0, 28) and [4, 32), no byte in both."""
+        even, odd = first.View(0, (4,), (2,), 4), first.View(4, (4,), (2,), 4)
+        assert ((0, 28), (4, 32)) == (first.byte_range(even), first.byte_range(odd))
+        assert (True, False) == (first.ranges_meet(even, odd), first.share_bytes(even, odd))
+
+    def test_a_negative_stride_reaches_down(self) -> None:
+        """Three elements of four bytes from 100 downwards lie in [92, 104)."""
+        assert (92, 104) == first.byte_range(first.View(100, (3,), (-1,), 4))
+
+    def test_rows_that_slide_over_each_other_overlap(self) -> None:
+        """Windows of three that move by one lie on each other, by three they do not; a single row never does."""
+        windows = [first.View(0, (rows, 3), (step, 1), 4) for rows, step in ((2, 1), (2, 3), (1, 0))]
+        assert [True, False, False] == [first.overlaps_itself(view) for view in windows]

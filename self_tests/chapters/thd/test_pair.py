@@ -1,0 +1,188 @@
+"""Packed sequences, worked out twice: lengths, which rows are tokens, and who holds them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from moe_conformance.reference.thd import context_shares, packed_rows, packed_sequences
+from self_tests.chapters.token_padding import second
+from self_tests.oracles.agreement import check_refused, ints
+
+Floats = NDArray[np.float64]
+pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
+
+lengths_of_sequences = st.lists(st.integers(0, 5), max_size=4)
+
+
+class TestLengths:
+    @pairs_agree
+    @given(st.integers(1, 4), st.integers(1, 4), st.booleans())
+    def test_multiples_agree(self, tp: int, cp: int, sequence_parallel: bool) -> None:
+        """Two chunks for each cp rank if there are several, and a share for each tp rank under sequence parallel."""
+        made = packed_sequences.length_multiple(tp=tp, cp=cp, sequence_parallel=sequence_parallel)
+        assert second.divider(tp, cp, sequence_parallel=sequence_parallel) == made
+
+    @pairs_agree
+    @given(lengths_of_sequences, st.integers(1, 4))
+    def test_lengths_and_their_sums_agree(self, lengths: list[int], multiple: int) -> None:
+        """Padded lengths are the smallest multiples; sums have one entry more than sequences."""
+        padded = packed_sequences.padded_lengths(lengths, multiple)
+        assert [second.next_multiple(length, multiple) for length in lengths] == list(padded)
+        for some in (lengths, padded):
+            sums = packed_sequences.cumulative(some)
+            assert torch.int64 == sums.dtype
+            assert second.running_sums(some) == sums.tolist()
+
+    @pairs_agree
+    @given(st.lists(st.integers(0, 5), min_size=1, max_size=3), st.integers(1, 3), st.integers(0, 9), st.data())
+    def test_verdicts_on_lists_agree(self, lengths: list[int], multiple: int, how: int, data: st.DataObject) -> None:
+        """Right lists, longer padding, and lists that start late, stop early, shift one entry or fall short."""
+        room = [second.next_multiple(length, multiple) + multiple * data.draw(st.integers(0, 1)) for length in lengths]
+        real, padded = second.running_sums(lengths), second.running_sums(room)
+        place = data.draw(st.integers(0, len(lengths)))
+        if how == 0:
+            real[place] += 1
+        elif how == 1:
+            padded[place] += data.draw(st.sampled_from([-1, 1]))
+        elif how == 2:
+            padded = [entry + multiple for entry in padded]
+        elif how == 3:
+            (real if data.draw(st.booleans()) else padded).pop()
+        elif how == 4:
+            padded[-1] -= multiple
+        elif how == 5:
+            padded.append(padded[-1])
+        made = packed_sequences.judge_lengths(lengths, ints(real), ints(padded), multiple)
+        assert second.judged_lengths(lengths, real, padded, multiple) == made
+
+    def test_bad_lengths_are_refused(self) -> None:
+        """Negative lengths, multiples and sizes below one."""
+        check_refused(lambda: packed_sequences.padded_lengths([2, -1], 2), lambda: second.next_multiple(-1, 2))
+        check_refused(lambda: packed_sequences.padded_lengths([2], 0), lambda: second.next_multiple(2, 0))
+        check_refused(lambda: packed_sequences.cumulative([2, -1]), lambda: second.running_sums([2, -1]))
+        for tp, cp in [(0, 1), (1, 0)]:
+            check_refused(
+                lambda tp=tp, cp=cp: packed_sequences.length_multiple(tp=tp, cp=cp, sequence_parallel=True),
+                lambda tp=tp, cp=cp: second.divider(tp, cp, sequence_parallel=True),
+            )
+
+
+@st.composite
+def packs(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
+    """Lengths, padded lengths with any room, and rows behind the last sequence."""
+    lengths = draw(lengths_of_sequences)
+    return lengths, [length + draw(st.integers(0, 2)) for length in lengths], draw(st.integers(0, 2))
+
+
+class TestPacks:
+    @pairs_agree
+    @given(packs())
+    def test_real_rows_agree(self, case: tuple[list[int], list[int], int]) -> None:
+        """Both tell tokens from gaps, between sequences and behind the last."""
+        lengths, room, tail = case
+        real, padded = second.running_sums(lengths), second.running_sums(room)
+        sums = ints(real), ints(padded)
+        assert second.real_rows(real, padded) == packed_rows.real_rows(*sums).tolist()
+        expected = second.real_rows(real, padded, padded[-1] + tail)
+        assert expected == packed_rows.real_rows(*sums, padded[-1] + tail).tolist()
+        assert (
+            expected == [row not in second.laid_out(lengths, room).gaps for row in range(padded[-1])] + [False] * tail
+        )
+
+    @pytest.mark.parametrize(
+        ("real", "padded"),
+        [([], []), ([0, 2], [0, 2, 4]), ([1, 2], [0, 2]), ([0, 2], [1, 3]), ([0, 2, 1], [0, 2, 4]),
+         ([0, 3], [0, 2]), ([0, 0], [0, -1])],
+    )  # fmt: skip
+    def test_lists_that_describe_no_pack_are_refused(self, real: list[int], padded: list[int]) -> None:
+        """Empty, of different lengths, not from 0, descending, a sequence longer than its room."""
+        check_refused(lambda: packed_rows.real_rows(ints(real), ints(padded)), lambda: second.real_rows(real, padded))
+
+    def test_packs_that_do_not_hold_their_sequences_are_refused(self) -> None:
+        """Fewer rows than the lists say."""
+        real, padded = ints([0, 2]), ints([0, 3])
+        check_refused(lambda: packed_rows.real_rows(real, padded, 2), lambda: second.real_rows([0, 2], [0, 3], 2))
+
+
+class TestContextShares:
+    @pairs_agree
+    @given(st.integers(0, 3), st.integers(1, 4))
+    def test_shares_of_a_sequence_agree(self, size: int, cp: int) -> None:
+        """Both deal the places of a sequence out alike: a chunk from the front, its mirror image from the back."""
+        length = size * (2 * cp if cp > 1 else 1)
+        made = [list(share) for share in context_shares.context_share(length, cp)]
+        assert second.places_by_cp_rank(length, cp) == made
+
+    @pairs_agree
+    @given(st.lists(st.integers(0, 2), max_size=4), st.integers(1, 3), st.data())
+    def test_shares_of_a_pack_agree(self, sizes: list[int], cp: int, data: st.DataObject) -> None:
+        """Sequence after sequence on every rank, every row once; a share with a row moved or repeated is none."""
+        padded = second.running_sums([2 * cp * size for size in sizes])
+        made = context_shares.context_rows(ints(padded), cp)
+        assert second.rows_by_cp_rank(padded, cp) == [rows.tolist() for rows in made]
+        assert all(torch.int64 == rows.dtype for rows in made)
+        shares = [rows.tolist() for rows in made]
+        rank = data.draw(st.integers(0, cp - 1))
+        fault = data.draw(st.sampled_from(["none", "lost", "again", "beyond", "below"]))
+        if fault == "lost" and shares[rank]:
+            shares[rank].pop()
+        elif fault != "none":
+            shares[rank].append({"again": 0, "beyond": padded[-1], "below": -1, "lost": 0}[fault])
+        verdict = second.each_row_once(shares, padded[-1])
+        assert (fault == "none") == verdict
+        assert verdict == context_shares.is_partition([ints(share) for share in shares], padded[-1])
+
+    @pytest.mark.parametrize(("length", "cp"), [(6, 2), (2, 2), (-4, 2), (4, 0), (-1, 1)])
+    def test_sequences_that_do_not_divide_are_refused(self, length: int, cp: int) -> None:
+        """Not a multiple of 2 cp, negative, or no rank."""
+        check_refused(lambda: context_shares.context_share(length, cp), lambda: second.places_by_cp_rank(length, cp))
+
+    @pytest.mark.parametrize("padded", [[], [4, 8], [0, 8, 4], [0, 6]])
+    def test_lists_that_do_not_divide_are_refused(self, padded: list[int]) -> None:
+        """Empty, not from 0, descending, a length that cp = 2 does not divide."""
+        check_refused(lambda: context_shares.context_rows(ints(padded), 2), lambda: second.rows_by_cp_rank(padded, 2))
+
+    def test_no_rank_holds_no_pack(self) -> None:
+        """A cp of zero is refused even where there is nothing to hold."""
+        check_refused(lambda: context_shares.context_rows(ints([0]), 0), lambda: second.rows_by_cp_rank([0], 0))
+
+
+class TestEmptySequences:
+    def test_an_empty_sequence_changes_the_list_alone(self) -> None:
+        """A length of zero at the front, in the middle and at the end moves no row."""
+        real, padded = ints([0, 3, 5]), ints([0, 4, 8])
+        expected = packed_rows.real_rows(real, padded).tolist()
+        for place in range(3):
+            more = [ints([*sums[: place + 1], *sums[place:]]) for sums in (real.tolist(), padded.tolist())]
+            assert "smallest" == packed_sequences.judge_lengths([*[3, 2][:place], 0, *[3, 2][place:]], *more, 4)
+            assert expected == packed_rows.real_rows(*more).tolist()
+
+
+class TestByHand:
+    def test_three_sequences_over_two_context_ranks(self) -> None:
+        """Lengths 5, 0, 3 with cp = 2, tp = 3: what each list and each rank holds."""
+        # Without sequence parallel m = 2 * 2 = 4: padded 8, 0, 4; sums of lengths 0 5 5 8, padded 0 8 8 12.
+        # Chunks of sequence 0 are 2 rows: {0 1} {2 3} {4 5} {6 7}; of sequence 2 one row: {8} {9} {10} {11}.
+        # cp rank 0 takes chunks 0 and 3, rank 1 chunks 1 and 2. Real: rows 0-4 and 8-10.
+        assert [4, 12, 1, 3] == [
+            packed_sequences.length_multiple(tp=3, cp=cp, sequence_parallel=sp) for cp in (2, 1) for sp in (False, True)
+        ]
+        assert (8, 0, 4) == packed_sequences.padded_lengths([5, 0, 3], 4)
+        real, padded = packed_sequences.cumulative([5, 0, 3]), packed_sequences.cumulative([8, 0, 4])
+        assert ([0, 5, 5, 8], [0, 8, 8, 12]) == (real.tolist(), padded.tolist())
+        shares = context_shares.context_rows(padded, 2)
+        assert [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]] == [rows.tolist() for rows in shares]
+        is_real = packed_rows.real_rows(real, padded)
+        assert [[1, 1, 0, 0, 1, 0], [1, 1, 1, 0, 1, 1]] == [is_real[rows].int().tolist() for rows in shares]
+        assert [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]] == second.rows_by_cp_rank([0, 8, 8, 12], 2)
+
+    def test_a_short_sequence_leaves_a_rank_gaps(self) -> None:
+        """One token for cp = 3 is padded to 6: rank 0 holds the token and a gap, the others two gaps."""
+        rows = context_shares.context_rows(ints([0, 6]), 3)
+        is_real = packed_rows.real_rows(ints([0, 1]), ints([0, 6]))
+        assert [[True, False], [False, False], [False, False]] == [is_real[share].tolist() for share in rows]

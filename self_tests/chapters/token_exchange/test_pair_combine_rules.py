@@ -1,0 +1,253 @@
+"""Combine with biases, failed ranks and redundant experts, worked out twice."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from moe_conformance.reference.exchange import expert_copies as first_experts
+from moe_conformance.reference.token_exchange import combine_rules as first
+from self_tests.chapters.exchange.second import expert_copies as second_experts
+from self_tests.chapters.exchange.second.expert_copies import Handed
+from self_tests.chapters.token_exchange.second import combine_rules as second
+from self_tests.oracles.agreement import assert_close, check_refused, floats
+from self_tests.oracles.asked_twice import assert_agree, assert_refused
+
+pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def make_case(T: int, K: int, D: int, biases: int, seed: int) -> tuple[Floats, Ints, Floats, list[Floats], Floats]:
+    """Answers, ids, weights, biases and upstream; an empty slot has NaN for an answer and for a weight."""
+    random = np.random.default_rng(seed)
+    ids_TK = random.integers(-1, 3, size=(T, K))
+    answers_TKD, weights_TK = random.normal(size=(T, K, D)), random.normal(size=(T, K))
+    answers_TKD[ids_TK < 0], weights_TK[ids_TK < 0] = np.nan, np.nan
+    made = [random.normal(size=(T, D)) for _ in range(biases)]
+    return answers_TKD, ids_TK, weights_TK, made, random.normal(size=(T, D))
+
+
+cases = st.builds(
+    make_case, st.integers(0, 3), st.integers(0, 4), st.integers(0, 3), st.integers(0, 2), st.integers(0, 10**6)
+)
+
+
+class TestCombine:
+    @settings(pairs_agree, max_examples=120)
+    @given(cases)
+    def test_values_and_gradients_agree(self, case: tuple[Floats, Ints, Floats, list[Floats], Floats]) -> None:
+        """Both add every bias once, unweighted, and nothing of an empty slot; so do the gradients."""
+        answers_TKD, ids_TK, weights_TK, biases, g_TD = case
+        leaves = [floats(array, leaf=True) for array in (answers_TKD, weights_TK, *biases)]
+        y_TD = first.combine(leaves[0], torch.from_numpy(ids_TK), leaves[1], leaves[2:])
+        assert_close(second.combine(answers_TKD, ids_TK, weights_TK, biases), y_TD, addend=5.0)
+        gradients = torch.autograd.grad(y_TD, leaves, floats(g_TD), materialize_grads=True)
+        d_answers, d_weights, d_biases = second.combine_backward(*case)
+        for expected, actual in zip([d_answers, d_weights, *d_biases], gradients, strict=True):
+            assert_close(expected, actual, addend=5.0)
+
+    def test_by_hand(self) -> None:
+        """Two slots of three hold experts: 2 (1, 10) + 3 (2, 20), and 100 and 1000 on top."""
+        answers = np.array([[[1.0, 10.0], [math.nan, 7.0], [2.0, 20.0]], [[math.inf, 5.0]] * 3])
+        ids, weights = np.array([[0, -1, 4], [-1, -1, -1]]), np.array([[2.0, 9.0, 3.0], [1.0, math.nan, 1.0]])
+        biases = [np.full((2, 2), 100.0), np.array([[1000.0, 0.0], [0.0, 2000.0]])]
+        for count, expected in [
+            (0, [[8.0, 80.0], [0.0, 0.0]]),
+            (1, [[108.0, 180.0], [100.0, 100.0]]),
+            (2, [[1108.0, 180.0], [100.0, 2100.0]]),
+        ]:
+            assert expected == second.combine(answers, ids, weights, biases[:count]).tolist()
+            tensors = [floats(bias) for bias in biases[:count]]
+            assert expected == first.combine(floats(answers), torch.from_numpy(ids), floats(weights), tensors).tolist()
+
+    def test_autograd_is_the_derivative(self) -> None:
+        """Gradcheck over answers, weights and two biases."""
+        answers_TKD, ids_TK, weights_TK, biases, _ = make_case(3, 2, 2, 2, 3)
+        arrays = [np.nan_to_num(array, nan=2.0) for array in (answers_TKD, weights_TK, *biases)]
+        ids = torch.from_numpy(ids_TK)
+        assert 0 < int((ids < 0).sum()) < ids.numel()
+        assert torch.autograd.gradcheck(
+            lambda answers, weights, *rest: first.combine(answers, ids, weights, rest),
+            [floats(array, leaf=True) for array in arrays],
+        )
+
+    @pytest.mark.parametrize(
+        "shapes",
+        [
+            ((2, 3, 4), (2, 2), (2, 3)),
+            ((2, 3, 4), (2, 3), (2, 1)),
+            ((2, 3, 4), (1, 3), (1, 3)),
+            ((2, 3, 4), (2, 3), (2, 3), (1, 4)),
+            ((2, 3, 4), (2, 3), (2, 3), (2, 4), (4,)),
+            ((2, 3, 4), (2, 3), (2, 3), (2, 1)),
+        ],
+    )
+    def test_refused(self, shapes: tuple[Any, ...]) -> None:
+        """Nothing is broadcast, a bias neither."""
+        answers, ids, weights, *biases = (np.zeros(shape) for shape in shapes)
+        question = answers, ids.astype(np.int64), weights, biases
+        assert_refused(first.combine, second.combine, *question)
+
+
+class TestFailedRanks:
+    @pairs_agree
+    @given(st.integers(0, 10**6))
+    def test_routings_agree(self, seed: int) -> None:
+        """Both empty the slots of every expert that misses an owner, one of its shards too, and no others."""
+        random = np.random.default_rng(seed)
+        E, W = int(random.integers(1, 6)), 4
+        owners = [random.permutation(W)[: random.integers(1, 3)].tolist() for _ in range(E)]
+        ids_TK = random.integers(-1, E, size=(int(random.integers(0, 4)), 3))
+        failed = random.permutation(W)[: random.integers(0, W + 1)].tolist()
+        left = assert_agree(first.without_ranks, second.without_ranks, ids_TK, owners, failed)
+        if not failed:
+            assert ids_TK.tolist() == left[1]
+
+    def test_by_hand(self) -> None:
+        """Experts 0 and 1 are cut over ranks 0 and 1, and 2 over 2 and 3; the question itself stays as it is."""
+        ids, owners = np.array([[0, 2, -1], [2, 2, 1]]), [[0, 1], [1, 0], [2, 3]]
+        for failed, expected in [
+            ([1], [[-1, 2, -1], [2, 2, -1]]),
+            ([3], [[0, -1, -1], [-1, -1, 1]]),
+            ([0, 2], [[-1, -1, -1], [-1, -1, -1]]),
+            ([7], [[0, 2, -1], [2, 2, 1]]),
+        ]:
+            assert [[2, 3], expected] == assert_agree(first.without_ranks, second.without_ranks, ids, owners, failed)
+        assert [[0, 2, -1], [2, 2, 1]] == ids.tolist()
+
+    @pytest.mark.parametrize(("ids", "owners"), [([[2]], [[0], [1]]), ([[-2]], [[0], [1]]), ([[0]], [[0], []])])
+    def test_refused(self, ids: list[list[int]], owners: list[list[int]]) -> None:
+        """Ids that are no experts, and experts without a rank."""
+        assert_refused(first.without_ranks, second.without_ranks, np.array(ids), owners, [0])
+
+
+def both_handed(ids: list[Ints], handed: list[Handed], copies: list[list[int]], ranks: list[list[int]]) -> list[Any]:
+    """Which slots both call wrongly handed."""
+    expected = second_experts.wrongly_handed(ids, handed, copies, ranks)
+    told = [first_experts.Handed(*row) for row in handed]
+    actual = first_experts.wrongly_handed([torch.from_numpy(each) for each in ids], told, copies, ranks)
+    assert expected == list(actual)
+    return expected
+
+
+COPIES, RANKS = [[3, 0], [1], [2, 5]], [[0], [1], [1], [2], [0], [0, 2]]
+
+
+class TestExpertCopies:
+    @settings(pairs_agree, max_examples=200)
+    @given(st.integers(0, 10**6))
+    def test_verdicts_agree(self, seed: int) -> None:
+        """Both find the slots whose rows were lost, doubled, moved, halved or made up."""
+        random = np.random.default_rng(seed)
+        ids = [random.integers(-1, 3, size=(int(random.integers(0, 3)), 2)) for _ in range(2)]
+        handed, slots = [], [(s, t, k) for s, each in enumerate(ids) for t, k in np.ndindex(*each.shape)]
+        for s, t, k in slots:
+            if ids[s][t, k] >= 0:
+                place = int(random.choice(COPIES[ids[s][t, k]]))
+                handed += [Handed(s, t, k, place, rank) for rank in RANKS[place]]
+        assert [] == both_handed(ids, handed, COPIES, RANKS)
+        for _ in range(int(random.integers(0, 3))):
+            change = random.integers(0, 4)
+            if change == 0 and slots:
+                handed.append(
+                    Handed(*slots[random.integers(len(slots))], int(random.integers(6)), int(random.integers(3)))
+                )
+            elif change == 1 and handed:
+                handed.pop(random.integers(len(handed)))
+            elif change == 2 and handed:
+                handed.append(handed[random.integers(len(handed))])
+            elif handed:
+                i = int(random.integers(len(handed)))
+                handed[i] = handed[i]._replace(rank=int(random.integers(3)))
+        order = random.permutation(len(handed))
+        both_handed(ids, [handed[i] for i in order], COPIES, RANKS)
+
+    @pytest.mark.parametrize(
+        ("expert", "rows", "legal"),
+        [
+            (0, [(3, 2)], True),
+            (0, [(0, 0)], True),
+            (0, [(3, 2), (0, 0)], False),  # both copies
+            (0, [(3, 0)], False),  # the right place on the wrong rank
+            (0, [(1, 1)], False),
+            (0, [(3, 2), (3, 2)], False),
+            (0, [], False),
+            (2, [(5, 0), (5, 2)], True),
+            (2, [(5, 2), (5, 0)], True),
+            (2, [(5, 0)], False),  # one of two shards
+            (2, [(5, 0), (5, 0)], False),
+            (2, [(5, 0), (5, 2), (2, 1)], False),
+            (2, [(2, 1)], True),
+            (1, [(4, 0)], False),  # a place of no expert
+            (-1, [], True),
+            (-1, [(1, 1)], False),
+        ],
+    )
+    def test_by_hand(self, expert: int, rows: list[tuple[int, int]], legal: bool) -> None:
+        """One slot; expert 2 has a copy on rank 1 and another that is cut over ranks 0 and 2."""
+        handed = [Handed(0, 0, 0, place, rank) for place, rank in rows]
+        assert ([] if legal else [(0, 0, 0)]) == both_handed([np.array([[expert]])], handed, COPIES, RANKS)
+
+    def test_every_place_by_hand(self) -> None:
+        """All places may be somebody's."""
+        assert [] == both_handed([np.array([[0]])], [Handed(0, 0, 0, 1, 7)], [[0, 1]], [[3], [7]])
+
+    def test_rows_of_slots_that_are_not_there(self) -> None:
+        """They are wrong, in the order of source, token and slot, and the others are missed."""
+        handed = [Handed(*at, 1, 1) for at in [(1, 0, 0), (0, 1, 0), (0, 0, 2), (0, -1, 0), (0, 0, 0)]]
+        expected = [(0, -1, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (1, 0, 0)]
+        assert expected == both_handed([np.array([[1, 1]])], handed, COPIES, RANKS)
+
+    @pytest.mark.parametrize(
+        ("ids", "copies", "ranks"),
+        [
+            ([[3]], COPIES, RANKS),
+            ([[-2]], COPIES, RANKS),
+            ([[0]], [[0], []], RANKS),
+            ([[0]], [[0, 0]], RANKS),
+            ([[0]], [[0], [1, 0]], RANKS),
+            ([[0]], [[6]], RANKS),
+            ([[0]], [[-1]], RANKS),
+            ([[0]], [[0, 6]], RANKS),
+            ([[0]], [[0, 1]], [[0], []]),
+            ([[0]], [[1]], [[0], []]),
+        ],
+    )
+    def test_refused(self, ids: list[list[int]], copies: list[list[int]], ranks: list[list[int]]) -> None:
+        """Ids that are no experts, experts without a place, places of two, places that are nowhere."""
+        check_refused(
+            lambda: first_experts.wrongly_handed([torch.tensor(ids)], [], copies, ranks),
+            lambda: second_experts.wrongly_handed([np.array(ids)], [], copies, ranks),
+        )
+
+    def test_gradients(self) -> None:
+        """Every copy gets the sum over its expert's copies; a place of no expert is left out, and memory is its own."""
+        own = {place: np.random.default_rng(place).normal(size=(2, 3)) for place in range(7)}
+        expected = second_experts.copy_gradients(own, COPIES)
+        leaves = {place: floats(gradient) for place, gradient in own.items()}
+        actual = first_experts.copy_gradients(leaves, COPIES)
+        assert {0, 1, 2, 3, 5} == set(expected) == set(actual)
+        for place, gradient in expected.items():
+            assert_close(gradient, actual[place], addend=5.0)
+        assert_close(own[3] + own[0], actual[0], addend=5.0)
+        assert actual[0].tolist() == actual[3].tolist()
+        assert actual[2].tolist() == actual[5].tolist()
+        actual[1].zero_()
+        assert_close(own[1], leaves[1])
+
+    @pytest.mark.parametrize("copies", [[[0, 2]], [[2]], [[0], []], [[0, 0]], [[0], [1, 0]], [[-1]]])
+    def test_no_gradients(self, copies: list[list[int]]) -> None:
+        """A place without a gradient, and copies that are none."""
+        own = {0: np.zeros(1), 1: np.zeros(1)}
+        tensors = {place: floats(gradient) for place, gradient in own.items()}
+        check_refused(
+            lambda: first_experts.copy_gradients(tensors, copies), lambda: second_experts.copy_gradients(own, copies)
+        )

@@ -1,0 +1,285 @@
+"""Dispatch layouts, fixed places and static budgets, worked out twice."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from moe_conformance.reference.capacity import static_budget as first_budget
+from moe_conformance.reference.token_exchange import dispatch_layout as first_layout
+from moe_conformance.reference.token_exchange import fixed_places as first
+from self_tests.chapters.exchange.second import deliveries as second_exchange
+from self_tests.chapters.token_exchange.second import dispatch_layout as second_layout
+from self_tests.chapters.token_exchange.second import fixed_places as second
+from self_tests.chapters.token_exchange.second.fixed_places import Places
+from self_tests.oracles.agreement import check_refused
+from self_tests.oracles.asked_twice import assert_agree, assert_refused, plain
+
+pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
+Ints = NDArray[np.int64]
+
+
+def first_dispatch(ids_TK: Ints, owner_E: list[int], node_of_W: list[int]) -> list[Any]:
+    """The first oracle's layout, its fields in order."""
+    made = first_layout.dispatch_layout(torch.from_numpy(ids_TK), owner_E, node_of_W)
+    assert torch.bool == made.in_rank_TW.dtype
+    return [plain(each) for each in (made.in_rank_TW, made.per_rank_W, made.per_node_D, made.per_expert_E)]
+
+
+class TestDispatchLayout:
+    @settings(pairs_agree, max_examples=150)
+    @given(st.integers(0, 10**6))
+    def test_layouts_agree(self, seed: int) -> None:
+        """Both send every token to the same ranks and nodes; experts anywhere, idle or chosen twice, empty slots."""
+        random = np.random.default_rng(seed)
+        W, E, T, K = (int(random.integers(low, high)) for low, high in [(1, 6), (1, 7), (0, 5), (0, 4)])
+        nodes = int(random.integers(1, W + 1))
+        node_of_W = [*range(nodes), *random.integers(0, nodes, size=W - nodes).tolist()]
+        random.shuffle(node_of_W)
+        owner_E = random.integers(0, W, size=E).tolist()
+        ids_TK = random.integers(-1, E, size=(T, K))
+        expected = second_layout.dispatch_layout(ids_TK, owner_E, node_of_W)
+        assert [plain(each) for each in expected] == first_dispatch(ids_TK, owner_E, node_of_W)
+
+    def test_by_hand(self) -> None:
+        """Five experts on three ranks of two nodes; rank 0 shares its node with rank 2."""
+        # Token 0: expert 4 twice, on rank 1. Token 1: experts 0 and 2 on ranks 2 and 0, one node. Token 2: nothing.
+        # Token 3: experts 3 and 1 on ranks 1 and 2, both nodes.
+        ids, owners = np.array([[4, -1, 4], [0, 2, -1], [-1, -1, -1], [3, -1, 1]]), [2, 2, 0, 1, 1]
+        ranks = [[False, True, False], [True, False, True], [False] * 3, [False, True, True]]
+        expected = [[[4, 3], ranks], [1, 2, 2], [2, 2], [1, 1, 1, 1, 2]]
+        assert expected == first_dispatch(ids, owners, [0, 1, 0])
+        assert expected == [plain(each) for each in second_layout.dispatch_layout(ids, owners, [0, 1, 0])]
+
+    @pytest.mark.parametrize(
+        ("ids", "owners", "nodes"),
+        [
+            ([[3]], [0, 1, 1], [0, 0]),
+            ([[-2]], [0, 1, 1], [0, 0]),
+            ([[0]], [0, 2, 1], [0, 0]),
+            ([[0]], [0, -1, 1], [0, 0]),
+            ([[0]], [0, 1, 1], [0, 2]),
+            ([[0]], [0, 1, 1], [1, 1]),
+            ([[0]], [0, 1, 1], [-1, 0]),
+        ],
+    )
+    def test_refused(self, ids: list[list[int]], owners: list[int], nodes: list[int]) -> None:
+        """Experts, owners and nodes that are not there."""
+        check_refused(
+            lambda: first_dispatch(np.array(ids), owners, nodes),
+            lambda: second_layout.dispatch_layout(np.array(ids), owners, nodes),
+        )
+
+    @pairs_agree
+    @given(st.integers(0, 10**6))
+    def test_the_exchange_is_what_the_layout_says(self, seed: int) -> None:
+        """Tokens to a rank are the distinct ones among its deliveries, and slots to an expert all of them."""
+        random = np.random.default_rng(seed)
+        placement = second_exchange.contiguous(3, 6, 3, 1)
+        ids = [random.integers(-1, 6, size=(int(T), 2)) for T in random.integers(0, 4, size=3)]
+        pairs = second_exchange.deliveries(ids, placement)
+        owner_E = [rank for rank, held in enumerate(placement.held) for _ in held]
+        for source in range(3):
+            in_rank, per_rank, per_node, per_expert = first_dispatch(ids[source], owner_E, [0, 0, 0])
+            sent = [pair for pair in pairs if pair.source == source]
+            assert per_rank == [len({pair.token for pair in sent if pair.destination == r}) for r in range(3)]
+            assert per_expert == [sum(pair.expert == e for pair in sent) for e in range(6)]
+            assert per_node == [len({pair.token for pair in sent})] == [sum(any(row) for row in in_rank[1])]
+
+
+def in_first(places: Places) -> first.Places:
+    """The same places in the first oracle's words."""
+    return first.Places(*(torch.from_numpy(np.array(each, dtype=np.int64)) for each in places))
+
+
+def drawn(seed: int) -> tuple[list[Ints], list[int]]:
+    """Ids of one to three sources over six experts, often the same one; some experts are here."""
+    random = np.random.default_rng(seed)
+    ids = [random.integers(-1, 6, size=(int(T), 3)) for T in random.integers(0, 4, size=random.integers(1, 4))]
+    return ids, [int(expert) for expert in random.permutation(6)[: random.integers(0, 5)]]
+
+
+def both_legal(places: Places, ids: list[Ints], experts: list[int], *, runs: bool) -> list[bool]:
+    """What both say of these places."""
+    expected = second.legal_places(places, ids, experts, runs=runs)
+    actual = first.legal_places(in_first(places), [torch.from_numpy(each) for each in ids], experts, runs=runs)
+    assert expected == list(actual)
+    return expected
+
+
+class TestFixedPlaces:
+    @settings(pairs_agree, max_examples=150)
+    @given(st.integers(0, 10**6), st.integers(0, 3))
+    def test_places_filled_in_order_are_legal(self, seed: int, spare: int) -> None:
+        """Places that are filled in order, with no more room than is needed, or some, both call legal."""
+        ids, experts = drawn(seed)
+        most = max((sum(int((each == expert).sum()) for each in ids) for expert in experts), default=0)
+        made = second.fixed_places(ids, experts, most + spare)
+        for runs in (True, False):
+            assert [True] * len(experts) == both_legal(made, ids, experts, runs=runs)
+
+    @settings(pairs_agree, max_examples=300)
+    @given(st.integers(0, 10**6), st.booleans())
+    def test_verdicts_agree(self, seed: int, runs: bool) -> None:
+        """Both judge places alike in which rows, counts and runs were moved or changed."""
+        random = np.random.default_rng(seed)
+        ids, experts = drawn(seed)
+        made = second.fixed_places(ids, experts, 9 * 3)
+        for n in range(len(experts)):
+            change, count, s = random.choice(8), made.counts_N[n], int(random.integers(0, len(ids)))
+            if change == 0:  # any order
+                order = random.permutation(count)
+                made.source_NC[n, :count], made.token_NC[n, :count] = made.source_NC[n, order], made.token_NC[n, order]
+            elif change == 1 and count > 1:  # one row lost, another twice
+                i, j = random.integers(0, count, size=2)
+                made.source_NC[n, i], made.token_NC[n, i] = made.source_NC[n, j], made.token_NC[n, j]
+            elif change == 2:
+                made.counts_N[n] += int(random.choice([-1, 1]))
+            elif change == 3:
+                made.begin_NS[n, s] += random.choice([-1, 1])
+            elif change == 4:
+                made.run_NS[n, s] += random.choice([-1, 1])
+            elif change == 5:  # sources in another order: legal, if the runs go along
+                back = made.begin_NS[n].copy()
+                rows = [(made.source_NC[n, c], made.token_NC[n, c]) for c in range(count)]
+                rows.sort(key=lambda row: -row[0])
+                for c, (source, token) in enumerate(rows):
+                    made.source_NC[n, c], made.token_NC[n, c] = source, token
+                for source in range(len(ids)):
+                    back[source] = sum(1 for other, _ in rows if other > source)
+                made.begin_NS[n] = back
+            elif change == 6:  # unused places and empty runs decide nothing
+                made.source_NC[n, count:], made.token_NC[n, count:] = s, 0
+                made.begin_NS[n][made.run_NS[n] == 0] = -7
+        both_legal(made, ids, experts, runs=runs)
+
+    # Expert 2 gets token 0 and token 1 of source 0, and token 0 of source 1.
+    IDS = (np.array([[2], [2]]), np.array([[2]]))
+
+    @pytest.mark.parametrize(
+        ("sources", "tokens", "count", "begins", "lengths", "expected"),
+        [
+            ([0, 0, 1, 9], [0, 1, 0, 9], 3, [0, 2], [2, 1], (True, True)),
+            ([0, 0, 1, 9], [1, 0, 0, 9], 3, [0, 2], [2, 1], (True, True)),
+            ([1, 0, 0, 9], [0, 1, 0, 9], 3, [1, 0], [2, 1], (True, True)),
+            ([0, 1, 0, 9], [0, 0, 1, 9], 3, [0, 1], [2, 1], (True, False)),  # not one run
+            ([0, 0, 1, 9], [0, 1, 0, 9], 3, [2, 0], [1, 2], (True, False)),  # runs swapped
+            ([0, 0, 1, 9], [0, 1, 0, 9], 3, [0, 0], [2, 1], (True, False)),
+            ([0, 0, 1, 9], [0, 1, 0, 9], 3, [1, 2], [2, 1], (True, False)),
+            ([0, 0, 1, 9], [0, 1, 0, 9], 3, [0, 2], [1, 1], (True, False)),
+            ([0, 0, 1, 9], [0, 1, 0, 9], 3, [0, 2], [2, 2], (True, False)),
+            ([0, 0, 1, 1], [0, 1, 0, 0], 3, [0, 3], [2, 1], (True, False)),  # a copy beyond the count
+            ([0, 0, 1, 9], [0, 1, 0, 9], 3, [0, -2], [2, 1], (True, False)),
+            ([0, 0, 1, 9], [0, 1, 0, 9], 4, [0, 2], [2, 1], (False, False)),
+            ([0, 0, 1, 9], [0, 1, 0, 9], 2, [0, 2], [2, 0], (False, False)),
+            ([0, 0, 1, 9], [0, 0, 0, 9], 3, [0, 2], [2, 1], (False, False)),
+            ([0, 1, 1, 9], [0, 1, 0, 9], 3, [0, 1], [1, 2], (False, False)),
+            ([0, 0, 9, 1], [0, 1, 9, 0], 3, [0, 3], [2, 1], (False, False)),  # a place left out
+            ([0, 0], [0, 1], 3, [0, 2], [2, 1], (False, False)),  # places that are not there
+            ([0, 0, 1, 9], [0, 1, 0, 9], -1, [0, 2], [2, 1], (False, False)),
+        ],
+    )
+    def test_by_hand(
+        self,
+        sources: list[int],
+        tokens: list[int],
+        count: int,
+        begins: list[int],
+        lengths: list[int],
+        expected: tuple[bool, bool],
+    ) -> None:
+        """Without runs, and with them."""
+        made = Places(np.array([sources]), np.array([tokens]), [count], np.array([begins]), np.array([lengths]))
+        found = [both_legal(made, list(self.IDS), [2], runs=runs)[0] for runs in (False, True)]
+        assert list(expected) == found
+
+    def test_an_idle_expert_and_one_in_two_slots(self) -> None:
+        """Expert 5 has no rows and 3 two of one token; each has its own verdict."""
+        ids = [np.array([[3, 3], [-1, 1]])]
+        made = second.fixed_places(ids, [5, 3], 2)
+        assert ([0, 2], [[-1, -1], [0, 0]]) == (made.counts_N, made.token_NC.tolist())
+        assert [True, True] == both_legal(made, ids, [5, 3], runs=True)
+        made.token_NC[1, 1] = 1
+        assert [True, False] == both_legal(made, ids, [5, 3], runs=True)
+        made.counts_N[0] = 1
+        assert [False, False] == both_legal(made, ids, [5, 3], runs=False)
+
+
+def budget(tokens: list[int], top_k: int, **options: Any) -> int:
+    """What both say is the least budget."""
+    return int(assert_agree(first_budget.least_budget, second.least_budget, tokens, top_k, **options))
+
+
+class TestBudgets:
+    @settings(pairs_agree, max_examples=200)
+    @given(st.data())
+    def test_budgets_agree(self, data: st.DataObject) -> None:
+        """Both find the same least budget, for factors that float32 cannot hold, shards and padding multiples."""
+        ep, etp = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+        tokens = data.draw(st.lists(st.integers(0, 40), min_size=ep * etp, max_size=ep * etp))
+        factor = data.draw(st.sampled_from([0.0, 0.1, 1.0, 1.1, 1.25, 4 / 3, 1.5, float(np.float32(1.1)), 7.0]))
+        options = {"factor": factor, "ep": ep, "etp": etp, "held": data.draw(st.integers(0, 5))}
+        budget(tokens, data.draw(st.integers(1, 4)), multiple=data.draw(st.integers(1, 5)), **options)
+
+    @pytest.mark.parametrize(
+        ("tokens", "top_k", "options", "expected"),
+        [
+            ([5, 2], 3, {"factor": 1.0, "ep": 2, "held": 4}, 10),  # 21 pairs over 2 ranks: 10.5, which no load has
+            ([5, 2], 3, {"factor": 1.0, "ep": 2, "held": 4, "multiple": 8}, 10 + 28),
+            ([5, 2], 3, {"factor": 1.0, "ep": 1, "etp": 2, "held": 4}, 21),  # every shard gets every row
+            ([5, 2], 3, {"factor": 2.0, "ep": 2, "held": 4}, 21),  # everything on one ep rank
+            ([5, 2, 3, 1], 3, {"factor": 4 / 2, "ep": 2, "etp": 2, "held": 4}, 33),  # 33 pairs, W / etp = 2
+            ([10], 1, {"factor": 1.1, "ep": 1, "held": 1}, 11),  # 1.1 is a little more than 11 / 10
+            ([10], 1, {"factor": float(np.float32(1.1)), "ep": 1, "held": 1}, 11),
+            ([1], 1, {"factor": 1 + 2.0**-22, "ep": 1, "held": 1}, 1),
+            ([1], 1, {"factor": 2 - 1.01 * 2.0**-21, "ep": 1, "held": 1}, 1),
+            ([1], 1, {"factor": 3 - 2.0**-22, "ep": 1, "held": 1}, 3),
+            ([1], 1, {"factor": 0.5, "ep": 1, "held": 1}, 0),
+            ([1], 1, {"factor": 1.5, "ep": 1, "held": 1}, 1),
+            # 2^22 / 3 is (2^22 - 1) / 3 and a third, and 2^-22 of it is a third.
+            ([2**22, 0, 0], 1, {"factor": 1.0, "ep": 3, "held": 1}, (2**22 - 1) // 3),
+            ([2**22], 1, {"factor": 1 + 0.25 * 2.0**-22, "ep": 1, "held": 1}, 2**22),  # 0.25 more than that
+            ([2**22], 1, {"factor": 1 + 0.75 * 2.0**-22, "ep": 1, "held": 1}, 2**22 + 1),
+            ([0, 0], 3, {"factor": 2.0, "ep": 2, "held": 4, "multiple": 8}, 0),
+            ([5, 2], 3, {"factor": 0.0, "ep": 2, "held": 4, "multiple": 2}, 4),
+        ],
+    )
+    def test_by_hand(self, tokens: list[int], top_k: int, options: dict[str, Any], expected: int) -> None:
+        """Pairs per rank times the factor, rounded down once, and what filling up may take."""
+        assert expected == budget(tokens, top_k, **options)
+
+    @pytest.mark.parametrize(
+        ("tokens", "top_k", "change"),
+        [
+            ([5], 3, {}),
+            ([5, 2, 1], 3, {}),
+            ([5, -1], 3, {}),
+            ([5, 2], 0, {}),
+            ([5, 2], 3, {"held": -1}),
+            ([5, 2], 3, {"multiple": 0}),
+            ([5, 2], 3, {"factor": -0.5}),
+            ([5, 2], 3, {"factor": math.inf}),
+            ([5, 2], 3, {"factor": math.nan}),
+            ([0, 0], 3, {"factor": math.nan}),
+            ([], 3, {"ep": 0}),
+            ([5, 2], 3, {"ep": -2, "etp": -1}),
+        ],
+    )
+    def test_refused(self, tokens: list[int], top_k: int, change: dict[str, Any]) -> None:
+        """Another number of ranks, and numbers that are none of anything."""
+        options: dict[str, Any] = {"factor": 1.5, "ep": 2, "held": 4, **change}
+        assert_refused(first_budget.least_budget, second.least_budget, tokens, top_k, **options)
+
+    def test_what_the_factor_allows_fits(self) -> None:
+        """Whatever the loads of a rank's experts, filled up to a multiple, they fit if their sum is in the factor."""
+        least = budget([6, 4], 2, factor=1.25, ep=2, held=3, multiple=4)  # 10 pairs balanced, 12 with the factor
+        assert 12 + 9 == least
+        for rows in [(12, 0, 0), (1, 1, 10), (5, 5, 2), (1, 1, 1), (0, 11, 1)]:
+            assert sum(4 * math.ceil(n / 4) for n in rows) <= least

@@ -1,1 +1,0 @@
-"""Second oracles of the chapter forcing."""

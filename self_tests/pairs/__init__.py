@@ -1,1 +1,0 @@
-"""The oracles of reference/ and the second oracles, held against each other."""

@@ -1,1 +1,0 @@
-"""BIAS: bugs in the updates of balance biases."""

@@ -1,1 +1,0 @@
-"""Planted bugs of capacity, token drops and receive budgets."""

@@ -1,1 +1,0 @@
-"""RULE: planted bugs of configurations."""

@@ -1,1 +1,0 @@
-"""COST: bugs that cost calls or bytes and change no value."""

@@ -1,1 +1,0 @@
-"""Planted bugs that no single run shows."""

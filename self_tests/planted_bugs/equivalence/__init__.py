@@ -1,1 +1,0 @@
-"""Planted bugs that two runs show that must give the same."""

@@ -1,1 +1,0 @@
-"""Planted bugs of the exchange."""

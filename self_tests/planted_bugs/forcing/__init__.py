@@ -1,1 +1,0 @@
-"""FORCE: bugs of routers that a strategy forces."""

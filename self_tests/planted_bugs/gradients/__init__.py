@@ -1,1 +1,0 @@
-"""Planted bugs on the way of the gradients."""

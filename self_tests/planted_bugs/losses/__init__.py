@@ -1,1 +1,0 @@
-"""Bugs in what trains a router beside the main loss."""

@@ -1,1 +1,0 @@
-"""Planted bugs of shared experts and whole layers."""
