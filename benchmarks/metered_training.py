@@ -19,11 +19,11 @@ from torch import Tensor
 
 from moe_conformance.backends.native.meter import Meter
 from moe_conformance.chapters.groups.scenario import BLOCKS, Block, ProxyModel
+from moe_conformance.chapters.groups.workloads.proxy_model import ProxyModelStep
 from moe_conformance.contract import Config, MeteredPass, Session, whole
 from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import RankContext
 from moe_conformance.workloads.records import draw
-from moe_conformance.workloads.records.runs import ProxyModelStep
 from moe_conformance.workloads.records.workload import Batch, ParameterKey, Workload
 
 LAYOUT = Layout(8, tp=2, cp=2, pp=2, ep=2, etp=2)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from moe_conformance.chapters.groups.judge.proxy_model import judge_proxy_gradients, judge_proxy_tokens
+from moe_conformance.chapters.groups.workloads.proxy_model import ProxyModelStep
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
-from moe_conformance.workloads.records.runs import ProxyModelStep
 
 
 class TestModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_conformance.chapters.overlap.judge.overlap_evidence import judge_calls, judge_order, judge_overlapping
 from moe_conformance.chapters.overlap.judge.overlapped import judge_step_gradients, judge_step_tokens
+from moe_conformance.chapters.overlap.workloads import OverlapStep
 from moe_conformance.judging.observed.ledgers import judge_hazards
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries
@@ -14,7 +15,7 @@ from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.records.features import exchanges
-from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep, OverlapStep
+from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep
 from moe_conformance.workloads.records.workload import Workload
 
 

@@ -1,18 +1,19 @@
 """Runs a workload on the ranks: the driver's side, and what every rank executes first.
 
-A workload is a training step (`step.py`) or a script of calls on one surface (`script.py`).
+A workload is a training step (`step.py`), a script of calls on one surface (`script.py`), or what a chapter brings: the
+entries of the table `SCENARIOS` in its module `scenario`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cache
+from typing import Literal, Protocol
 
 from moe_conformance.backends.registry import load
-from moe_conformance.chapters.groups.scenario import ProxyModel
-from moe_conformance.chapters.overlap.scenario import OverlappedSteps
 from moe_conformance.contract import Malformed, Unsupported
+from moe_conformance.discovery import registered
 from moe_conformance.engine import Engine, Job, JobResult, RankContext, RankResult, Running
 from moe_conformance.scenarios.lifetime import Lifetime
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
@@ -21,10 +22,19 @@ from moe_conformance.scenarios.proof import refused_by
 from moe_conformance.scenarios.routed_exchange import may_refuse_routes
 from moe_conformance.scenarios.script import Script
 from moe_conformance.scenarios.step import TrainingStep
-from moe_conformance.workloads.records.runs import Scenario
 from moe_conformance.workloads.records.workload import Asynchrony, Workload
 
-AnyScenario = Script | ProxyModel | OverlappedSteps | TrainingStep
+
+class Scenario(Protocol):
+    """What every rank executes for one workload."""
+
+    reached: str  # the phase it is in: "open", "build", then whatever it names
+
+    def __init__(self, context: RankContext, workload: Workload) -> None:
+        """Begin nothing yet."""
+
+    def run(self, backend_name: str) -> RankOutcome:
+        """Do it all and return what this rank saw."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +140,7 @@ def run(context: RankContext, assignment: Assignment) -> RankOutcome:
         raise
 
 
-def _mark(error: Exception, step: AnyScenario) -> None:
+def _mark(error: Exception, step: Scenario) -> None:
     """Have the exception carry where it was raised: the phase, and how many collectives that phase began behind."""
     error.reached = step.reached  # type: ignore[attr-defined]
     if isinstance(step, TrainingStep) and step.phases:
@@ -138,13 +148,11 @@ def _mark(error: Exception, step: AnyScenario) -> None:
         error.collectives = began[-1]  # type: ignore[attr-defined]
 
 
-def _scenario_of(workload: Workload) -> type[AnyScenario]:
-    return Lifetime if workload.twist.lifetime else _SCENARIOS[workload.run.scenario]
+def _scenario_of(workload: Workload) -> type[Scenario]:
+    return Lifetime if workload.twist.lifetime else _scenarios()[workload.run.scenario]
 
 
-_SCENARIOS: Mapping[Scenario, type[AnyScenario]] = {
-    "training step": TrainingStep,
-    "proxy model": ProxyModel,
-    "overlapped steps": OverlappedSteps,
-    "script": Script,
-}
+@cache
+def _scenarios() -> Mapping[str, type[Scenario]]:
+    """Return the scenarios by name: those of several chapters, and those that a chapter brings."""
+    return {"training step": TrainingStep, "script": Script, **registered("scenario", "SCENARIOS")}

@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.chapters.balance_bias.scenario import BalancedRouters
-from moe_conformance.chapters.config_rules.scenario import RecordedRules
-from moe_conformance.chapters.fast_paths.scenario import ChangingExperts, require_sorted_rows
-from moe_conformance.chapters.fast_paths.scenario_counters import CountedExperts
-from moe_conformance.chapters.routing.scenario_initial import InitialRouter
-from moe_conformance.chapters.routing.scenario_replay import ReplayedRouters
-from moe_conformance.contract import Malformed, Unsupported
+from moe_conformance.contract import Malformed, Session, Unsupported
+from moe_conformance.discovery import registered
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.calling import call_through, deterministic_setting, form_of, memory_of, under
-from moe_conformance.scenarios.exchange_with_probe import exchange_with_probe
+from moe_conformance.scenarios.exchange_with_probe import Whole, exchange_with_probe
 from moe_conformance.scenarios.outcome import Answer, RankOutcome
 from moe_conformance.scenarios.padding import large_beside_pairs
 from moe_conformance.scenarios.proof import refused_by
 from moe_conformance.scenarios.reported import claims_of, shown_of, without_noise
 from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
-from moe_conformance.scenarios.training import TrainedRouters
 from moe_conformance.scenarios.unfilled import spoil_unfilled
 from moe_conformance.workloads.records import runs
 from moe_conformance.workloads.records.memory import Laid, lay
 from moe_conformance.workloads.records.workload import Answered, Call, Filled, Padded, Ref, Root, Workload
 
-_SEED = 20_000  # of all generators on every rank, where a model is new
-_OURS = "moe_conformance.scenarios."
+_OURS = ("moe_conformance.scenarios.", "moe_conformance.chapters.")
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 
@@ -91,31 +84,9 @@ class Script:
 
     def _built(self, kept: Opened) -> Any:
         """Build the surface, and write its parameters if there are any."""
-        session, run = kept.session, self.workload.run
+        run = self.workload.run
         assert isinstance(run, runs.Script)
-        if run in (runs.ON_CHANGING_EXPERTS, runs.ON_COUNTED_EXPERTS):
-            require_sorted_rows(build(session, "experts", self.workload.config), self.workload)
-            experts = build(session, "experts", self.workload.config)
-            kind = ChangingExperts if run == runs.ON_CHANGING_EXPERTS else CountedExperts
-            surface: Any = kind(experts, session, self.workload, self.context.rank)
-        elif run == runs.ON_INITIAL_ROUTER:
-            with state.seeded(_SEED, self.context.device):
-                surface = InitialRouter(build(session, run.surface, self.workload.config))
-        else:
-            surface = session if run == runs.ON_SESSION else build(session, run.surface, self.workload.config)
-        if run == runs.ON_EXCHANGE:
-            surface = exchange_with_probe(surface, self.workload.config, session, kept.topology)
-            for call in self.workload.calls:
-                if not hasattr(surface, call.method):
-                    raise Unsupported("this exchange has no halves to call apart")
-        if run == runs.ON_TRAINING_ROUTERS:
-            surface = TrainedRouters(surface, session)
-        if run == runs.ON_REPLAY_ROUTERS:
-            surface = ReplayedRouters(surface)
-        if run == runs.ON_BALANCING_ROUTERS:
-            surface = BalancedRouters(surface, session, [call.given[self.context.rank] for call in self.workload.calls])
-        if run == runs.ON_CONFIG_RULES:
-            surface = RecordedRules(surface)
+        surface = _surface_of(run)(kept, self.workload, self.context)
         if self.workload.parameters:
             parameters.write(surface, self.workload.parameters)
         without_noise(surface)
@@ -230,6 +201,38 @@ class Script:
                 name for name, leaf in leaves.items() if not same_bytes(leaf.held.detach().cpu(), leaf.given)
             ),
         )
+
+
+SurfaceOf = Callable[[Opened, Workload, RankContext], Any]  # builds what the calls of a script are made on
+
+
+def _surface_of(run: runs.Script) -> SurfaceOf:
+    """Return what builds the surface of a run: by default the session, by the name of its method."""
+    return _surfaces().get(run.surface, lambda kept, workload, _: build(kept.session, run.surface, workload.config))
+
+
+@cache
+def _surfaces() -> Mapping[str, SurfaceOf]:
+    """Return what builds a surface in another way, by its name: here, and in chapters."""
+    return {"session": _session, "exchange": _exchange, **registered("scenario", "SCRIPT_SURFACES")}
+
+
+def _session(kept: Opened, workload: Workload, context: RankContext) -> Session:
+    return kept.session
+
+
+def _exchange(kept: Opened, workload: Workload, context: RankContext) -> Whole:
+    """Build the exchange, with the suite's expert at hand.
+
+    Raises:
+        Unsupported: a call is of a half of the exchange, and it has none.
+    """
+    exchange = build(kept.session, "exchange", workload.config)
+    surface = exchange_with_probe(exchange, workload.config, kept.session, kept.topology)
+    for call in workload.calls:
+        if not hasattr(surface, call.method):
+            raise Unsupported("this exchange has no halves to call apart")
+    return surface
 
 
 def _answered(rows_RD: Tensor, ids_RK: Tensor, weights_RK: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from moe_conformance import chapters
+from moe_conformance.discovery import FOLDER, chapters
 
 if TYPE_CHECKING:
     from moe_conformance.workloads.records.runs import Asked
@@ -57,8 +57,8 @@ def load() -> Mapping[str, Requirement]:
         BadSpec: a field is missing, unknown or of the wrong form, or an id occurs twice.
     """
     found: dict[str, Requirement] = {}
-    for chapter in chapters.names():
-        content = tomllib.loads((chapters.FOLDER / chapter / "spec.toml").read_text(encoding="utf-8"))
+    for chapter in chapters():
+        content = tomllib.loads((FOLDER / chapter / "spec.toml").read_text(encoding="utf-8"))
         rows = [_row(table, row) for table in content.get("table", ()) for row in table["row"]]
         for entry in sorted([*content["requirement"], *rows], key=lambda entry: str(entry.get("id", ""))):
             requirement = _parse(chapter, entry)

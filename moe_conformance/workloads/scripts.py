@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from moe_conformance.chapters import modules
 from moe_conformance.contract.topology import Layout
+from moe_conformance.discovery import modules
 from moe_conformance.workloads.chapter import Chapter
 from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.selection.profiles import Profile

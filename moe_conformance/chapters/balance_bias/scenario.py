@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import BalancingRouters, Claims, Named, Read, Routed, Session, Trained, Unsupported
+from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters
 from moe_conformance.scenarios.reported import claims_of
+from moe_conformance.scenarios.sessions import Opened, build
 from moe_conformance.scenarios.training import backward, in_mode
 from moe_conformance.workloads.records.training import RouterBatch
+from moe_conformance.workloads.records.workload import Workload
 
 _RATE = 0.5  # of the optimizer, whose weight decay is as large
 
@@ -190,3 +193,12 @@ def _rows(value: Any, bias_E: Tensor) -> list[Tensor]:
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() % len(bias_E):
         return []
     return list(value.detach().reshape(-1, len(bias_E)))
+
+
+def balanced_routers(kept: Opened, workload: Workload, context: RankContext) -> BalancedRouters:
+    """Build the routers, whose calls are mostly steps of a trainer."""
+    routers = build(kept.session, "balancing_routers", workload.config)
+    return BalancedRouters(routers, kept.session, [call.given[context.rank] for call in workload.calls])
+
+
+SCRIPT_SURFACES = {"balancing_routers": balanced_routers}

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_conformance.contract import ConfigRules, Malformed, Settings, VersionLimit
+from moe_conformance.engine import RankContext
+from moe_conformance.scenarios.sessions import Opened, build
 from moe_conformance.scenarios.warned import recorded
+from moe_conformance.workloads.records.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -52,3 +55,11 @@ class RecordedRules:
     def shown(self, built: Any) -> tuple[Settings, ...]:
         """Return the settings of every layer."""
         return tuple(self.rules.shown(built))
+
+
+def recorded_rules(kept: Opened, workload: Workload, context: RankContext) -> RecordedRules:
+    """Build what resolves settings, with a recorder of its warnings."""
+    return RecordedRules(build(kept.session, "config_rules", workload.config))
+
+
+SCRIPT_SURFACES = {"config_rules": recorded_rules}

@@ -243,3 +243,6 @@ class _Place:
         self.of_tp = sum(sizes[rank] for rank in tp)
         self.in_cp = sum(chunks[: cp.index(topology.rank)])
         self.of_cp = sum(chunks)
+
+
+SCENARIOS = {"proxy model": ProxyModel}

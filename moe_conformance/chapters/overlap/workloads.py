@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,11 +19,22 @@ from moe_conformance.workloads.chapter import EP2, EP2_EDP2, EP2_ETP2, Chapter
 from moe_conformance.workloads.recipes import EVEN, ONE_WITHOUT, UNEVEN, Recipe, exchange_workload
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.routes import dropped, one_expert
-from moe_conformance.workloads.records.runs import ExchangeStep, OverlapStep
+from moe_conformance.workloads.records.runs import ExchangeStep
 from moe_conformance.workloads.records.workload import Asynchrony, Batch, Drawn, ParameterKey, Twist, Workload
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 
 CHUNKED = ExchangeStep(option="chunks")
+
+
+@dataclass(frozen=True)
+class OverlapStep:
+    """Steps of several layers: one microbatch after the other, and as the backend overlaps them."""
+
+    scenario: ClassVar[str] = "overlapped steps"
+
+    def __str__(self) -> str:
+        """Return `overlapped steps`."""
+        return "overlapped steps"
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,28 @@
 """What a workload runs: a few types, each of which names its scenario; what varies within a type is a field.
 
-A check asks for one of these values and reads the workloads whose `run` is equal to it.
+A check asks for one of these values and reads the workloads whose `run` is equal to it. A chapter may have its own type,
+with a scenario of that name in the table `SCENARIOS` of its module `scenario`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
-Scenario = Literal["training step", "proxy model", "overlapped steps", "script"]
 Tokens = Literal["distinct", "not finite", "duplicated"]
 Option = Literal["", "capacity padding", "packing", "receive budget", "equal splits", "round robin", "chunks", "any"]
+
+
+class Run(Protocol):
+    """What is run; values that are equal are the same run."""
+
+    scenario: ClassVar[str]  # the name of what ranks execute
+
+    def __str__(self) -> str:
+        """Name it for people, as in `exchange with the probe, tokens not finite`."""
+
+    def __hash__(self) -> int:
+        """Runs are keys."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +36,7 @@ class ExchangeStep:
     those of the backend's router, and forced routing is asked of it, of the exchange, or of both.
     """
 
-    scenario: ClassVar[Scenario] = "training step"
+    scenario: ClassVar[str] = "training step"
     answered: Literal["probe", "identity", "identity of parts"] = "probe"
     tokens: Tokens = "distinct"
     unasked: bool = False
@@ -48,7 +60,7 @@ class ExpertsStep:
     An `option` of the config is on trial, or gradients are `unasked`, as in `ExchangeStep`.
     """
 
-    scenario: ClassVar[Scenario] = "training step"
+    scenario: ClassVar[str] = "training step"
     tokens: Tokens = "distinct"
     option: Literal["", "biases", "activation", "sharding", "optional"] = ""
     unasked: bool = False
@@ -71,7 +83,7 @@ class RouterStep:
     held against runs with larger biases ("spread"). With `noise` its routes are random, by jitter or by forcing.
     """
 
-    scenario: ClassVar[Scenario] = "training step"
+    scenario: ClassVar[str] = "training step"
     capacity: bool = False
     logits: Literal["usual", "extreme"] = "usual"
     forced: Literal["", "routes", "draws", "masked", "hot", "spread"] = ""
@@ -91,7 +103,7 @@ class RouterStep:
 class LayerStep:
     """Training steps of a whole layer, which `drops` tokens or not, and with `noise` has a router with jitter."""
 
-    scenario: ClassVar[Scenario] = "training step"
+    scenario: ClassVar[str] = "training step"
     drops: bool = False
     noise: bool = False
 
@@ -101,38 +113,15 @@ class LayerStep:
 
 
 @dataclass(frozen=True)
-class ProxyModelStep:
-    """A training step of a small model around a layer."""
-
-    scenario: ClassVar[Scenario] = "proxy model"
-
-    def __str__(self) -> str:
-        """Say what it is."""
-        return "proxy model"
-
-
-@dataclass(frozen=True)
-class OverlapStep:
-    """Steps of several layers: one microbatch after the other, and as the backend overlaps them."""
-
-    scenario: ClassVar[Scenario] = "overlapped steps"
-
-    def __str__(self) -> str:
-        """Say what it is."""
-        return "overlapped steps"
-
-
-@dataclass(frozen=True)
 class Script:
     """Calls on one surface, which the method of Session that `surface` names builds.
 
     On the surface "exchange" calls are steps, or their halves, with the suite's experts between them; on "session" they
-    are those of the session itself, and build surfaces; on "training_routers" each is a step of a trainer,
-    as most are on "balancing_routers"; on "changing_experts" they change parameters of the experts, and call them;
-    on "counted_experts" they read counters of shortcuts as well.
+    are those of the session itself, and build surfaces. A chapter may have ranks make more of a call, or call more
+    than one surface: see the table `SCRIPT_SURFACES` of its module `scenario`.
     """
 
-    scenario: ClassVar[Scenario] = "script"
+    scenario: ClassVar[str] = "script"
     surface: str
 
     def __str__(self) -> str:
@@ -140,7 +129,6 @@ class Script:
         return self.surface
 
 
-Run = ExchangeStep | ExpertsStep | RouterStep | LayerStep | ProxyModelStep | OverlapStep | Script
 DrawnStep = ExchangeStep | RouterStep
 
 ON_EXCHANGE, ON_SESSION = Script("exchange"), Script("session")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from moe_conformance.reference.shared_experts.whole_layer import Weighing
 from moe_conformance.workloads import layers as shared_experts
 from moe_conformance.workloads.chapter import EP2_EDP2, TP2_EP2, Chapter
 from moe_conformance.workloads.records import draw
-from moe_conformance.workloads.records.runs import ProxyModelStep
 from moe_conformance.workloads.records.workload import Batch, ParameterKey, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -31,6 +30,17 @@ BLOCKS = 2
 MARGIN = 2.0**-14  # of selection scores: float32 errs by 2^-10 of that
 MIX = 24  # H of the dense part
 _MOST_RANKS = 8
+
+
+@dataclass(frozen=True)
+class ProxyModelStep:
+    """A training step of a small model around a layer."""
+
+    scenario: ClassVar[str] = "proxy model"
+
+    def __str__(self) -> str:
+        """Return `proxy model`."""
+        return "proxy model"
 
 
 @dataclass(frozen=True)

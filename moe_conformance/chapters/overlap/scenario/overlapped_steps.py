@@ -14,7 +14,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from moe_conformance.chapters.overlap.observed_products import Observed, Places
+from moe_conformance.chapters.overlap.scenario.observed_products import Observed, Places
 from moe_conformance.contract import OverlappedStep, Unsupported
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters, state
@@ -168,3 +168,6 @@ def _differences(before: dict[ParameterKey, Grad], after: dict[ParameterKey, Gra
             there = before[key].value
             found[key] = grad.value.double() - (0 if there is None else there.double())
     return found
+
+
+SCENARIOS = {"overlapped steps": OverlappedSteps}

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_conformance.contract import Delivery, Named, Read, Session, Unsupported
+from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters
 from moe_conformance.scenarios.outcome import Grad
+from moe_conformance.scenarios.sessions import Opened, build
 from moe_conformance.scenarios.strides import laid_out
 from moe_conformance.workloads.records.changes import OF_SHARDS, OF_THE_MODULE, Values, Way
 from moe_conformance.workloads.records.draw import weight_dtype
@@ -304,3 +306,21 @@ class _LaidOut(torch.autograd.Function):
 def _laid_out_backward(out_RD: Tensor, stride: Stride) -> Tensor:
     laid: Tensor = _LaidOut.apply(out_RD, stride)  # type: ignore[no-untyped-call]
     return laid
+
+
+def sorted_experts(session: Session, workload: Workload) -> Any:
+    """Build the backend's own experts, after another build of them has taken rows sorted by expert.
+
+    Raises:
+        Unsupported: they are not offered, or take another form.
+    """
+    require_sorted_rows(build(session, "experts", workload.config), workload)
+    return build(session, "experts", workload.config)
+
+
+def changing_experts(kept: Opened, workload: Workload, context: RankContext) -> ChangingExperts:
+    """Build the backend's own experts, whose parameters are changed between calls."""
+    return ChangingExperts(sorted_experts(kept.session, workload), kept.session, workload, context.rank)
+
+
+SCRIPT_SURFACES = {"changing_experts": changing_experts}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_conformance.chapters.fast_paths.scenario import ChangingExperts
+from moe_conformance.chapters.fast_paths.scenario.changing_experts import ChangingExperts, sorted_experts
 from moe_conformance.contract import Counted, Session, Unsupported
+from moe_conformance.engine import RankContext
+from moe_conformance.scenarios.sessions import Opened
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -41,3 +43,11 @@ class CountedExperts(ChangingExperts):
         """Return what this rank has counted."""
         counted: Counted = self._experts.counters.read()
         return counted
+
+
+def counted_experts(kept: Opened, workload: Workload, context: RankContext) -> CountedExperts:
+    """Build the backend's own experts, whose counters are read beside calls."""
+    return CountedExperts(sorted_experts(kept.session, workload), kept.session, workload, context.rank)
+
+
+SCRIPT_SURFACES = {"counted_experts": counted_experts}

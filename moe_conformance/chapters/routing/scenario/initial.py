@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moe_conformance.contract import Claims, Parametrised
+from moe_conformance.engine import RankContext
+from moe_conformance.scenarios import state
 from moe_conformance.scenarios.reported import claims_of
+from moe_conformance.scenarios.sessions import Opened, build
+from moe_conformance.workloads.records.workload import Workload
+
+_SEED = 20_000  # of all generators on every rank, where a model is new
 
 
 @dataclass(frozen=True)
@@ -49,3 +55,12 @@ class InitialRouter:
         """Return copies of all parameters."""
         windows = self.surface.named(lambda parameter: parameter.detach())
         return Initials(tuple(Initial(each.name, each.shard, each.view.to("cpu", copy=True)) for each in windows))
+
+
+def initial_router(kept: Opened, workload: Workload, context: RankContext) -> InitialRouter:
+    """Build the router behind one seed of all generators on every rank."""
+    with state.seeded(_SEED, context.device):
+        return InitialRouter(build(kept.session, "initial_router", workload.config))
+
+
+SCRIPT_SURFACES = {"initial_router": initial_router}

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Claims, Named, Read, ReplayRouters, Routed, Trained
+from moe_conformance.engine import RankContext
 from moe_conformance.scenarios.reported import claims_of
+from moe_conformance.scenarios.sessions import Opened, build
 from moe_conformance.scenarios.training import backward
 from moe_conformance.workloads.records.training import Change, RouterBatch
+from moe_conformance.workloads.records.workload import Workload
 
 Place = tuple[int, int]
 
@@ -114,3 +117,11 @@ def _seen(returned: tuple[Routed, ...], x: tuple[Tensor, ...]) -> Replayed:
         weights=tuple(routed.routing.weights_TK.detach() for routed in returned),
         dx=tuple(each.grad for each in x),
     )
+
+
+def replayed_routers(kept: Opened, workload: Workload, context: RankContext) -> ReplayedRouters:
+    """Build the routers, whose calls record or replay microbatches."""
+    return ReplayedRouters(build(kept.session, "replay_routers", workload.config))
+
+
+SCRIPT_SURFACES = {"replay_routers": replayed_routers}

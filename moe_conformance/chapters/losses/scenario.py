@@ -1,0 +1,16 @@
+"""Steps of the routers of a model with losses: each call of a script is a step of a trainer."""
+
+from __future__ import annotations
+
+from moe_conformance.engine import RankContext
+from moe_conformance.scenarios.sessions import Opened, build
+from moe_conformance.scenarios.training import TrainedRouters
+from moe_conformance.workloads.records.workload import Workload
+
+
+def trained_routers(kept: Opened, workload: Workload, context: RankContext) -> TrainedRouters:
+    """Build the routers and their trainer."""
+    return TrainedRouters(build(kept.session, "training_routers", workload.config), kept.session)
+
+
+SCRIPT_SURFACES = {"training_routers": trained_routers}
