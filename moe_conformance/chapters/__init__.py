@@ -8,3 +8,7 @@ judge           what its checks call
 
 What two chapters need is in `contract`, `workloads`, `scenarios` and `judging`. `moe_conformance.discovery` finds them.
 """
+
+from __future__ import annotations
+
+import moe_conformance.contract  # noqa: F401  # it imports every surface.py, and has to come first

@@ -1,47 +1,27 @@
-"""What a backend implements: the file an adopter reads first. It imports torch and four files beside it.
+"""Exchange, experts and router: the surfaces that most backends have. Import them from `contract`.
 
-What a backend is asked for (`Config` and its sections) is in config.py, and what it declares that must not be run
-(`Limit`) in limits.py; import both from here. Terms, and the option of Megatron-Core, torchtitan, transformers and
-DeepSpeed for each field of `Config`, are in docs/glossary.md. Shapes by letter: T tokens on this rank, K top-k, E
-experts, N experts of this rank (replicas count), D hidden size, F intermediate size of an expert, R rows received, J
-slots per row, C capacity. One process is one rank; everything below is the part of that rank. Returned tensors are
-ready on the current stream: the adapter waits for events and asynchronous results first.
+Shapes by letter: T tokens on this rank, K top-k, E experts, N experts of this rank (replicas count), D hidden size, F
+intermediate size of an expert, R rows received, J slots per row, C capacity. One process is one rank; everything below
+is the part of that rank. Returned tensors are ready on the current stream: the adapter waits for events and
+asynchronous results first.
 
-A backend is opened once per topology (`Backend.open`) and returns a `Session`; a session builds *surfaces* (exchange,
-experts, router; further ones are in `surfaces`) from a `Config`. An adapter does not cast, reshape, recount or repair
-what the library returned, does not decide a verdict, and catches exceptions with `refusals` only.
+A `Session` builds them from a `Config`; the surface.py of each chapter has further ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from moe_conformance.contract.claims import Claims as Claims
-from moe_conformance.contract.claims import Malformed as Malformed
-from moe_conformance.contract.config import Activation as Activation
-from moe_conformance.contract.config import Balance as Balance
-from moe_conformance.contract.config import Capacity as Capacity
-from moe_conformance.contract.config import Config as Config
-from moe_conformance.contract.config import Losses as Losses
-from moe_conformance.contract.config import Overlap as Overlap
-from moe_conformance.contract.config import Padding as Padding
-from moe_conformance.contract.config import ReceiveBuffer as ReceiveBuffer
-from moe_conformance.contract.config import Replay as Replay
-from moe_conformance.contract.config import RoutingOptions as RoutingOptions
-from moe_conformance.contract.config import SharedExperts as SharedExperts
-from moe_conformance.contract.config import Strategy as Strategy
-from moe_conformance.contract.config import Unsupported as Unsupported
-from moe_conformance.contract.limits import Limit as Limit
-from moe_conformance.contract.refusing import Overflow as Overflow
-from moe_conformance.contract.refusing import refusals as refusals
+from moe_conformance.contract.errors import Malformed, Unsupported
+
+if TYPE_CHECKING:
+    from moe_conformance.contract.claims import Claims
+
 
 # ---- what is routed ------------------------------------------------------------------------------------------
 
@@ -243,7 +223,7 @@ class Named:
     """
 
     # "gate" "up" "down" "bias_gate" "bias_up" "bias" "router" "gate_bias" "balance_bias"; of shared experts see
-    # `surfaces.Layer`
+    # `Layer`
     name: str
     expert: int | None  # global id; None for parameters that belong to no expert
     view: Tensor
@@ -269,7 +249,7 @@ class Experts(Parametrised, Resolved, Protocol):
     parameters, where that is not the surface itself; it loads, casts and replaces them. `weights_changed()`: what the
     backend has users call after a change that leaves no trace at a tensor (`weight.data`, a fused optimiser).
     `reshard()`: frees parameters that were gathered from shards, where the backend keeps them gathered. `counters`:
-    counts which shortcuts are taken, see `surfaces.Counters`.
+    counts which shortcuts are taken, see `Counters`.
     """
 
     def __call__(self, delivery: Delivery) -> Tensor:
@@ -296,105 +276,3 @@ class Router(Parametrised, Resolved, Protocol):
 
     def __call__(self, x: Tensor) -> Routed:
         """Return the routing of x, differentiable in x and in the router's parameters."""
-
-
-# ---- the backend ---------------------------------------------------------------------------------------------
-
-
-class Topology(Protocol):
-    """The layout and the groups of this rank. The suite creates it; the adapter reads it."""
-
-    @property
-    def rank(self) -> int:
-        """Rank in the world."""
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Sizes by name: world, tp, cp, pp, dp, ep, etp, edp."""
-
-    def ranks(self, name: str) -> tuple[int, ...]:
-        """World ranks of this rank's group: world, tp, cp, pp, dp, dp_cp, ep, etp, ep_etp, edp."""
-
-    def group(self, name: str) -> dist.ProcessGroup:
-        """Process group of the same name, also for groups of one rank. The suite owns it: do not destroy it."""
-
-
-class Session:
-    """One topology on one rank; at most one session is open in a process.
-
-    Subclass it, or `surfaces.Session`, and override what the backend has: a surface that is not overridden is reported
-    as "not adapted". Class attributes describe the backend; the suite checks them by observation.
-    """
-
-    # Where routing weights are applied by default. An exchange that differs claims `weights_at`, which is read after
-    # every forward.
-    weights_at: Literal["input", "expert", "combine"] = "combine"
-    expert_output_is_partial: bool = False  # etp > 1: combine adds up the partial sums
-    grad_attr: str = "grad"  # attribute of a parameter with its gradient after finish_gradients ("main_grad")
-    loss_convention: Literal["sum", "mean_over_dp"] = "sum"  # finish_gradients: sum or mean over dp * cp
-
-    def exchange(self, config: Config) -> Exchange | SplitExchange:
-        """Build an exchange; collective. It reads the sections capacity, padding and receive_buffer."""
-        raise Unsupported("this backend offers no exchange")
-
-    def experts(self, config: Config) -> Experts:
-        """Build the backend's own experts for this rank; collective."""
-        raise Unsupported("this backend offers no experts")
-
-    def router(self, config: Config) -> Router:
-        """Build a router; collective. It reads the sections routing and capacity."""
-        raise Unsupported("this backend offers no router")
-
-    def recompute(self, call: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return `call(*inputs)` under activation recomputation, as the backend's trainer has it: backward repeats it.
-
-        By default torch's, which puts back default generators; a trainer that puts back further ones overrides it.
-        """
-        with set_checkpoint_early_stop(False):  # all ranks repeat all collectives, whatever each of them has saved
-            result: Tensor = checkpoint(call, *inputs, use_reentrant=False)
-            return result
-
-    def finish_gradients(self, *built: Parametrised) -> None:
-        """Do what the backend's trainer does to gradients between the last backward and the optimizer step.
-
-        In Megatron-Core this is `finalize_model_grads`. Not called for a step without a backward.
-        """
-        raise Unsupported("this backend offers no gradient reduction")
-
-    def without_optional(self) -> AbstractContextManager[Sequence[str]]:
-        """Hide shortcuts and libraries that the backend can do without, while surfaces are built; give their names.
-
-        Surfaces have those of them that they use in `resolved["optional"]`, separated by commas, or "none".
-        """
-        raise Unsupported("this backend names nothing optional that it could be built without")
-
-    def close(self) -> None:  # not abstract: most sessions have nothing to release
-        """Release what the session holds (process groups of its own, global state)."""
-
-
-class Backend(Protocol):
-    """An implementation under test. Importing its module must not import the library.
-
-    Optional, without side effects: `groups(sizes) -> Mapping[str, tuple[tuple[int, ...], ...]]`, the rank lists that
-    the library would build for sizes world, tp, cp, pp, ep, etp, under the names of `Topology.ranks` (and "expert_pp",
-    if the expert groups have pipeline groups of their own); an exception if it refuses the sizes. With `orders:
-    tuple[str, ...]`, further orders of axes by the library's names, it is also called as `groups(sizes, order)`.
-
-    Optional: `library_modules: tuple[str, ...]`, modules of the code under test, where these are the adapter's own: a
-    file that holds both, say. `single_rank = True`: there is no expert parallelism, and no run has to judge any.
-
-    Optional: `sampled: tuple[str, ...]`, variants that share most of what they do with others. The quick profile
-    tries them on three layouts; the other profiles leave nothing out.
-    """
-
-    name: str
-    variants: tuple[str, ...]
-
-    def versions(self) -> Mapping[str, str]:
-        """Versions that the results depend on; `Unsupported`, with what to install, if the library is missing."""
-
-    def limits(self, variant: str) -> Sequence[Limit]:
-        """Limits of that variant."""
-
-    def open(self, topology: Topology, device: torch.device) -> Session:
-        """Open a session; collective."""

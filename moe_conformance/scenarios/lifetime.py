@@ -12,7 +12,8 @@ from dataclasses import replace
 from importlib import import_module
 
 from moe_conformance.backends.registry import load
-from moe_conformance.contract import Session, surfaces
+from moe_conformance.contract import Session
+from moe_conformance.scenarios.offers import names
 from moe_conformance.scenarios.outcome import RankOutcome
 from moe_conformance.scenarios.sessions import build, closed, opened
 from moe_conformance.scenarios.settings import settings
@@ -25,7 +26,7 @@ from moe_conformance.scenarios.lifetime import import_all
 print(json.dumps(import_all(*sys.argv[1:])))
 """
 _IMPORT_LIMIT_S = 120.0
-_SURFACES = ("exchange", "experts", "router", *(name for name in vars(surfaces.Session) if not name.startswith("_")))
+_SURFACES = names()
 
 
 class Lifetime(TrainingStep):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from moe_conformance.backends.registry import load
-from moe_conformance.contract import Config, Unsupported, surfaces
+from moe_conformance.contract import Config, Session, Unsupported
 from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios.proof import refused_by
@@ -82,7 +82,7 @@ class Offer:
 
 def names() -> tuple[str, ...]:
     """Return the names of all surfaces: the methods of a session that take a config."""
-    methods = inspect.getmembers(surfaces.Session, inspect.isfunction)
+    methods = inspect.getmembers(Session, inspect.isfunction)
     return tuple(name for name, method in methods if "config" in inspect.signature(method).parameters)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 from torch.nn import functional as F
 
-from moe_conformance.contract import surfaces
+from moe_conformance import contract
 from moe_conformance.contract import Claims, Config, Delivery, Limit, Named, Parametrised, Read
 from moe_conformance.contract import Routed, Routing, Topology, Unsupported
 
@@ -194,7 +194,7 @@ class AdaptedLayer(Adapted):
         return self.module(x)
 
 
-class Session(surfaces.Session):
+class Session(contract.Session):
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
 

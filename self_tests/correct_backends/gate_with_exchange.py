@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_conformance.contract import surfaces
+from moe_conformance import contract
 from moe_conformance.contract import Config, Limit, Named, Parametrised, Read
 from moe_conformance.contract import Routed, Routing, Topology, Unsupported, refusals
 
@@ -180,7 +180,7 @@ class Router(Layer):
         yield Named("router", None, read(self.module.router.weight))
 
 
-class Session(surfaces.Session):
+class Session(contract.Session):
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
 

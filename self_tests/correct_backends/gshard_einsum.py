@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_conformance.contract import surfaces
+from moe_conformance import contract
 from moe_conformance.contract import Claims, Config, Delivery, Limit, Named, Parametrised, Read
 from moe_conformance.contract import Routed, Routing, Topology, Unsupported
 
@@ -199,7 +199,7 @@ class AdaptedExperts(Adapted):
         return self.module(delivery.rows_RD.view(delivery.shape))
 
 
-class Session(surfaces.Session):
+class Session(contract.Session):
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
 

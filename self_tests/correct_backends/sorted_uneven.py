@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_conformance.contract import surfaces
+from moe_conformance import contract
 from moe_conformance.contract import Config, Delivery, Limit, Named, Parametrised, Read
 from moe_conformance.contract import Routed, Routing, Topology, Unsupported
 
@@ -191,7 +191,7 @@ class Experts(Adapted):
         return self.module(delivery.rows_RD, delivery.ids_RJ[:, 0])
 
 
-class Session(surfaces.Session):
+class Session(contract.Session):
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
 

@@ -15,7 +15,7 @@ from moe_conformance.contract import Config
 class Offered:
     """A surface without process groups.
 
-    `surface` is the method of `surfaces.Session` that returns it; `maps` names the options and sections of Config that
+    `surface` is the method of `contract.Session` that returns it; `maps` names the options and sections of Config that
     it reads beside those of every surface.
     """
 

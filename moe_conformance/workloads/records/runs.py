@@ -1,7 +1,7 @@
 """What a workload runs: a few types, each of which names its scenario; what varies within a type is a field.
 
-A check asks for one of these values and reads the workloads whose `run` is equal to it. A chapter may have its own type,
-with a scenario of that name in the table `SCENARIOS` of its module `scenario`.
+A check asks for one of these values and reads the workloads whose `run` is equal to it. A chapter may have another
+type, with a scenario of that name in the table `SCENARIOS` of its module `scenario`.
 """
 
 from __future__ import annotations

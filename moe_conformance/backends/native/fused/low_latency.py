@@ -134,7 +134,7 @@ def _ranges(first_B: Tensor, length_B: Tensor) -> Tensor:
 
 
 class FixedPlaces:
-    """The same for callers that have no experts here; see `surfaces.PlacesExchange`."""
+    """The same for callers that have no experts here; see `contract.PlacesExchange`."""
 
     def __init__(self, config: Config, topology: Topology, exchange_class: type[LowLatencyExchange]) -> None:
         """Build the exchange.

@@ -14,7 +14,7 @@ from moe_conformance.contract import Claims, Config, Received, Topology
 
 
 class ReusableExchange:
-    """Dispatch and combine over `ep_etp`; see `surfaces.TokenExchange`."""
+    """Dispatch and combine over `ep_etp`; see `contract.TokenExchange`."""
 
     def __init__(
         self, config: Config, topology: Topology, exchange_class: type[TokenExchange], float8_class: type[Float8Wire]

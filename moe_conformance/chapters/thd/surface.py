@@ -1,27 +1,18 @@
-"""Optional surfaces that pad and pack sequences, and a router that is told of padding; `surfaces` exports all of it.
-
-The rules and the letters of `contract` hold.
-"""
+"""What a backend may offer for packed sequences (THD) and padding masks. Import it from `contract`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor
 
+from moe_conformance.contract.errors import Unsupported
 from moe_conformance.contract.exchange import Parametrised, Resolved, Routed
 
-
-class TokenPadding(Resolved, Protocol):
-    """The padded number of tokens of each rank of an exchange (`Config.padding.tokens`), as the exchange computes it.
-
-    It claims `alignment` and `padding`, and so does an exchange that pads.
-    """
-
-    def count(self, tokens: int) -> int:
-        """Return P, the rows that this rank dispatches for its T tokens; collective over ep_etp, or not at all."""
+if TYPE_CHECKING:
+    from moe_conformance.contract.config import Config
 
 
 @dataclass(frozen=True)
@@ -54,3 +45,23 @@ class MaskedRouter(Parametrised, Resolved, Protocol):
 
     def __call__(self, x: Tensor, padding_mask_T: Tensor) -> Routed:
         """Return the routing of x; the mask, bool (T,), is True at padding. `counts_E` is the load without padding."""
+
+
+class SessionPart:
+    """What a session builds for this chapter."""
+
+    def packing(self, config: Config) -> Packing:
+        """Build the layout of packed sequences."""
+        raise Unsupported("this backend offers no packing of sequences")
+
+    def masked_router(self, config: Config) -> MaskedRouter:
+        """Build a router with a padding mask; collective."""
+        raise Unsupported("this backend offers no router that is told of padding")
+
+
+@dataclass(frozen=True)
+class ClaimsPart:
+    """What a backend claims of it."""
+
+    # Chunks of packed sequences over cp (PACK-15). mirrored: rank c holds chunks c and 2 cp - 1 - c; other: any order.
+    context_order: Literal["mirrored", "other"] = "mirrored"

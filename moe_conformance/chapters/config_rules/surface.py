@@ -1,15 +1,17 @@
-"""The rules of configuration as an optional surface; `surfaces` exports all of it.
-
-`Settings` are what Megatron-Core's `TransformerConfig` calls by other names; docs/glossary.md has the table.
-"""
+"""What a backend may offer for the rules of configuration. Import it from `contract`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
+
+from moe_conformance.contract.errors import Unsupported
+
+if TYPE_CHECKING:
+    from moe_conformance.contract.config import Config
 
 
 @dataclass(frozen=True)
@@ -86,3 +88,11 @@ class ConfigRules(Protocol):
 
     def shown(self, built: Any) -> Sequence[Settings]:
         """Return the settings of every layer, read from what it will run."""
+
+
+class SessionPart:
+    """What a session builds for this chapter."""
+
+    def config_rules(self, config: Config) -> ConfigRules:
+        """Build what resolves settings; nothing of `config` but its variant matters."""
+        raise Unsupported("this backend does not tell how it resolves settings")

@@ -1,0 +1,34 @@
+"""What a backend may offer for experts: `Config.activation`. Import it from `contract`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_conformance.contract.values import check
+
+
+@dataclass(frozen=True)
+class Activation:
+    """`Config.activation`: what an expert does between its projections; by default SwiGLU, silu(gate x) * up x."""
+
+    # gelu: z Phi(z); gelu_tanh: its approximation by tanh; squared_relu: the square of relu
+    function: Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu"] = "silu"
+    gated: bool = True  # else function(up x), and there is no gate
+    # What follows is of gated experts. gate x is cut to [-infinity, limit] and up x to [-limit, limit]; None: neither.
+    limit: float | None = None
+    slope: float = 1.0  # of silu: z sigmoid(slope z)
+    offset: float = 0.0  # added to up x behind the cut
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value that is not allowed."""
+        check(self, "activation.")
+        if self.limit is not None and self.limit <= 0:
+            raise ValueError(f"activation.limit = {self.limit!r}; allowed: more than 0, or None")
+        if not self.gated and (self.limit, self.slope, self.offset) != (None, 1.0, 0.0):
+            raise ValueError("activation.limit, activation.slope and activation.offset are of gated experts")
+        if self.function != "silu" and self.slope != 1.0:
+            raise ValueError(f"activation.slope = {self.slope!r} is of silu, not of {self.function}")
+
+
+SECTIONS = {"activation": Activation}

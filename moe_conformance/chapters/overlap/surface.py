@@ -1,0 +1,79 @@
+"""What a backend may offer for the overlap of exchange and computation: `Config.overlap`. Import it from `contract`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from torch import Tensor
+
+from moe_conformance.contract.errors import Unsupported
+from moe_conformance.contract.exchange import Parametrised, Resolved
+from moe_conformance.contract.values import check
+
+if TYPE_CHECKING:
+    from moe_conformance.contract.config import Config
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """`Config.overlap`: what is computed while tokens are exchanged. An exchange reads `chunks`, a step all others."""
+
+    chunks: int = 1  # parts of the tokens, of which one is exchanged while experts run on another
+    layers: int = 1  # MoE layers of the model that a step runs
+    deferred_weights: bool = False  # delayed wgrad: weight gradients of experts follow the gradients of their inputs
+    recompute_experts: bool = False  # activation recomputation of the routed experts, in the backward
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value that is not allowed."""
+        check(self, "overlap.", chunks=1, layers=1)
+
+
+class OverlappedLayer(Parametrised, Protocol):
+    """A layer of a model: it is called by itself, as any layer, or runs in the schedule of its step.
+
+    `named` yields what a `contract.Layer` does, and what further parameters the workload has for its layers.
+    """
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return y in the shape of x; its backward leaves no weight gradient for later."""
+
+
+class OverlappedStep(Resolved, Protocol):
+    """A training step of several MoE layers that overlaps exchanges with computation (`Config.overlap`).
+
+    The layers follow each other: y = f_L(... f_1(x)). While tokens of one microbatch are dispatched or combined,
+    something else is computed that does not need them. It claims `overlap` if it only looks like that.
+    """
+
+    @property
+    def layers(self) -> Sequence[OverlappedLayer]:
+        """The layers, `Config.overlap.layers` of them, with the parameters that the step trains."""
+
+    def run(self, xs: Sequence[Tensor], upstreams: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return y of every microbatch after all forwards and backwards; collective, with as many on all ranks.
+
+        Each x is a leaf (T, D) that asks for a gradient; upstream is dL/dy. Gradients are added to what x and the
+        parameters have, those of deferred weights too, and none is left for later. Reductions over replicas follow in
+        `Session.finish_gradients` of the layers.
+        """
+
+
+class SessionPart:
+    """What a session builds for this chapter."""
+
+    def overlapped_step(self, config: Config) -> OverlappedStep:
+        """Build the layers of a model, and the schedule of a step that overlaps their exchanges; collective."""
+        raise Unsupported("this backend offers no step that overlaps exchange and computation")
+
+
+@dataclass(frozen=True)
+class ClaimsPart:
+    """What a backend claims of it."""
+
+    # A step that is built with overlap has exchanges in flight while it computes (OVLP-12); no: it has none.
+    overlap: Literal["yes", "no"] = "yes"
+
+
+SECTIONS = {"overlap": Overlap}

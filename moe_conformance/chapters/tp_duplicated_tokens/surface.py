@@ -1,0 +1,15 @@
+"""What a backend may offer for the same tokens on all tp ranks (`Config.token_copies`). Import it from `contract`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ClaimsPart:
+    """What a backend claims of it."""
+
+    # With `Config.token_copies` (EXCH-36). complete: dL/dx and dL/dw are complete on every tp rank; parts: their sum
+    # over tp is.
+    copies: Literal["complete", "parts"] = "complete"
