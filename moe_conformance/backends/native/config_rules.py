@@ -7,13 +7,17 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.backends.native.offered import offers
 from moe_conformance.contract import Config, Settings, Topology, VersionLimit
+
+if TYPE_CHECKING:
+    from moe_conformance.backends.native.session import NativeSession
 
 _OPTIONS: Mapping[str, tuple[str | None, ...]] = {
     "dispatcher": ("alltoall", "allgather", "fused"),
@@ -259,3 +263,9 @@ def _installed(library: str) -> str | None:
 
 def _refuse(s: Settings, option: str, beside: str = "native") -> None:
     raise CannotBuild(f"{option} = {getattr(s, option)!r} does not go with {beside}")
+
+
+@offers("config_rules")
+def config_rules(session: NativeSession, config: Config) -> ConfigRules:
+    """Build what resolves settings."""
+    return session.use(ConfigRules)(config, session.topology, session.device, session.router)

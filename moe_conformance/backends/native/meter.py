@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_conformance.backends.native.offered import offers
 from moe_conformance.contract import (
     Config,
     Delivery,
@@ -26,6 +27,9 @@ from moe_conformance.contract import (
     Topology,
     whole,
 )
+
+if TYPE_CHECKING:
+    from moe_conformance.backends.native.session import NativeSession
 
 NAMES = ("avg_overload_factor", "max_overload_factor", "max_cum_overload_factor")
 
@@ -328,3 +332,10 @@ class MeteredExchange:
 
 def _double(delivery: Delivery) -> Tensor:
     return (delivery.rows_RD * 2).reshape(delivery.shape)
+
+
+@offers("load_meter", maps=None)
+def load_meter(session: NativeSession, config: Config) -> MeteredExchange:
+    """Build the exchange with native's meter attached."""
+    meter = session.use(Meter)(session.topology, config, session.device)
+    return session.use(MeteredExchange)(config, session.exchange(config), meter)

@@ -1,19 +1,46 @@
-"""Surfaces that native builds of a configuration alone. A new one is a file of its own: the session finds it here."""
+"""How native's files offer surfaces: the session finds a class or a function that says so, and no list names it.
+
+A surface that is built of a configuration alone is a class, `Offered`; any other is built by a function under
+`@offers("its method of Session")`. Both say which options of Config they map beside those of every surface.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from moe_conformance.contract import Config
 
+if TYPE_CHECKING:
+    from moe_conformance.backends.native.session import NativeSession
+
+# The options that some surface maps: one config serves all surfaces.
+MAPPED = (
+    *("variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "routing", "capacity"),
+    *("padding.tokens", "padding.alignment", "padding.bound", "padding.packed", "padding.splits"),
+)
+OF_EXPERTS = ("activation", "expert_biases", "sharding")  # an exchange knows nothing of them
+OF_ROUTERS = ("router_dtype", "jitter")  # of routers alone and in layers
+
+Build = TypeVar("Build", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One surface: the method of `contract.Session` that returns it, what builds it, and what it maps."""
+
+    surface: str
+    build: Callable[[NativeSession, Config], Any]
+    maps: tuple[str, ...] | None  # None: whatever the surfaces map of which it is made, which refuse the rest
+
 
 class Offered:
-    """A surface without process groups.
+    """A surface without process groups, built of a configuration alone.
 
     `surface` is the method of `contract.Session` that returns it; `maps` names the options and sections of Config that
     it reads beside those of every surface.
@@ -26,23 +53,41 @@ class Offered:
         """Read what it needs of the configuration."""
 
 
-def offered() -> Iterator[type[Offered]]:
-    """Yield every class of native that names its surface, file by file.
+def offers(surface: str, maps: tuple[str, ...] | None = ()) -> Callable[[Build], Build]:
+    """Say that a function builds a surface for a session."""
+
+    def mark(build: Build) -> Build:
+        build.offer = Offer(surface, build, maps)  # type: ignore[attr-defined]
+        return build
+
+    return mark
+
+
+def offered() -> Iterator[Offer]:
+    """Yield what native's files offer, file by file.
 
     Raises:
-        ValueError: two of them name the same surface.
+        ValueError: two of them offer the same surface.
     """
+    seen: dict[str, str] = {}
     package = __package__ or ""
-    seen: dict[str, type[Offered]] = {}
     for found in pkgutil.walk_packages([str(Path(__file__).parent)], f"{package}."):
         if found.name == f"{package}.session":  # it is what asks
             continue
-        module = importlib.import_module(found.name)
-        classes = (each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == found.name)
-        for each in classes:
-            if not issubclass(each, Offered) or "surface" not in vars(each):
+        for name, each in vars(importlib.import_module(found.name)).items():
+            if getattr(each, "__module__", None) != found.name:
                 continue
-            if each.surface in seen:
-                raise ValueError(f"{each.__name__} and {seen[each.surface].__name__} both offer {each.surface!r}")
-            seen[each.surface] = each
-            yield each
+            offer = _offer_of(each)
+            if offer is None:
+                continue
+            if offer.surface in seen:
+                raise ValueError(f"{name} and {seen[offer.surface]} both offer {offer.surface!r}")
+            seen[offer.surface] = name
+            yield offer
+
+
+def _offer_of(each: Any) -> Offer | None:
+    if inspect.isclass(each) and issubclass(each, Offered) and "surface" in vars(each):
+        return Offer(each.surface, lambda session, config: session.use(each)(config), each.maps)
+    offer = getattr(each, "offer", None)
+    return offer if isinstance(offer, Offer) else None

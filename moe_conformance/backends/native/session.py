@@ -11,10 +11,9 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native.config_rules import ConfigRules
 from moe_conformance.backends.native.exchange.chunks import ChunkedExchange
 from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange, LocalExchange
-from moe_conformance.backends.native.exchange.equal_splits import EqualSplits, EqualSplitsExchange
+from moe_conformance.backends.native.exchange.equal_splits import EqualSplitsExchange
 from moe_conformance.backends.native.exchange.round_robin import SLICES, RoundRobinExchange
 from moe_conformance.backends.native.exchange.token_padding import (
     ClaimingExchange,
@@ -25,41 +24,21 @@ from moe_conformance.backends.native.exchange.token_padding import (
 from moe_conformance.backends.native.exchange.tp_duplicated_tokens import TokenCopies
 from moe_conformance.backends.native.fused.flex import FlexExchange
 from moe_conformance.backends.native.fused.fp8_wire import Float8Wire
-from moe_conformance.backends.native.fused.low_latency import FixedPlaces, LowLatencyExchange
+from moe_conformance.backends.native.fused.low_latency import LowLatencyExchange
 from moe_conformance.backends.native.fused.managers import DeepEPManager, HybridEPManager, Manager, NCCLEPManager
-from moe_conformance.backends.native.fused.surface import ReusableExchange
 from moe_conformance.backends.native.fused.token_exchange import TokenExchange
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.layer.activated_experts import ActivatedExperts, ExpertBiases
-from moe_conformance.backends.native.layer.deferred import WeightGradients
 from moe_conformance.backends.native.layer.experts import BATCHED, Experts
 from moe_conformance.backends.native.layer.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.layer.layer import Layer
 from moe_conformance.backends.native.layer.looped_experts import LoopedExperts
-from moe_conformance.backends.native.layer.overlapped_pass import LayerPass
-from moe_conformance.backends.native.layer.overlapped_step import OverlappedStep
 from moe_conformance.backends.native.layer.sharded_experts import ShardedGradients, ShardedParameters
-from moe_conformance.backends.native.layer.shared_experts import SharedExperts
-from moe_conformance.backends.native.meter import Meter, MeteredExchange
-from moe_conformance.backends.native.offered import Offered, offered
+from moe_conformance.backends.native.offered import MAPPED, OF_EXPERTS, OF_ROUTERS, Offer, offered
 from moe_conformance.backends.native.recomputation import Recomputation
-from moe_conformance.backends.native.router.balancing import BalancingRouters
 from moe_conformance.backends.native.router.forcing import ForcedRouter
-from moe_conformance.backends.native.router.losses import RouterLosses
-from moe_conformance.backends.native.router.quantile_balancing import QuantileRouters
-from moe_conformance.backends.native.router.replay import ReplayRouters
 from moe_conformance.backends.native.router.routing import Router
-from moe_conformance.backends.native.router.training import TrainingRouters
 from moe_conformance.contract import Config, Parametrised, Session, Topology, Unsupported, refusals
-
-# Each of them by some surface: one config serves all surfaces.
-_MAPPED = (
-    "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "routing", "capacity",
-    "padding.tokens", "padding.alignment", "padding.bound", "padding.packed",
-    "padding.splits",  # of padding, not the multiple of rows
-)  # fmt: skip
-_OF_EXPERTS = ("activation", "expert_biases", "sharding")  # an exchange knows nothing of them
-_OF_ROUTERS = ("router_dtype", "jitter")  # of routers alone and in layers
 
 Built = TypeVar("Built")
 
@@ -99,6 +78,10 @@ class NativeSession(Session):
         replaced = {**cls.replaced, **{native_class(each): each for each in classes}}
         return type(f"{cls.__name__}Building{classes[0].__name__}", (cls,), {"replaced": replaced})
 
+    def surface(self, name: str, config: Config) -> Any:
+        """Build a surface that one of native's files offers."""
+        return getattr(self, name)(config)
+
     def use(self, native: type[Built]) -> type[Built]:
         """Return what is built in place of a native class: the class itself, unless it is replaced."""
         return self.replaced.get(native, native)
@@ -112,8 +95,8 @@ class NativeSession(Session):
             return self._chunked(config)
         asked, config = config, replace(config, token_copies=False)
         with refusals(CannotBuild, match="."):
-            exchange: Withdrawing = self._exchange(config)
-            if self._pads(config):
+            exchange: Withdrawing = self.unpadded_exchange(config)
+            if self.pads(config):
                 padding = self.use(TokenPadding)(config, self.topology, self.device)
                 exchange = self.use(PaddedExchange)(exchange, padding)
             alone = not asked.token_copies or self.topology.sizes["tp"] == 1
@@ -125,22 +108,8 @@ class NativeSession(Session):
             raise Unsupported("native exchanges in chunks in the variant 'alltoall', without padding and token copies")
         return self.use(ChunkedExchange)(exchange, config.overlap.chunks)
 
-    def token_padding(self, config: Config) -> TokenPadding:
-        """Build the padding of the exchange of `config`."""
-        config.only(*_MAPPED)
-        if not self._pads(config):
-            raise Unsupported(f"the exchange {config.variant!r} pads token counts only with padding.tokens")
-        with refusals(CannotBuild, match="."):
-            self._exchange(config)  # where there is none, there is nothing to pad
-            return self.use(TokenPadding)(config, self.topology, self.device)
-
-    def masked_router(self, config: Config) -> Router:
-        """Build the router, which takes a mask."""
-        if config.capacity.factor is not None:
-            raise Unsupported("native drops by capacity where no token is padding")
-        return self.router(config)
-
-    def _exchange(self, config: Config) -> LocalExchange | FlexExchange:
+    def unpadded_exchange(self, config: Config) -> LocalExchange | FlexExchange:
+        """Build the exchange of `config.variant`, which pads no token counts."""
         classes: dict[str, type[LocalExchange]] = {
             "alltoall": self.use(AllToAllExchange),
             "allgather": self.use(AllGatherExchange),
@@ -150,13 +119,15 @@ class NativeSession(Session):
         if config.padding.splits == "equal" and config.variant != "alltoall":
             raise Unsupported(f"native pads to equal splits in the variant 'alltoall', not in {config.variant!r}")
         if config.padding.splits == "equal":
-            return self.use(EqualSplitsExchange)(config.only(*_MAPPED), self.topology, self.equal_splits(config))
+            return self.use(EqualSplitsExchange)(
+                config.only(*MAPPED), self.topology, self.surface("equal_splits", config)
+            )
         if self.optional and config.variant == "alltoall" and config.routing.forced == (("round_robin", None),):
-            return self.use(RoundRobinExchange)(config.only(*_MAPPED, *_OF_EXPERTS), self.topology)
+            return self.use(RoundRobinExchange)(config.only(*MAPPED, *OF_EXPERTS), self.topology)
         if config.variant in classes:
-            return classes[config.variant](config.only(*_MAPPED, *_OF_EXPERTS), self.topology)
+            return classes[config.variant](config.only(*MAPPED, *OF_EXPERTS), self.topology)
         if manager := self._managers.get(config.variant):
-            config.only(*_MAPPED, *_OF_EXPERTS, "receive_buffer", "wire")
+            config.only(*MAPPED, *OF_EXPERTS, "receive_buffer", "wire")
             return FlexExchange(config, self.topology, manager, self.use(TokenExchange), self.use(Float8Wire))
         known = ", ".join((*classes, *self._managers))
         raise Unsupported(f"native has no variant {config.variant!r}; it has {known}")
@@ -169,13 +140,14 @@ class NativeSession(Session):
             "ncclep": self.use(NCCLEPManager),
         }
 
-    def _pads(self, config: Config) -> bool:
+    def pads(self, config: Config) -> bool:
+        """Whether the exchange of `config` pads token counts."""
         manager = self._managers.get(config.variant)
         return config.padding.tokens != "no" or bool(manager and manager.needs_equal_tokens)
 
     def experts(self, config: Config) -> Experts | ActivatedExperts:
         """Build this rank's experts, the same with token_copies and with a receive buffer of fixed size."""
-        config.only(*_MAPPED, *_OF_EXPERTS, "receive_buffer", "token_copies")
+        config.only(*MAPPED, *OF_EXPERTS, "receive_buffer", "token_copies")
         plain = (config.activation, config.expert_biases) == (Config.activation, Config.expert_biases)
         with refusals(CannotBuild, match="."):
             if config.variant == "local":
@@ -199,7 +171,7 @@ class NativeSession(Session):
 
         Implements: FORCE-01.
         """
-        config.only(*_MAPPED, *_OF_ROUTERS, "gate_bias", *(("token_copies",) if config.routing.forced else ()))
+        config.only(*MAPPED, *OF_ROUTERS, "gate_bias", *(("token_copies",) if config.routing.forced else ()))
         with refusals(CannotBuild, match="."):
             if not config.routing.forced:
                 return self.use(Router)(config, self.device)
@@ -220,93 +192,6 @@ class NativeSession(Session):
         finally:
             self.optional = True
 
-    def initial_router(self, config: Config) -> Router:
-        """Build a router with the parameters of a new model."""
-        router = self.router(config)
-        router.initialise()
-        return router
-
-    def training_routers(self, config: Config) -> TrainingRouters:
-        """Build the routers of a model with their losses."""
-        config.only(*_MAPPED, "losses")
-        with refusals(CannotBuild, match="."):
-            routers = [self.router(replace(config, losses=Config.losses)) for _ in range(config.losses.layers)]
-            losses = self.use(RouterLosses)(config, self.topology)
-            built = self.use(TrainingRouters)(config, self.topology, routers, losses)
-        built.finish_gradients = self.finish_gradients
-        return built
-
-    def balancing_routers(self, config: Config) -> BalancingRouters:
-        """Build the routers of a model whose balance bias is updated."""
-        config.only(*_MAPPED, "balance")
-        if not config.routing.balance_bias:
-            raise Unsupported("routers without routing.balance_bias have none to update")
-        with refusals(CannotBuild, match="."):
-            routers = [self.router(replace(config, balance=Config.balance)) for _ in range(config.balance.layers)]
-            kind = QuantileRouters if config.balance.rule == "quantile" else BalancingRouters
-            return self.use(kind)(config, self.topology, routers)
-
-    def replay_routers(self, config: Config) -> ReplayRouters:
-        """Build the routers of a model with router replay."""
-        config.only(*_MAPPED, "replay")
-        if config.routing.forced or config.capacity.factor is not None:
-            raise Unsupported("native replays neither forced routes nor dropped slots")
-        with refusals(CannotBuild, match="."):
-            routers = [self.router(replace(config, replay=Config.replay)) for _ in config.replay.layers]
-            return self.use(ReplayRouters)(config, routers)
-
-    def config_rules(self, config: Config) -> ConfigRules:
-        """Build what resolves settings."""
-        return self.use(ConfigRules)(config.only(*_MAPPED), self.topology, self.device, self.router)
-
-    def token_exchange(self, config: Config) -> ReusableExchange:
-        """Build the token exchange that the managers work over."""
-        config.only(*_MAPPED, "wire")
-        with refusals(CannotBuild, match="."):
-            return self.use(ReusableExchange)(config, self.topology, self.use(TokenExchange), self.use(Float8Wire))
-
-    def layer(self, config: Config) -> Layer:
-        """Build a layer of the session's own router, exchange and experts, and its shared experts."""
-        config.only(*_MAPPED, *_OF_ROUTERS, "shared")
-        if config.shared.overlap and config.padding.splits == "equal":
-            raise Unsupported("native has no shared.overlap with padding.splits='equal'")
-        routed = replace(config, shared=Config.shared)  # without shared experts
-        plain = replace(routed, router_dtype=None, jitter=0.0)
-        router, exchange, experts = self.router(routed), self.exchange(plain), self.experts(plain)
-        assert isinstance(experts, Experts)  # all others are refused above
-        assert not isinstance(exchange, ChunkedExchange)
-        with refusals(CannotBuild, match="."):
-            return self.use(Layer)(
-                config, self.topology, self.device, (router, exchange, experts), self.use(SharedExperts)
-            )
-
-    def overlapped_step(self, config: Config) -> OverlappedStep:
-        """Build layers whose exchanges overlap with other microbatches."""
-        plain = replace(config, overlap=Config.overlap)
-        with refusals(CannotBuild, match="."):
-            if config.variant != "alltoall" or config.shared.overlap or config.overlap.chunks > 1:
-                raise CannotBuild("a step overlaps the variant 'alltoall', without shared.overlap and overlap.chunks")
-            if config.padding.tokens != "no" or config.padding.splits == "equal" or config.routing.forced:
-                raise CannotBuild("a step overlaps no padded exchange, and no forced routing")
-        layers = [self.layer(plain) for _ in range(config.overlap.layers)]
-        return self.use(OverlappedStep)(config, layers, self.use(LayerPass), self.use(WeightGradients))
-
-    def equal_splits(self, config: Config) -> EqualSplits:
-        """Build what pads pieces for the ranks of ep."""
-        config.only(*_MAPPED)
-        return self.use(EqualSplits)(self.topology.group("ep"), self.device)
-
-    def load_meter(self, config: Config) -> MeteredExchange:
-        """Build the exchange with native's meter attached."""
-        meter = self.use(Meter)(self.topology, config, self.device)
-        return self.use(MeteredExchange)(config, self.exchange(config), meter)
-
-    def places_exchange(self, config: Config) -> FixedPlaces:
-        """Build the exchange with fixed places, for callers."""
-        config.only(*_MAPPED)
-        with refusals(CannotBuild, match="."):
-            return self.use(FixedPlaces)(config, self.topology, self.use(LowLatencyExchange))
-
     def recompute(self, call: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Return `call(*inputs)`, which the backward repeats."""
         return self.recomputation.run(call, inputs)
@@ -325,10 +210,12 @@ class NativeSession(Session):
         self.use(GradientFinisher)(self.topology).finish(modules)
 
 
-def _builder(kind: type[Offered]) -> Callable[[NativeSession, Config], Any]:
+def _builder(offer: Offer) -> Callable[[NativeSession, Config], Any]:
     def build(session: NativeSession, config: Config) -> Any:
+        if offer.maps is not None:
+            config.only(*MAPPED, *offer.maps)
         with refusals(CannotBuild, match="."):
-            return session.use(kind)(config.only(*_MAPPED, *kind.maps))
+            return offer.build(session, config)
 
     return build
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,11 @@ from torch.nn import functional as F
 
 from moe_conformance.backends.native.exchange import collectives
 from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Plan
+from moe_conformance.backends.native.offered import offers
 from moe_conformance.contract import Config, Topology
+
+if TYPE_CHECKING:
+    from moe_conformance.backends.native.session import NativeSession
 
 
 class EqualSplits:
@@ -93,3 +98,9 @@ class EqualSplitsExchange(AllToAllExchange):
         padded = self.splits.pad(rows, sent_C, size)
         received = collectives.all_to_all(padded, [size] * group.size(), [size] * group.size(), group)
         return self.splits.compact(received, received_C, size)
+
+
+@offers("equal_splits")
+def equal_splits(session: NativeSession, config: Config) -> EqualSplits:
+    """Build what pads pieces for the ranks of ep."""
+    return session.use(EqualSplits)(session.topology.group("ep"), session.device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,11 @@ from torch.nn import functional as F
 
 from moe_conformance.backends.native.exchange import collectives
 from moe_conformance.backends.native.groups import CannotBuild
-from moe_conformance.contract import Claiming, Claims, Config, Delivery, Routing, SplitExchange, Topology
+from moe_conformance.backends.native.offered import offers
+from moe_conformance.contract import Claiming, Claims, Config, Delivery, Routing, SplitExchange, Topology, Unsupported
+
+if TYPE_CHECKING:
+    from moe_conformance.backends.native.session import NativeSession
 
 
 class BoundBroken(ValueError):
@@ -160,3 +164,12 @@ class PaddedExchange:
 
     def _trim(self, y_PD: Tensor, handle: Untrimmed) -> Tensor:
         return y_PD[: handle.tokens]
+
+
+@offers("token_padding")
+def token_padding(session: NativeSession, config: Config) -> TokenPadding:
+    """Build the padding of the exchange of `config`."""
+    if not session.pads(config):
+        raise Unsupported(f"the exchange {config.variant!r} pads token counts only with padding.tokens")
+    session.unpadded_exchange(config)  # where there is none, there is nothing to pad
+    return session.use(TokenPadding)(config, session.topology, session.device)

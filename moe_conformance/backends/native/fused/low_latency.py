@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,12 @@ from torch import Tensor
 from moe_conformance.backends.native.exchange import misuse
 from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Sent
 from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.backends.native.offered import offers
 from moe_conformance.backends.native.router import capacity
 from moe_conformance.contract import Claims, Config, Delivery, Places, Routing, Topology
+
+if TYPE_CHECKING:
+    from moe_conformance.backends.native.session import NativeSession
 
 
 class TooManyTokens(ValueError):
@@ -175,3 +179,9 @@ class FixedPlaces:
         permuted = handle.sent.permuted
         weighted = replace(permuted, weights_P=weights_TK[permuted.pairs.token_P, permuted.pairs.slot_P])
         return self.exchange.combine(rows_NCD, replace(handle, sent=replace(handle.sent, permuted=weighted)))
+
+
+@offers("places_exchange")
+def places_exchange(session: NativeSession, config: Config) -> FixedPlaces:
+    """Build the exchange with fixed places, for callers."""
+    return session.use(FixedPlaces)(config, session.topology, session.use(LowLatencyExchange))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -10,7 +11,11 @@ from moe_conformance.backends.native.fused import autograd
 from moe_conformance.backends.native.fused.fp8_wire import Float8Wire
 from moe_conformance.backends.native.fused.token_exchange import Handle, TokenExchange
 from moe_conformance.backends.native.groups import Placement
+from moe_conformance.backends.native.offered import offers
 from moe_conformance.contract import Claims, Config, Received, Topology
+
+if TYPE_CHECKING:
+    from moe_conformance.backends.native.session import NativeSession
 
 
 class ReusableExchange:
@@ -84,3 +89,9 @@ class ReusableExchange:
 
     def _add(self, y_TD: Tensor, bias_TD: Tensor) -> Tensor:
         return y_TD + bias_TD
+
+
+@offers("token_exchange", maps=("wire",))
+def token_exchange(session: NativeSession, config: Config) -> ReusableExchange:
+    """Build the token exchange that the managers work over."""
+    return session.use(ReusableExchange)(config, session.topology, session.use(TokenExchange), session.use(Float8Wire))

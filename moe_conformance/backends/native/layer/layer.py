@@ -8,12 +8,14 @@ takes no further one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from moe_conformance.backends.native.exchange.chunks import ChunkedExchange
 from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
 from moe_conformance.backends.native.exchange.token_padding import ClaimingExchange
 from moe_conformance.backends.native.fused.low_latency import LowLatencyExchange
@@ -21,8 +23,12 @@ from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.layer.experts import Experts
 from moe_conformance.backends.native.layer.gradients import Replicated
 from moe_conformance.backends.native.layer.shared_experts import OutputBias, Score, SharedExperts
+from moe_conformance.backends.native.offered import OF_ROUTERS, offers
 from moe_conformance.backends.native.router.routing import Router
-from moe_conformance.contract import Claims, Config, Delivery, Named, Read, Routing, Topology
+from moe_conformance.contract import Claims, Config, Delivery, Named, Read, Routing, Topology, Unsupported
+
+if TYPE_CHECKING:
+    from moe_conformance.backends.native.session import NativeSession
 
 
 class Layer(nn.Module):
@@ -128,3 +134,17 @@ class Layer(nn.Module):
         Implements: EXCH-08, SHARE-01, SHARE-04.
         """
         return y if shared is None else y + shared
+
+
+@offers("layer", maps=(*OF_ROUTERS, "shared"))
+def layer(session: NativeSession, config: Config) -> Layer:
+    """Build a layer of the session's own router, exchange and experts, and its shared experts."""
+    if config.shared.overlap and config.padding.splits == "equal":
+        raise Unsupported("native has no shared.overlap with padding.splits='equal'")
+    routed = replace(config, shared=Config.shared)  # without shared experts
+    plain = replace(routed, router_dtype=None, jitter=0.0)
+    router, exchange, experts = session.router(routed), session.exchange(plain), session.experts(plain)
+    assert isinstance(experts, Experts)  # all others are refused above
+    assert not isinstance(exchange, ChunkedExchange)
+    parts = router, exchange, experts
+    return session.use(Layer)(config, session.topology, session.device, parts, session.use(SharedExperts))

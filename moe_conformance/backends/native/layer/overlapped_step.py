@@ -10,14 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
+from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.layer.deferred import WeightGradients
 from moe_conformance.backends.native.layer.layer import Layer
 from moe_conformance.backends.native.layer.overlapped_pass import LayerPass, Pass
+from moe_conformance.backends.native.offered import offers
 from moe_conformance.contract import Claims, Config
+
+if TYPE_CHECKING:
+    from moe_conformance.backends.native.session import NativeSession
 
 
 class OverlappedStep:
@@ -113,3 +119,15 @@ def _put_off(layer: Layer, queue: WeightGradients | None) -> None:
     layer.experts.deferred = queue
     if layer.shared is not None:
         layer.shared.deferred = queue
+
+
+@offers("overlapped_step", maps=None)
+def overlapped_step(session: NativeSession, config: Config) -> OverlappedStep:
+    """Build layers whose exchanges overlap with other microbatches."""
+    plain = replace(config, overlap=Config.overlap)
+    if config.variant != "alltoall" or config.shared.overlap or config.overlap.chunks > 1:
+        raise CannotBuild("a step overlaps the variant 'alltoall', without shared.overlap and overlap.chunks")
+    if config.padding.tokens != "no" or config.padding.splits == "equal" or config.routing.forced:
+        raise CannotBuild("a step overlaps no padded exchange, and no forced routing")
+    layers = [session.surface("layer", plain) for _ in range(config.overlap.layers)]
+    return session.use(OverlappedStep)(config, layers, session.use(LayerPass), session.use(WeightGradients))

@@ -6,6 +6,8 @@ V valid tokens of the step, K slots, E experts. The bias is added to scores.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,9 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.backends.native.offered import offers
 from moe_conformance.backends.native.router.balancing import BalancingRouters
 from moe_conformance.backends.native.router.routing import Router
-from moe_conformance.contract import Config, Routed, Topology
+from moe_conformance.contract import Config, Routed, Topology, Unsupported
+
+if TYPE_CHECKING:
+    from moe_conformance.backends.native.session import NativeSession
 
 
 class QuantileRouters(BalancingRouters):
@@ -93,3 +99,13 @@ class QuantileRouters(BalancingRouters):
             dist.all_gather(parts, F.pad(own_VE, (0, 0, 0, most - len(own_VE))), group=group)
             own_VE = torch.cat([part[: int(size)] for part, size in zip(parts, sizes_W, strict=True)])
         return own_VE
+
+
+@offers("balancing_routers", maps=("balance",))
+def balancing_routers(session: NativeSession, config: Config) -> BalancingRouters:
+    """Build the routers of a model whose balance bias is updated."""
+    if not config.routing.balance_bias:
+        raise Unsupported("routers without routing.balance_bias have none to update")
+    routers = [session.router(replace(config, balance=Config.balance)) for _ in range(config.balance.layers)]
+    kind = QuantileRouters if config.balance.rule == "quantile" else BalancingRouters
+    return session.use(kind)(config, session.topology, routers)

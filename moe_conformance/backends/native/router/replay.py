@@ -6,14 +6,19 @@ T tokens, K slots.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_conformance.backends.native.layer.gradients import Replicated
+from moe_conformance.backends.native.offered import offers
 from moe_conformance.backends.native.router.routing import Router
-from moe_conformance.contract import Config, Named, Read, Routed
+from moe_conformance.contract import Config, Named, Read, Routed, Unsupported
+
+if TYPE_CHECKING:
+    from moe_conformance.backends.native.session import NativeSession
 
 Place = tuple[int, int]  # number of the layer in the model, and of the microbatch
 
@@ -99,3 +104,12 @@ class ReplayRouters(Replicated):
                 f"layer {place[0]} is to replay a record of {shape} for microbatch {place[1]}: there is {has}"
             )
         return ids_TK
+
+
+@offers("replay_routers", maps=("replay",))
+def replay_routers(session: NativeSession, config: Config) -> ReplayRouters:
+    """Build the routers of a model with router replay."""
+    if config.routing.forced or config.capacity.factor is not None:
+        raise Unsupported("native replays neither forced routes nor dropped slots")
+    routers = [session.router(replace(config, replay=Config.replay)) for _ in config.replay.layers]
+    return session.use(ReplayRouters)(config, routers)

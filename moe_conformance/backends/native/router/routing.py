@@ -8,6 +8,7 @@ in it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,12 @@ from torch.nn import functional as F
 
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.layer.gradients import Replicated
+from moe_conformance.backends.native.offered import offers
 from moe_conformance.backends.native.router import capacity
-from moe_conformance.contract import Claims, Config, Named, Read, Routed, Routing
+from moe_conformance.contract import Claims, Config, Named, Read, Routed, Routing, Unsupported
+
+if TYPE_CHECKING:
+    from moe_conformance.backends.native.session import NativeSession
 
 _SPREAD, _SEED = 0.02, 1234  # of the weight of a new model: standard deviation and seed
 
@@ -232,3 +237,19 @@ def _check(config: Config) -> None:
     if not 1 <= _addends(config, selected) <= E // groups:
         addends = _addends(config, selected)
         raise CannotBuild(f"{config.routing.group_score} adds up {addends} scores of a group of {E // groups} experts")
+
+
+@offers("masked_router", maps=None)
+def masked_router(session: NativeSession, config: Config) -> Router:
+    """Build the router, which takes a mask."""
+    if config.capacity.factor is not None:
+        raise Unsupported("native drops by capacity where no token is padding")
+    return session.router(config)
+
+
+@offers("initial_router", maps=None)
+def initial_router(session: NativeSession, config: Config) -> Router:
+    """Build a router with the parameters of a new model."""
+    router = session.router(config)
+    router.initialise()
+    return router

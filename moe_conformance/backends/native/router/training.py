@@ -6,7 +6,8 @@ T tokens, K slots, E experts, D hidden, S positions of B sequences.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_conformance.backends.native.layer.gradients import Replicated
+from moe_conformance.backends.native.offered import offers
 from moe_conformance.backends.native.router.losses import RouterLosses, Tokens
 from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Claims, Config, Named, Read, Routed, Routing, Topology, Trained
+
+if TYPE_CHECKING:
+    from moe_conformance.backends.native.session import NativeSession
 
 Built = TypeVar("Built")
 Use = Callable[[type[Built]], type[Built]]
@@ -194,3 +199,13 @@ class TrainingRouters(Replicated):
         groups = 1 if name == "global_batch" else self.topology.sizes["dp"]
         value = self.losses.over_step(share) / (self.charged * groups * len(self.routers))
         return value / self.losses.coefficient(name)
+
+
+@offers("training_routers", maps=("losses",))
+def training_routers(session: NativeSession, config: Config) -> TrainingRouters:
+    """Build the routers of a model with their losses."""
+    routers = [session.router(replace(config, losses=Config.losses)) for _ in range(config.losses.layers)]
+    losses = session.use(RouterLosses)(config, session.topology)
+    built = session.use(TrainingRouters)(config, session.topology, routers, losses)
+    built.finish_gradients = session.finish_gradients
+    return built
