@@ -7,10 +7,9 @@ router alone, or a whole layer; a router with a capacity is asked without it as 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,9 +28,10 @@ from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.built import build_all
 from moe_conformance.scenarios.identity import Identity
+from moe_conformance.scenarios.in_flight import InFlight
 from moe_conformance.scenarios.inputs import Inputs
 from moe_conformance.scenarios.memory import bytes_in_use, longer, take_and_forget
-from moe_conformance.scenarios.outcome import ExchangeSeen, Finish, Grad, Microbatch, RankOutcome, RouterSeen
+from moe_conformance.scenarios.outcome import ExchangeSeen, Finish, Microbatch, RankOutcome, RouterSeen
 from moe_conformance.scenarios.padding import PaddingGradients
 from moe_conformance.scenarios.probe import Probe
 from moe_conformance.scenarios.recomputing import exchange_again, experts_again, router_again
@@ -39,8 +39,9 @@ from moe_conformance.scenarios.reported import claims_of, claims_of_all, optiona
 from moe_conformance.scenarios.routed_exchange import RoutedExchange
 from moe_conformance.scenarios.sessions import opened
 from moe_conformance.scenarios.step_parts import go_back, weights_at
-from moe_conformance.scenarios.tensors import same_bytes, to_cpu
+from moe_conformance.scenarios.tensors import to_cpu
 from moe_conformance.workloads.records.runs import ExchangeStep
+from moe_conformance.workloads.records.schedule import BEGIN_TRAINING, Operation, operations
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -57,15 +58,7 @@ class TrainingStep:
         self.live_groups: list[int] = []  # after each backward
         self.bytes_in_use: list[int | None] = []  # after each step of which nothing is kept
         self.beside: list[TrainingStep] = []  # of other exchanges, which take turns with this one
-        self.inputs: dict[int, Inputs] = {}
-        self.delivered: dict[int, Any] = {}  # handles between the halves of a forward
-        self.outputs: dict[int, Tensor] = {}
-        self.overflows: dict[int, str] = {}  # microbatches that a dispatch refused, and its words
-        self.returned: dict[int, Tensor] = {}  # copies of outputs, made when they were returned
-        self.weights_at: dict[int, str] = {}  # as the exchange told when they were returned
-        self.outputs_changed: dict[int, tuple[str, ...]] = {}
-        self.routed: dict[int, RouterSeen] = {}
-        self.spoilt: dict[int, PaddingGradients] = {}
+        self.flights: dict[int, InFlight] = {}  # by microbatch
         self.state_changed: list[str] = []
         self.hidden: Sequence[str] = ()  # what the backend was built without
 
@@ -105,63 +98,73 @@ class TrainingStep:
         surfaces = [*self.built.parametrised, *self.built.routers[1:]]
         for surface in surfaces:
             parameters.write(surface, {key: 2 * value for key, value in self.workload.parameters.items()})
-        self.inputs[0] = Inputs(self.workload, self.workload.batches[0][self.context.rank], self.context.device)
+        self._begin(0)
         self._forward(0)
         self._backward(0)
         self._end_step()
         parameters.clear(self.built.parametrised, self.built.session.grad_attr, to_zero=False)
-        self.inputs, self.outputs, self.returned, self.outputs_changed, self.routed = {}, {}, {}, {}, {}
-        self.ended, self.phases = [], []
+        self.flights, self.ended, self.phases = {}, [], []
         for surface in surfaces:
             parameters.write(surface, self.workload.parameters)
 
     def _once_more(self) -> None:
         """Follow the schedule from its beginning; what came of it before is forgotten."""
-        self.inputs, self.delivered, self.outputs, self.returned = {}, {}, {}, {}
+        self.flights = {}
         self._follow_schedule()
 
     def _follow_schedule(self) -> None:
         interleaved = self.workload.twist.interleaved
-        for item in self.workload.schedule.split():
+        for operation in operations(self.workload.schedule):
             if self.workload.twist.late:
                 time.sleep(self.workload.twist.late[self.context.rank])
-            for other in self.beside if item[0] in "FD" and not interleaved else ():
-                other._once_more()
-            self._follow(item)
-            for other in self.beside if interleaved else ():
-                self._reach(f"beside {item[0]}:{item[1:]}")  # its collectives are none of those of a phase of this one
-                other._follow(item)
+            if operation.name in BEGIN_TRAINING and not interleaved:
+                for other in self.beside:
+                    other._once_more()
+            self._execute(operation)
+            if interleaved:
+                for other in self.beside:
+                    self._reach(f"beside {operation}")  # its collectives are none of those of a phase of this one
+                    other._execute(operation)
 
-    def _follow(self, item: str) -> None:
-        """Do one item of the schedule."""
-        if item in ("S", "Z"):
+    def _execute(self, operation: Operation) -> None:
+        """Execute one operation of the schedule."""
+        name, m = operation
+        if m is None:
             self._reach("finish")
             self._end_step()
-            parameters.clear(self.built.parametrised, self.built.session.grad_attr, to_zero=item == "Z")
+            to_zero = name == "finish_to_zero"
+            parameters.clear(self.built.parametrised, self.built.session.grad_attr, to_zero=to_zero)
             return
-        phases: dict[str, tuple[str, Callable[[int], None]]] = {
-            "F": ("forward", self._forward),
-            "D": ("dispatch", self._dispatch),
-            "C": ("combine", self._combine),
-            "B": ("backward", self._backward),
-            "N": ("no_grad", lambda m: self._infer(m, torch.no_grad())),
-            "I": ("inference", lambda m: self._infer(m, torch.inference_mode())),
-            "U": ("unasked", lambda m: self._infer(m, nullcontext())),
-            "R": ("repetition", self._repeat),
-        }
-        phase, act = phases[item[0]]
-        m = int(item[1:])
-        self._reach(f"{phase}:{m}")
-        if m not in self.inputs:
-            batch = self.workload.batches[m][self.context.rank]
-            self.inputs[m] = Inputs(self.workload, batch, self.context.device)
-        act(m)
-        if item[0] == "B":
-            self.live_groups.append(len(dist.distributed_c10d._world.pg_map))
+        self._reach("repetition" if name == "repeat" else name, m)
+        self._begin(m)
+        match name:
+            case "forward":
+                self._forward(m)
+            case "dispatch":
+                self._dispatch(m)
+            case "combine":
+                self._combine(m)
+            case "backward":
+                self._backward(m)
+                self.live_groups.append(len(dist.distributed_c10d._world.pg_map))
+            case "no_grad":
+                self._infer(m, torch.no_grad())
+            case "inference":
+                self._infer(m, torch.inference_mode())
+            case "unasked":
+                self._infer(m, nullcontext())
+            case "repeat":
+                self._repeat(m)
 
-    def _reach(self, phase: str) -> None:
-        self.reached = phase
-        self.phases.append((phase, self.context.calls()))
+    def _begin(self, m: int) -> None:
+        """Copy a microbatch to the device with its first operation."""
+        if m not in self.flights:
+            batch = self.workload.batches[m][self.context.rank]
+            self.flights[m] = InFlight(Inputs(self.workload, batch, self.context.device))
+
+    def _reach(self, phase: str, m: int | None = None) -> None:
+        self.reached = phase if m is None else f"{phase}:{m}"
+        self.phases.append((self.reached, self.context.calls()))
 
     def _forward(self, m: int) -> None:
         if not self.workload.twist.autocast:
@@ -171,7 +174,7 @@ class TrainingStep:
             self._forward_as_is(m)
 
     def _forward_as_is(self, m: int) -> None:
-        inputs = self.inputs[m]
+        inputs = self.flights[m].inputs
         if self.built.routers:
             self._route(m, inputs.x)
             return
@@ -189,12 +192,12 @@ class TrainingStep:
                 or self.config.receive_buffer.overflow != "refuse"
             ):
                 raise
-            self.overflows[m] = str(error)
+            self.flights[m].overflow = str(error)
 
     def _route(self, m: int, x: Tensor) -> None:
         router, again = self.built.routers[m % len(self.built.routers)], self.workload.twist.recomputed == "all"
         routed = router_again(self.built.session, router, x) if again else router(x)
-        self.outputs[m] = routed.routing.weights_TK
+        self.flights[m].output = routed.routing.weights_TK
         seen = RouterSeen(
             to_cpu(routed.routing.ids_TK),
             to_cpu(routed.routing.weights_TK),
@@ -206,19 +209,21 @@ class TrainingStep:
                 kept = self.built.undropping(x.detach()).routing
             ids_TK, weights_TK = to_cpu(kept.ids_TK), to_cpu(kept.weights_TK)
             seen = replace(seen, undropped_ids_TK=ids_TK, undropped_weights_TK=weights_TK)
-        self.routed[m] = seen
+        self.flights[m].routed = seen
 
     def _dispatch(self, m: int) -> None:
         assert isinstance(self.built.exchange, SplitExchange)
-        self.delivered[m] = self.built.exchange.dispatch(self.inputs[m].x, self.inputs[m].routing)
+        flight = self.flights[m]
+        flight.delivered = self.built.exchange.dispatch(flight.inputs.x, flight.inputs.routing)
 
     def _combine(self, m: int) -> None:
         assert isinstance(self.built.exchange, SplitExchange)
-        delivery, handle = self.delivered.pop(m)
+        (delivery, handle), self.flights[m].delivered = self.flights[m].delivered, None
         self._keep_output(m, self.built.exchange.combine(self._expert(m)(delivery), handle))
 
     def _infer(self, m: int, mode: AbstractContextManager[object]) -> None:
-        x, routing = self.inputs[m].x.detach(), self.inputs[m].routing
+        inputs = self.flights[m].inputs
+        x, routing = inputs.x.detach(), inputs.routing
         if self.built.routers:
             with state.within(mode, self.state_changed):
                 self._route(m, x)
@@ -241,11 +246,12 @@ class TrainingStep:
         self.bytes_in_use.append(bytes_in_use(self.context.device))
 
     def _keep_output(self, m: int, output: Tensor) -> None:
-        self.outputs[m], self.returned[m] = output, output.detach().clone()
+        flight = self.flights[m]
+        flight.output, flight.returned = output, output.detach().clone()
         if isinstance(self.built.exchange, RoutedExchange):
-            self.routed[m] = self.built.exchange.seen
-        if self.built.exchange is not None and (place := claims_of(self.built.exchange).weights_at) is not None:
-            self.weights_at[m] = place
+            flight.routed = self.built.exchange.seen
+        if self.built.exchange is not None:
+            flight.weights_at = claims_of(self.built.exchange).weights_at
 
     def _expert(self, m: int) -> ExpertFn:
         """Return the experts, which note where dispatch ends and combine begins."""
@@ -257,7 +263,7 @@ class TrainingStep:
         recomputed = self.workload.twist.recomputed == "experts"
         asked: ExpertFn = experts_again(self.built.session, experts) if recomputed else experts
         if self.workload.twist.padding_gradients:
-            asked = self.spoilt[m] = PaddingGradients(experts)
+            asked = self.flights[m].spoilt = PaddingGradients(experts)
 
         def answer(delivery: Delivery) -> Tensor:
             self.phases.append((f"answered:{m}", self.context.calls()))
@@ -267,27 +273,26 @@ class TrainingStep:
 
     def _backward(self, m: int) -> None:
         self.went_back = True  # here also if this rank's forward overflowed: finishing is collective
-        if m in self.overflows:
+        flight = self.flights[m]
+        if flight.overflow is not None:
             return
-        output, upstream = self.outputs[m], self.inputs[m].upstream
+        inputs, upstream = flight.inputs, flight.inputs.upstream
         if self.built.routers:  # upstream is dense (T, E): the backend chose the slots
-            ids_TK = self.routed[m].ids_TK
+            ids_TK = flight.routed.ids_TK
             assert ids_TK is not None
             ids_TK = ids_TK.to(upstream.device)
             upstream = upstream.gather(1, ids_TK.clamp_min(0)) * (ids_TK >= 0)
-        go_back(output, upstream, create_graph=self.workload.twist.create_graph)
+        assert flight.output is not None
+        go_back(flight.output, upstream, create_graph=self.workload.twist.create_graph)
         if self.workload.twist.create_graph:
-            self.inputs[m].cut_graphs()
+            inputs.cut_graphs()
             parameters.cut_graphs(self.built.parametrised)
-        self.inputs[m].keep_gradients()
+        inputs.keep_gradients()
         if not self.built.routers:
-            same = {"y": self._output_kept(m)}
+            same = {"y": flight.output_kept()}
             if isinstance(self.built.experts, Probe):
                 same["rows"] = not self.built.experts.overwritten(m)
-            self.outputs_changed[m] = tuple(name for name, is_same in same.items() if not is_same)
-
-    def _output_kept(self, m: int) -> bool:
-        return same_bytes(self.returned[m].cpu(), self.outputs[m].detach().cpu())
+            flight.outputs_changed = tuple(name for name, is_same in same.items() if not is_same)
 
     def _end_step(self) -> None:
         """Finish the gradients, and keep those before and those after."""
@@ -309,8 +314,9 @@ class TrainingStep:
 
     def _bring_back(self, before: Mapping[str, str]) -> RankOutcome:
         self._reach("finish")
-        for m in self.returned.keys() - self.outputs_changed.keys():  # no backward followed: they stay to the end
-            self.outputs_changed[m] = () if self._output_kept(m) else ("y",)
+        for flight in self.flights.values():
+            if flight.returned is not None and flight.outputs_changed is None:  # no backward followed: they stay
+                flight.outputs_changed = () if flight.output_kept() else ("y",)
         session, built = self.built.session, self.built.parametrised
         uncovered = tuple(complaint for surface in built for complaint in parameters.coverage(surface))
         self._end_step()
@@ -347,30 +353,16 @@ class TrainingStep:
         )
 
     def _microbatch(self, m: int) -> Microbatch:
-        if m in self.overflows:
-            return Microbatch(None, (), None, Grad(None), Grad(None), ExchangeSeen(overflow=self.overflows[m]))
-        inputs, output = self.inputs[m], self.outputs[m]
-        seen = {}
-        if not self.built.routers:
-            # As it was returned: what later microbatches may do to its memory is judged for itself.
-            seen = {"y": to_cpu(self.returned[m]).reshape(-1, self.config.hidden)}  # type: ignore[union-attr]
-        return Microbatch(
-            y=seen.get("y"),
-            y_shape=tuple(output.shape),
-            y_dtype=output.dtype,
-            dx_TD=Grad(inputs.gradients.get("x")),
-            dweights_TK=Grad(inputs.gradients.get("weights")),
-            exchange=self._exchanged(m),
-            router=self.routed.get(m, RouterSeen()),
-            inputs_changed=inputs.changed(),
-            outputs_changed=self.outputs_changed.get(m, ()),
-            gradients_changed=inputs.gradients_changed(),
-        )
+        hidden = None if self.built.routers else self.config.hidden
+        return self.flights[m].seen(self._exchanged(m), hidden)
 
     def _exchanged(self, m: int) -> ExchangeSeen:
+        flight = self.flights[m]
+        if flight.overflow is not None:
+            return ExchangeSeen(overflow=flight.overflow)
         return ExchangeSeen(
             handed=self.built.experts.handed(m) if isinstance(self.built.experts, Probe | Identity) else (),
-            weights_at=self.weights_at.get(m),
+            weights_at=flight.weights_at,
             handed_back=self.built.experts.rows if isinstance(self.built.experts, Identity) else 0,
-            padding_gradients=self.spoilt[m].rows if m in self.spoilt else 0,
+            padding_gradients=0 if flight.spoilt is None else flight.spoilt.rows,
         )
