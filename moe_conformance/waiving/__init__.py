@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from .file import FOLDER, Unreadable, load, path_for, waiver_of
 from .proposal import proposal
-from .records import DRAWN_WITH, Failure, Fault, Item, Names, Waiver, Waivers, only_should
+from .records import Failure, Fault, Item, Names, Waiver, Waivers, only_should
 
 __all__ = [
-    "DRAWN_WITH",
     "FOLDER",
     "Failure",
     "Fault",

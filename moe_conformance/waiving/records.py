@@ -11,8 +11,8 @@ from pathlib import Path
 
 from moe_conformance import spec
 from moe_conformance.workloads import group_sizes as sizes
+from moe_conformance.workloads.drawn import DRAWN_WITH
 
-DRAWN_WITH = "drawn with "
 ANY, GROUPS = "any", "groups"
 OF_GROUPS = {GROUPS, *(f"{GROUPS}-{kind}" for kind in sizes.KINDS)}
 

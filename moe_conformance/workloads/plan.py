@@ -15,12 +15,11 @@ import torch
 
 from moe_conformance.contract import Backend, Limit
 from moe_conformance.contract.topology import Layout
-from moe_conformance.waiving import DRAWN_WITH
 from moe_conformance.workloads import golden, scripts, virtual
 from moe_conformance.workloads import recipes as corpus
 from moe_conformance.workloads import routers as routing
 from moe_conformance.workloads.chapter import Chapter
-from moe_conformance.workloads.drawn import distribution
+from moe_conformance.workloads.drawn import DRAWN_WITH, distribution
 from moe_conformance.workloads.records.features import cell_limits, traits
 from moe_conformance.workloads.records.runs import Asked, DrawnStep, ExchangeStep, ExpertsStep, RouterStep, Run
 from moe_conformance.workloads.records.workload import Asynchrony, Workload
