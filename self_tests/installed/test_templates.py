@@ -1,4 +1,4 @@
-"""The adapters that `moe-conformance new` writes pass, and README quotes the first of them."""
+"""The adapters that `moe-conformance new` writes pass, and docs/adopting.md quotes the first of them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-class TestReadme:
+class TestAdopting:
     def test_it_quotes_the_adapter(self) -> None:
-        """README's only block of Python is the template of an exchange, from its imports on."""
+        """Its first block of Python is the template of an exchange, from its imports on."""
         template = ROOT / "moe_conformance" / "templates" / "exchange" / "my_adapter.py"
         text = template.read_text().partition("from __future__ import annotations\n\n")[2]
-        blocks = (ROOT / "README.md").read_text().split("```python\n")[1:]
-        assert [text] == [block.partition("```")[0] for block in blocks]
+        first = (ROOT / "docs" / "adopting.md").read_text().split("```python\n")[1]
+        assert text == first.partition("```")[0]
 
 
 class TestNew:
