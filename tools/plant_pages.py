@@ -1,4 +1,4 @@
-"""The dated bugs of real libraries as a page: `python -m tools.plant_pages docs/planted_bugs.md` writes it.
+"""The dated bugs of real libraries as a page of the site.
 
 For each bug the planted ones that re-create its mechanism, with what detects them; and those that are not planted, each
 with the reason, from self_tests/planted_bugs/not_planted.toml.
@@ -6,9 +6,8 @@ with the reason, from self_tests/planted_bugs/not_planted.toml.
 
 from __future__ import annotations
 
-import sys
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from self_tests.planted_bugs import Plant, plants, plants_of_many_ranks
@@ -19,7 +18,7 @@ FIELDS = {"project", "reference", "bug", "reason"}
 _HEAD = """# Planted bugs by their source
 
 Bugs of real libraries whose mechanism is planted into native, by project and reference; other planted bugs are of known
-classes. `moe-conformance run --plant NAME` runs one. Written by `python -m tools.plant_pages docs/planted_bugs.md`.
+classes. `moe-conformance run --plant NAME` runs one.
 
 | source | planted bugs | detected under |
 |---|---|---|
@@ -32,10 +31,10 @@ _OTHERS = """
 """
 
 
-def page(planted: Iterable[Plant], others: Sequence[Mapping[str, str]]) -> str:
+def page() -> str:
     """Return the page of plants that have a source, and of bugs that are not planted."""
     by_source: dict[str, list[Plant]] = {}
-    for plant in planted:
+    for plant in (*plants(), *plants_of_many_ranks()):
         for source in filter(None, plant.real.split("; ")):
             by_source.setdefault(source, []).append(plant)
     rows = []
@@ -43,20 +42,11 @@ def page(planted: Iterable[Plant], others: Sequence[Mapping[str, str]]) -> str:
         names = ", ".join(f"`{plant.name}`" for plant in sorted(own, key=lambda plant: plant.name))
         ids = ", ".join(sorted({expected.requirement for plant in own for expected in plant.expects}))
         rows.append(f"| {source} | {names} | {ids} |\n")
-    told = [f"| {each['project']} {each['reference']} | {each['bug']} | {each['reason']} |\n" for each in others]
-    return _HEAD + "".join(rows) + _OTHERS + "".join(sorted(told))
+    others = [f"| {bug['project']} {bug['reference']} | {bug['bug']} | {bug['reason']} |\n" for bug in not_planted()]
+    return _HEAD + "".join(rows) + _OTHERS + "".join(sorted(others))
 
 
 def not_planted() -> Sequence[Mapping[str, str]]:
     """Return the bugs that are not planted, with their reasons."""
     entries: Sequence[Mapping[str, str]] = tomllib.loads(NOT_PLANTED.read_text(encoding="utf-8"))["bug"]
     return entries
-
-
-def main(path: str) -> None:
-    """Write the page."""
-    Path(path).write_text(page((*plants(), *plants_of_many_ranks()), not_planted()), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,13 +1,13 @@
-"""The spec as pages to read: `python -m tools.spec_pages docs/spec` writes one for each chapter.
+"""The spec as pages of the site: one for each chapter, an index, and two tables of what others check and claim.
 
-Beside them stands other_suites.toml, what ten other test suites check, with the requirements that cover it; its page
+docs/spec/other_suites.toml holds what ten other test suites check, with the requirements that cover it; its page
 says beside every behaviour which checks decide it today, and what the others wait for. claims.toml holds what public
-reviews claimed of a load meter and of forced routing, and its page says the same of each claim.
+reviews claimed of a load meter and of forced routing, and its page says the same of each claim. The index is README.md
+there, with the number of requirements of every chapter.
 """
 
 from __future__ import annotations
 
-import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,23 +18,19 @@ from moe_conformance.cli import catalogue
 from moe_conformance.spec import Requirement
 from moe_conformance.spec.places import checked
 
-OTHERS, CLAIMS = "other_suites.toml", "claims.toml"
+FOLDER = Path(__file__).parents[1] / "docs" / "spec"
+INDEX, OTHERS, CLAIMS = "README.md", "other_suites.toml", "claims.toml"
 
 
-def pages(others: Sequence[Mapping[str, Any]], claims: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return every page by its file name.
-
-    Args:
-        others: The behaviours of other_suites.toml.
-        claims: The claims of claims.toml.
-    """
+def pages() -> dict[str, str]:
+    """Return every page by its file name."""
     chapters: dict[str, list[Requirement]] = {}
     for each in spec.load().values():
         chapters.setdefault(each.chapter, []).append(each)
     found = {f"{chapter}.md": _chapter(chapter, listed) for chapter, listed in chapters.items()}
     checks = _checks()
-    tables = {"other_suites.md": _others(others, checks), "claims.md": _claims(claims, checks)}
-    return {"README.md": _index(chapters), **tables, **found}
+    tables = {"other_suites.md": _others(read_others(), checks), "claims.md": _claims(read_claims(), checks)}
+    return {INDEX: _index(chapters), **tables, **found}
 
 
 def _checks() -> Mapping[str, Sequence[str]]:
@@ -46,15 +42,15 @@ def _checks() -> Mapping[str, Sequence[str]]:
     return found
 
 
-def read_others(folder: Path) -> Sequence[Mapping[str, Any]]:
-    """Return the behaviours that other suites check, from the folder of the pages."""
-    behaviours: Sequence[Mapping[str, Any]] = tomllib.loads((folder / OTHERS).read_text(encoding="utf-8"))["behaviour"]
+def read_others() -> Sequence[Mapping[str, Any]]:
+    """Return the behaviours that other suites check."""
+    behaviours: Sequence[Mapping[str, Any]] = tomllib.loads((FOLDER / OTHERS).read_text(encoding="utf-8"))["behaviour"]
     return behaviours
 
 
-def read_claims(folder: Path) -> Sequence[Mapping[str, Any]]:
-    """Return the claims of public reviews, from the folder of the pages."""
-    claims: Sequence[Mapping[str, Any]] = tomllib.loads((folder / CLAIMS).read_text(encoding="utf-8"))["claim"]
+def read_claims() -> Sequence[Mapping[str, Any]]:
+    """Return the claims of public reviews."""
+    claims: Sequence[Mapping[str, Any]] = tomllib.loads((FOLDER / CLAIMS).read_text(encoding="utf-8"))["claim"]
     return claims
 
 
@@ -70,14 +66,11 @@ def _index(chapters: Mapping[str, Sequence[Requirement]]) -> str:
     ]
     every = [each for listed in chapters.values() for each in listed]
     total = ("all", "", len(every), sum(each.id in checked() for each in every))
-    return _page(
-        "Requirements",
-        "Every requirement has a permanent id. A requirement without a check states what the check waits for.",
-        _table(("chapter", "ids", "requirements", "with a check"), [*rows, total]),
-        "[What other test suites check](other_suites.md), and the requirements that cover it.",
-        "[What was claimed of load meters, forced routing, fast paths and scatter](claims.md), and the requirements "
-        "that hold it.",
-    )
+    table = _table(("chapter", "ids", "requirements", "with a check"), [*rows, total])
+    head = (FOLDER / INDEX).read_text(encoding="utf-8")
+    for name in (OTHERS, CLAIMS):
+        head = head.replace(f"({name})", f"({name.removesuffix('.toml')}.md)")
+    return f"{head}\n{table}\n"
 
 
 def _chapter(chapter: str, requirements: Sequence[Requirement]) -> str:
@@ -152,19 +145,4 @@ def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _page(title: str, *parts: str) -> str:
-    note = "<!-- written by `python -m tools.spec_pages docs/spec`; change the TOML files instead -->"
-    return "\n\n".join([f"# {title}", note, *parts]) + "\n"
-
-
-def main(folder: Path) -> None:
-    """Write the pages into a folder and remove those of removed chapters."""
-    wanted = pages(read_others(folder), read_claims(folder))
-    for path in folder.glob("*.md"):
-        if path.name not in wanted:
-            path.unlink()
-    for name, text in wanted.items():
-        (folder / name).write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return "\n\n".join([f"# {title}", *parts]) + "\n"

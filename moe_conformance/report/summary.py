@@ -88,7 +88,10 @@ def tell(
     if left_out := len(decidable) - len(set(wanted)):
         terminal.write_line(f"{left_out} requirements not run: left out by --only")
     if waiting := len(requirements) - len(decidable):
-        terminal.write_line(f"{waiting} of {len(requirements)} requirements have no check yet; docs/spec says which")
+        terminal.write_line(
+            f"{waiting} of {len(requirements)} requirements have no check yet; "
+            "`moe-conformance list requirements` has their profile in brackets"
+        )
     if head["shard"]:
         other = head["left_out"]
         terminal.write_line(
