@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -13,6 +15,8 @@ from moe_conformance.workloads.records.runs import ExchangeStep
 from self_tests.checks import checks
 from tools import spec_pages
 
+ROOT = Path(__file__).parents[2]
+
 ENTRY = {
     "id": "EXCH-01",
     "level": "MUST",
@@ -21,7 +25,7 @@ ENTRY = {
     "formula": "f",
     "degenerate": "none",
     "source": "s",
-    "since": "0.1",
+    "since": "0.1.0",
 }
 
 
@@ -33,6 +37,13 @@ class TestLoad:
             by_prefix.setdefault(each.id.split("-")[0], []).append(each.id)
         for prefix, ids in by_prefix.items():
             assert [f"{prefix}-{n:02}" for n in range(1, len(ids) + 1)] == sorted(ids)
+
+    def test_since_is_a_version_of_the_suite(self) -> None:
+        """One that CHANGELOG.md describes, or the one that the project has now."""
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+        released = re.findall(r"^## (\d+\.\d+\.\d+) ", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
+        assert released
+        assert set() == {each.since for each in spec.load().values()} - {project["version"], *released}
 
     @pytest.mark.parametrize(
         ("change", "words"),
