@@ -30,7 +30,7 @@ ELSEWHERE = {"torchao"}  # packages of which a page names a file
 
 _LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?\)")
 _CODE = re.compile(r"`([^`\n]+)`")
-_BLOCK = re.compile(r"^```.*?^```|(?:^    .*\n)+", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^```(?:.|\n)*?^```|(?:^    .*\n)+", re.MULTILINE)
 _PATH = re.compile(r"[\w.<>*…/-]+")
 _ANY = re.compile(r"<[^>]*>|…|\*+|\b[A-Z_]+\b(?!\.md)")
 
@@ -65,7 +65,7 @@ def exists(path: str, page: Path) -> bool:
 def _paths(text: str) -> Iterator[str]:
     """Yield the words that have the form of a path, without the line or the test that is named behind it."""
     for word in text.split():
-        path = word.partition(":")[0]
+        path = word.strip("`'\"()[],;").partition(":")[0]
         if _PATH.fullmatch(path):
             yield path
 
@@ -138,6 +138,7 @@ class TestMissing:
             ("`python -m pytest self_tests/moved`", "self_tests/moved"),
             ("```\npytest self_tests/moved\n```", "self_tests/moved"),
             ("    pytest self_tests/moved.py::TestRun\n", "self_tests/moved.py"),
+            ("    pytest self_tests\n\nand `self_tests/moved.py`", "self_tests/moved.py"),
         ],
     )
     def test_what_does_not_exist_is_found(self, text: str, name: str) -> None:
