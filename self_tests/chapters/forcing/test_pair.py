@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -24,7 +24,8 @@ from self_tests.chapters.forcing.second import routes as second
 from self_tests.chapters.routing.second import routes as second_routing
 from self_tests.chapters.routing.second.routes import Gate
 from self_tests.oracles.agreement import assert_close, floats
-from self_tests.oracles.asked_twice import assert_agree, assert_refused
+from self_tests.oracles.asked_twice import assert_agree
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -50,13 +51,6 @@ class TestIds:
         padding_T = random.random(tokens) < 0.5 if masked else None
         assert_agree(first.legal_ids, second.legal_ids, ids_TK, experts, padding_T=padding_T)
 
-    def test_legal_ids_by_hand(self) -> None:
-        """Of 3 experts: a repeated one, one too high, an empty slot, and nothing are no route but for padding."""
-        ids_TK = np.array([[2, 0], [1, 1], [3, 0], [0, -1], [-1, -1], [-2, -2]])
-        assert [True] + [False] * 5 == assert_agree(first.legal_ids, second.legal_ids, ids_TK, 3)
-        padded = assert_agree(first.legal_ids, second.legal_ids, ids_TK, 3, padding_T=np.ones(6, dtype=bool))
-        assert [True, False, False, False, True, False] == padded
-
     @pytest.mark.parametrize("groups", [1, 2, 3, 6])
     @pairs_agree
     @given(st.integers(1, 6), st.integers(0, 5), st.integers(0, 10**6))
@@ -65,11 +59,6 @@ class TestIds:
         ids_TK = make_ids(np.random.default_rng(seed), tokens, slots, 6)
         used = assert_agree(first.groups_used, second.groups_used, ids_TK, 6, groups)
         assert all(1 <= n <= min(groups, slots) for n in used)
-
-    def test_groups_used_by_hand(self) -> None:
-        """Experts 0 and 1 are group 0 of three, 2 and 3 group 1, 4 and 5 group 2."""
-        ids_TK = np.array([[0, 1, 3], [4, 5, 3], [0, 2, 5]])
-        assert [2, 2, 3] == assert_agree(first.groups_used, second.groups_used, ids_TK, 6, 3)
 
     @pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
     def test_forced_logits_keep_the_group_limit(self, kind: first_routing.Score) -> None:
@@ -94,11 +83,6 @@ class TestRoundRobin:
         assert all(first.balanced(loads_E) for loads_E in loads)
         assert first.balanced_sum(loads)
 
-    def test_by_hand(self) -> None:
-        """Two tokens of three experts of five: 0 1 2, 3 4 0; the next rank goes on with 1 2 3, 4 0 1."""
-        for rank, expected in [(0, [[0, 1, 2], [3, 4, 0]]), (1, [[1, 2, 3], [4, 0, 1]]), (4, [[4, 0, 1], [2, 3, 4]])]:
-            assert [[2, 3], expected] == assert_agree(first.round_robin, second.round_robin, 2, 3, 5, rank=rank)
-
     @settings(pairs_agree, max_examples=200)
     @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 4), st.integers(0, 10**6))
     def test_judgements_agree(self, experts: int, ranks: int, spread: int, seed: int) -> None:
@@ -111,22 +95,6 @@ class TestRoundRobin:
             assert_agree(first.balanced, lambda row: second.balanced(row.tolist()), loads_E)
         assert_agree(first.balanced_sum, lambda rows: second.balanced_sum([row.tolist() for row in rows]), list(loads))
 
-    @pytest.mark.parametrize(
-        ("loads", "expected"),
-        [
-            ([[2, 1, 1], [1, 2, 1]], True),  # 3 3 2
-            ([[2, 1, 1], [2, 1, 1]], False),  # 4 2 2: the same remainder twice
-            ([[2, 1, 1], [1, 1, 1]], True),  # unequal ranks: 3 2 2
-            ([[2, 1, 1], [2, 2, 1]], True),  # 4 3 2: two ranks, so two apart is legal
-            ([[3, 1, 1], [2, 1, 1]], False),  # 5 2 2
-            ([[2, 2, 1, 1, 1, 1, 1, 1]] * 8, False),  # eight ranks with a remainder of 2: 16 16 8 ...
-        ],
-    )
-    def test_sums_by_hand(self, loads: list[list[int]], expected: bool) -> None:
-        """Sums differ by at most 1, or where ranks differ in size by at most their number."""
-        assert expected is second.balanced_sum(loads)
-        assert expected is first.balanced_sum([torch.tensor(loads_E) for loads_E in loads])
-
     @pairs_agree
     @given(st.integers(0, 40), st.integers(1, 8), st.integers(0, 5), st.sampled_from([1.0, 1.1, 4 / 3]))
     def test_a_capacity_of_the_mean_drops_nothing(self, tokens: int, top_k: int, more: int, factor: float) -> None:
@@ -136,12 +104,6 @@ class TestRoundRobin:
         n_E = first_capacity.loads(ids_TK, experts).tolist()
         for C in first_capacity.capacities(tokens, top_k, experts, factor=factor):
             assert n_E == first_capacity.fits(ids_TK, experts, C).tolist()
-
-    def test_a_hot_rank_overflows_its_capacity(self) -> None:
-        """Five tokens that all choose experts 0 and 1 of four: two of each five fit ceil(10 / 4) = 3 places."""
-        ids_TK = np.array([[0, 1]] * 5)
-        assert [3] == assert_agree(first_capacity.capacities, second_capacity.capacities, 5, 2, 4, factor=1.0)
-        assert [3, 3, 0, 0] == assert_agree(first_capacity.fits, second_capacity.fits, ids_TK, 4, 3)
 
 
 def first_weights(logits_TE: Tensor, ids_TK: Ints, gate: Gate) -> Tensor:
@@ -196,23 +158,6 @@ class TestForcedWeights:
         found = first_weights(floats(logits_TE), routed.ids_TK.numpy(), gate)
         assert routed.weights_TK.tolist() == found.tolist()
 
-    def test_by_hand(self) -> None:
-        """Logits log 1, log 2, log 5, -inf with experts 0 and 1 forced; then 3 and 0; then 3 alone."""
-        logits_TE = np.array([[0.0, math.log(2.0), math.log(5.0), -math.inf]])
-        for ids, kind, normalise, expected in [
-            ([1, 0], "softmax", False, [2 / 8, 1 / 8]),
-            ([1, 0], "softmax", True, [2 / 3, 1 / 3]),
-            ([1, 0], "softmax_topk", False, [2 / 3, 1 / 3]),
-            ([1, 0], "sigmoid", False, [2 / 3, 1 / 2]),  # 2 / (1 + 2), 1 / (1 + 1)
-            ([3, 0], "softmax", True, [0.0, 1.0]),
-            ([3, 0], "softmax_topk", False, [0.0, 1.0]),
-            ([3], "softmax_topk", False, [0.0]),
-            ([3], "sigmoid", True, [0.0]),
-        ]:
-            ids_TK, gate = np.array([ids]), Gate(len(ids), kind, normalise=normalise)  # type: ignore[arg-type]
-            assert_close(np.array([expected]), first_weights(floats(logits_TE), ids_TK, gate))
-            assert expected == pytest.approx(second.forced_weights(logits_TE, ids_TK, gate)[0].tolist())
-
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("normalise", [False, True])
     def test_autograd_of_forced_weights_is_their_derivative(self, kind: second_routing.Kind, normalise: bool) -> None:
@@ -241,21 +186,6 @@ class TestStraightThrough:
         expected = second.forced_weights_backward(forced_array, ids_TK, gate, upstream_TK)
         assert_close(expected, own_TE.grad, addend=gate.scale * float(np.abs(upstream_TK).max(initial=0.0)))
 
-    def test_by_hand(self) -> None:
-        """L = z_0^2 + 3 z_1 at forced z = (0.5, -2): dL/dl = (1, 3), whatever l was."""
-        own_TE = torch.tensor([[7.0, 9.0]], requires_grad=True)
-        z_TE = first_scores.straight_through(own_TE, torch.tensor([[0.5, -2.0]]))
-        (z_TE[0, 0] ** 2 + 3 * z_TE[0, 1]).backward()
-        assert own_TE.grad is not None
-        assert ([[0.5, -2.0]], [[1.0, 3.0]]) == (z_TE.tolist(), own_TE.grad.tolist())
-
-    def test_no_tokens(self) -> None:
-        """T = 0 hands on an empty gradient, which is present."""
-        own_TE = torch.zeros(0, 3, requires_grad=True)
-        first_scores.straight_through(own_TE, torch.zeros(0, 3)).sum().backward()
-        assert own_TE.grad is not None
-        assert (0, 3) == tuple(own_TE.grad.shape)
-
 
 class TestLossViews:
     @pytest.mark.parametrize("what", ["logits", "ids"])
@@ -276,18 +206,6 @@ class TestLossViews:
             assert (torch.int64, ids_TK.shape) == (other.ids_TK.dtype, tuple(other.ids_TK.shape))
             assert one.chosen == [set(row) for row in other.ids_TK.tolist()]
 
-    def test_by_hand(self) -> None:
-        """Own logits prefer expert 2, forced ones expert 0, and expert 1 is dealt."""
-        own_TE, z_TE = torch.tensor([[1.0, 2.0, 3.0]], requires_grad=True), torch.tensor([[9.0, 4.0, 5.0]])
-        by_logits = first_scores.loss_views(own_TE, top_k=1, forced_logits_TE=z_TE)
-        by_ids = first_scores.loss_views(own_TE, top_k=1, forced_ids_TK=torch.tensor([[1]]))
-        assert [[9.0, 4.0, 5.0], [1.0, 2.0, 3.0]] == [view.logits_TE[0].tolist() for view in by_logits]
-        assert [[1.0, 2.0, 3.0]] * 2 == [view.logits_TE[0].tolist() for view in by_ids]
-        assert [[0], [2], [2], [1]] == [view.ids_TK[0].tolist() for view in [*by_logits, *by_ids]]
-        for view in [*by_logits, *by_ids]:  # whichever is taken, the router learns from it
-            (grad,) = torch.autograd.grad(view.logits_TE @ torch.tensor([1.0, -2.0, 0.5]).double(), own_TE)
-            assert [[1.0, -2.0, 0.5]] == grad.tolist()
-
 
 class TestVerdict:
     ASKED: Sequence[tuple[str, float | None]] = [
@@ -302,89 +220,165 @@ class TestVerdict:
         """Both let the same layers be built."""
         assert second.verdict(asked) == first.verdict(asked)
 
-    @pytest.mark.parametrize(
-        ("asked", "expected"),
-        [
-            ([], "legal"),
-            ([("none", None)], "legal"),
-            *[([(name, 1.5)], "legal") for name in second.STRATEGIES],
-            ([("biased", 0.0)], "legal"),  # a deviation of 0 is one
-            ([("biased", None)], "refused"),
-            ([("ratio", None)], "refused"),
-            ([("random", None), ("none", None)], "legal"),
-            ([("random", None), ("biased", 0.0)], "refused"),
-            ([("biased", 0.5), ("biased", -0.5)], "refused"),
-            ([("biased", 0.5), ("none", None), ("biased", 0.5)], "free"),
-            ([("radnom", None)], "refused"),
-        ],
-    )
-    def test_by_hand(self, asked: list[tuple[str, float | None]], expected: str) -> None:
-        """One strategy with what it needs is legal, two are refused, one named twice is free."""
-        assert expected == first.verdict(asked) == second.verdict(asked)
+
+ONE_ID, LOGITS, HALVES = np.array([[0]]), np.zeros((1, 3)), np.array([[0.5, -2.0]])
+IDS_63 = np.array([[2, 0], [1, 1], [3, 0], [0, -1], [-1, -1], [-2, -2]])
+POWERS = np.log(np.array([[1.0, 2.0, 5.0, 1e-300]]))  # shares 1/8, 2/8, 5/8 and, masked, none
+POWERS[0, 3] = -math.inf
 
 
-ONE_ID, LOGITS = np.array([[0]]), np.zeros((1, 3))
-BAD: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
-    "mask of two": (first.legal_ids, second.legal_ids, (ONE_ID, 3), {"padding_T": np.array([True, False])}),
-    "T < 0": (first.round_robin, second.round_robin, (-1, 1, 2), {}),
-    "K = 0": (first.round_robin, second.round_robin, (2, 0, 2), {}),
-    "K > E": (first.round_robin, second.round_robin, (2, 3, 2), {}),
-    "rank -1": (first.round_robin, second.round_robin, (2, 1, 2), {"rank": -1}),
-    "no rank": (first.balanced_sum, second.balanced_sum, ([],), {}),
-    "uneven groups": (first.groups_used, second.groups_used, (ONE_ID, 3, 2), {}),
-    "no groups": (first.groups_used, second.groups_used, (ONE_ID, 3, 0), {}),
-    "groups of no route": (first.groups_used, second.groups_used, (ONE_ID + 3, 3, 3), {}),
-    "logits of another shape": (
-        first_scores.straight_through,
-        second.straight_through,
-        (LOGITS, np.zeros((1, 2))),
-        {},
+def weighed(ids: list[int], kind: second_routing.Kind, *, normalise: bool = False) -> tuple[Floats, Ints, Gate]:
+    """One token of four experts with these forced."""
+    return POWERS, np.array([ids]), Gate(len(ids), kind, normalise=normalise)
+
+
+def first_handed_on(own_TE: Tensor, forced_TE: Tensor) -> Tensor:
+    """The gradient of sum z^2 that the router's own logits get."""
+    leaf = own_TE.requires_grad_()
+    (gradient_TE,) = torch.autograd.grad((first_scores.straight_through(leaf, forced_TE) ** 2).sum(), leaf)
+    return gradient_TE
+
+
+def first_views(logits: list[float], *, top_k: int, **forced: Any) -> list[tuple[Tensor, Tensor]]:
+    """Logits and ids of the views of one token, from whichever the router learns."""
+    leaf, slope_E1 = torch.tensor([logits], dtype=torch.float64, requires_grad=True), torch.eye(len(logits))[1:2].T
+    views = first_scores.loss_views(leaf, top_k=top_k, **forced)
+    for view in views:
+        (gradient_TE,) = torch.autograd.grad((view.logits_TE @ slope_E1.double()).sum(), leaf)
+        assert slope_E1.T.tolist() == gradient_TE.tolist()
+    return [(view.logits_TE, view.ids_TK) for view in views]
+
+
+def second_views(logits: list[float], *, top_k: int, **forced: Any) -> list[tuple[Floats, list[list[int]]]]:
+    """The same of the longhand."""
+    views = second.loss_views(np.array([logits]), top_k=top_k, **forced)
+    return [(view.logits_TE, [sorted(row) for row in view.chosen]) for view in views]
+
+
+test_by_hand = by_hand(
+    *rows(
+        first.legal_ids,
+        second.legal_ids,
+        ("repeated, unknown and empty slots are no route", (IDS_63, 3), [True] + [False] * 5),
+        (
+            "padding has a route or nothing but empty slots",
+            (IDS_63, 3),
+            {"padding_T": np.ones(6, dtype=bool)},
+            [True, False, False, False, True, False],
+        ),
+        ("a mask of two for one token", (ONE_ID, 3), {"padding_T": np.array([True, False])}, REFUSED),
     ),
-    **{
-        f"views of {name}": (first_scores.loss_views, second.loss_views, (LOGITS,), {"top_k": 1, **options})
-        for name, options in [
-            ("nothing", {}),
-            ("both", {"forced_logits_TE": LOGITS, "forced_ids_TK": ONE_ID}),
-            ("logits of another shape", {"forced_logits_TE": np.zeros((2, 3))}),
-            ("K > E", {"forced_logits_TE": LOGITS, "top_k": 4}),
-            ("two ids for K = 1", {"forced_ids_TK": np.array([[0, 1]])}),
-            ("two tokens", {"forced_ids_TK": np.array([[0], [1]])}),
-            ("id E", {"forced_ids_TK": ONE_ID + 3}),
-            ("id -1", {"forced_ids_TK": ONE_ID - 1}),
-        ]
-    },
-    **{
-        f"undecided {name}": (first_scores.undecided_weights, second.undecided_weights, (LOGITS, ids_TK), {})
-        for name, ids_TK in [("id E", ONE_ID + 3), ("id -1", ONE_ID - 1), ("twice", np.array([[1, 1]]))]
-    },
-}
-
-
-class TestRefusals:
-    """What has no answer is refused by both."""
-
-    @pytest.mark.parametrize("name", BAD)
-    def test_refused(self, name: str) -> None:
-        """A question without an answer raises in both oracles."""
-        one, other, question, options = BAD[name]
-        assert_refused(one, other, *question, **options)
-
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize(
-        ("logits", "ids"),
-        [
-            ([0.0, math.nan, 1.0], [0]),
-            ([0.0, math.inf, 1.0], [0]),
-            ([-math.inf, math.nan, 1.0], [0]),  # undecided, and still no logits
-            ([0.0, 1.0, 2.0], [3]),
-            ([0.0, 1.0, 2.0], [-1]),
-            ([0.0, 1.0, 2.0], [1, 1]),
-        ],
-    )
-    def test_weights_of_no_route(self, kind: second_routing.Kind, logits: list[float], ids: list[int]) -> None:
-        """NaN and +inf have no score, and an empty slot, an unknown or a repeated expert no weight."""
-        logits_TE, ids_TK, gate = np.array([logits]), np.array([ids]), Gate(len(ids), kind)
-        with pytest.raises(ValueError, match=r"logit|experts"):
-            second.forced_weights(logits_TE, ids_TK, gate)
-        with pytest.raises(ValueError, match=r"logit|experts"):
-            first_weights(floats(logits_TE), ids_TK, gate)
+    *rows(
+        first.groups_used,
+        second.groups_used,
+        ("pairs of neighbours are groups", (np.array([[0, 1, 3], [4, 5, 3], [0, 2, 5]]), 6, 3), [2, 2, 3]),
+        ("uneven groups", (ONE_ID, 3, 2), REFUSED),
+        ("no groups", (ONE_ID, 3, 0), REFUSED),
+        ("groups of no route", (ONE_ID + 3, 3, 3), REFUSED),
+    ),
+    *rows(
+        first.round_robin,
+        second.round_robin,
+        ("rank 4 of five experts begins with the last", (2, 3, 5), {"rank": 4}, [[4, 0, 1], [2, 3, 4]]),
+        ("T < 0", (-1, 1, 2), REFUSED),
+        ("K = 0", (2, 0, 2), REFUSED),
+        ("K > E", (2, 3, 2), REFUSED),
+        ("rank -1", (2, 1, 2), {"rank": -1}, REFUSED),
+    ),
+    # Sums differ by at most 1, or where ranks differ in size by at most their number.
+    *rows(
+        lambda loads: first.balanced_sum([torch.tensor(loads_E) for loads_E in loads]),
+        second.balanced_sum,
+        ("sums of 3 3 2", ([[2, 1, 1], [1, 2, 1]],), True),
+        ("the same remainder twice: 4 2 2", ([[2, 1, 1], [2, 1, 1]],), False),
+        ("unequal ranks: 3 2 2", ([[2, 1, 1], [1, 1, 1]],), True),
+        ("two unequal ranks may be two apart: 4 3 2", ([[2, 1, 1], [2, 2, 1]],), True),
+        ("two unequal ranks three apart: 5 2 2", ([[3, 1, 1], [2, 1, 1]],), False),
+        ("eight ranks with a remainder of 2: 16 16 8 ...", ([[2, 2, 1, 1, 1, 1, 1, 1]] * 8,), False),
+        ("no rank", ([],), REFUSED),
+    ),
+    *rows(  # five tokens that all choose experts 0 and 1 of four
+        first_capacity.fits,
+        second_capacity.fits,
+        ("of five rows each, ceil(10 / 4) = 3 fit", (np.array([[0, 1]] * 5), 4, 3), [3, 3, 0, 0]),
+    ),
+    *rows(
+        lambda logits_TE, ids_TK, gate: first_weights(logits_TE, ids_TK.numpy(), gate),
+        second.forced_weights,
+        ("shares of all experts", weighed([1, 0], "softmax"), [[2 / 8, 1 / 8]]),
+        ("shares normalised", weighed([1, 0], "softmax", normalise=True), [[2 / 3, 1 / 3]]),
+        ("shares of the forced", weighed([1, 0], "softmax_topk"), [[2 / 3, 1 / 3]]),
+        ("sigmoids 2 / (1 + 2) and 1 / (1 + 1)", weighed([1, 0], "sigmoid"), [[2 / 3, 1 / 2]]),
+        ("a masked expert has no share", weighed([3, 0], "softmax", normalise=True), [[0.0, 1.0]]),
+        ("a masked expert has no share of the forced", weighed([3, 0], "softmax_topk"), [[0.0, 1.0]]),
+        ("a masked expert alone weighs 0", weighed([3], "softmax_topk"), [[0.0]]),
+        ("the sigmoid of a masked expert, normalised", weighed([3], "sigmoid", normalise=True), [[0.0]]),
+        *(
+            (f"{kind} of {logits}, {ids}", (np.array([logits]), np.array([ids]), Gate(len(ids), kind)), REFUSED)
+            for kind in KINDS
+            for logits, ids in [
+                ([0.0, math.nan, 1.0], [0]),
+                ([0.0, math.inf, 1.0], [0]),
+                ([-math.inf, math.nan, 1.0], [0]),  # undecided, and still no logits
+                ([0.0, 1.0, 2.0], [3]),
+                ([0.0, 1.0, 2.0], [-1]),
+                ([0.0, 1.0, 2.0], [1, 1]),
+            ]
+        ),
+    ),
+    *rows(
+        first_scores.undecided_weights,
+        second.undecided_weights,
+        ("undecided id E", (LOGITS, ONE_ID + 3), REFUSED),
+        ("undecided id -1", (LOGITS, ONE_ID - 1), REFUSED),
+        ("undecided twice", (LOGITS, np.array([[1, 1]])), REFUSED),
+    ),
+    *rows(
+        first_handed_on,
+        lambda own_TE, forced_TE: 2 * second.straight_through(own_TE, forced_TE),
+        ("z^2 has the gradient 2 z, whatever l was", (np.array([[7.0, 9.0]]), HALVES), [[1.0, -4.0]]),
+        ("T = 0 hands on an empty gradient", (np.zeros((0, 3)), np.zeros((0, 3))), np.zeros((0, 3))),
+        ("logits of another shape", (LOGITS, HALVES), REFUSED),
+    ),
+    *rows(
+        first_views,
+        second_views,
+        (
+            "forced logits and their choice, then the router's own",
+            ([1.0, 2.0, 3.0],),
+            {"top_k": 1, "forced_logits_TE": np.array([[9.0, 4.0, 5.0]])},
+            [([[9.0, 4.0, 5.0]], [[0]]), ([[1.0, 2.0, 3.0]], [[2]])],
+        ),
+        (
+            "the router's own choice, then forced ids",
+            ([1.0, 2.0, 3.0],),
+            {"top_k": 1, "forced_ids_TK": np.array([[1]])},
+            [([[1.0, 2.0, 3.0]], [[2]]), ([[1.0, 2.0, 3.0]], [[1]])],
+        ),
+        *(
+            (f"views of {name}", ([0.0, 0.0, 0.0],), {"top_k": 1, **options}, REFUSED)
+            for name, options in [
+                ("nothing", {}),
+                ("both", {"forced_logits_TE": LOGITS, "forced_ids_TK": ONE_ID}),
+                ("logits of another shape", {"forced_logits_TE": np.zeros((2, 3))}),
+                ("K > E", {"forced_logits_TE": LOGITS, "top_k": 4}),
+                ("two ids for K = 1", {"forced_ids_TK": np.array([[0, 1]])}),
+                ("two tokens", {"forced_ids_TK": np.array([[0], [1]])}),
+                ("id E", {"forced_ids_TK": ONE_ID + 3}),
+                ("id -1", {"forced_ids_TK": ONE_ID - 1}),
+            ]
+        ),
+    ),
+    *rows(
+        first.verdict,
+        second.verdict,
+        ("no strategy", ([],), "legal"),
+        ("the strategy none", ([("none", None)],), "legal"),
+        *((f"{name} with a number", ([(name, 1.5)],), "legal") for name in second.STRATEGIES),
+        ("a deviation of 0 is one", ([("biased", 0.0)],), "legal"),
+        ("a ratio is needed", ([("ratio", None)],), "refused"),
+        ("two deviations", ([("biased", 0.5), ("biased", -0.5)],), "refused"),
+        ("one strategy twice, with none between", ([("biased", 0.5), ("none", None), ("biased", 0.5)],), "free"),
+        ("a misspelt strategy", ([("radnom", None)],), "refused"),
+    ),
+)

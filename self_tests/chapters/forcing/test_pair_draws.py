@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +14,8 @@ from numpy.typing import NDArray
 
 from moe_conformance.reference.forcing import draws as first
 from self_tests.chapters.forcing.second import draws as second
-from self_tests.oracles.asked_twice import assert_agree, assert_refused
+from self_tests.oracles.asked_twice import assert_agree
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 Ints = NDArray[np.int64]
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
@@ -48,26 +47,6 @@ class TestDraws:
             top_k,
         )
 
-    @pytest.mark.parametrize(
-        ("loads", "top_k", "expected"),
-        [
-            # T = 400, E = 2: sigma = 10, so 200 -+ 86.
-            ([286, 114], 1, [True, True]),
-            ([287, 113], 1, [False, False]),
-            # T = 225, K = 4 of 5: sigma^2 = 36, so 180 -+ 58; 58 off is legal to the last bit.
-            ([122, 195, 195, 194, 194], 4, [True] * 5),
-            ([121, 195, 195, 195, 194], 4, [False] + [True] * 4),
-            ([7, 7, 7], 3, [True] * 3),
-            ([8, 7, 6], 3, [False, True, False]),  # K = E: exactly T
-            ([0, 0, 0], 2, [True] * 3),
-            ([16, 0, 0, 0], 1, [True] * 4),  # 12 off: few tokens may well meet
-        ],
-    )
-    def test_loads_by_hand(self, loads: list[int], top_k: int, expected: list[bool]) -> None:
-        """At most seven standard deviations and 16 off the mean."""
-        assert expected == second.legal_random_loads(loads, top_k)
-        assert expected == first.legal_random_loads(torch.tensor(loads), top_k).tolist()
-
     def test_honest_draws_are_legal(self) -> None:
         """Loads of random logits and moments of biased ones lie within their bounds, and those of others do not."""
         generator = torch.Generator().manual_seed(3)
@@ -95,16 +74,6 @@ class TestDraws:
             sizes = (deviation, tokens, experts, many)
             assert second.bias_moment_bounds(*sizes) == pytest.approx(first.bias_moment_bounds(*sizes))
 
-    def test_moments_by_hand(self) -> None:
-        """Means 2, -2, 0 of two tokens and 1, 1, 1 of two more: (4 + 4 + 0 + 3) / 6."""
-        # Bounds for v = -3, T = 4, E = 64, 8 draws: 9 1/4 (1 -+ 8 sqrt(2 / 512)) = 9 1/4 (1 -+ 1/2).
-        draws = [np.array([[1.0, -2.0, 5.0], [3.0, -2.0, -5.0]]), np.ones((2, 3))]
-        assert 11 / 6 == pytest.approx(second.bias_moment(draws))
-        assert 11 / 6 == pytest.approx(first.bias_moment([torch.from_numpy(z_TE) for z_TE in draws]))
-        for oracle in (first, second):
-            assert (4.625, 13.875) == pytest.approx(oracle.bias_moment_bounds(-3.0, 4, 64, 8))
-            assert (0.0, 27.75) == pytest.approx(oracle.bias_moment_bounds(3.0, 4, 2, 16))
-
 
 class TestBiasDraws:
     @settings(pairs_agree, max_examples=120)
@@ -116,42 +85,55 @@ class TestBiasDraws:
         assert_agree(first.one_choice, second.one_choice, ids)
 
     def test_chances(self) -> None:
-        """Of six pairs among four, two more draws hit the first one's with chance 1 / 36."""
-        assert 1 / 36 == pytest.approx(first.chance_alike(2, 2, 4), rel=1e-15)
+        """Both give the same chance that all draws agree."""
         for draws, top_k, more in product((0, 1, 15), (1, 2, 4), (0, 1, 3)):
             chance = first.chance_alike(draws, top_k, top_k + more)
             assert second.chance_alike(draws, top_k, top_k + more) == pytest.approx(chance, rel=1e-13)
 
 
-BAD: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = {
-    "margin T < 0": (first.load_margin, second.load_margin, (-1, 1, 2)),
-    "margin K = 0": (first.load_margin, second.load_margin, (1, 0, 2)),
-    "margin K > E": (first.load_margin, second.load_margin, (1, 3, 2)),
-    "loads of no T": (first.legal_random_loads, second.legal_random_loads, (np.array([2, 1]), 2)),
-    "loads of K = 0": (first.legal_random_loads, second.legal_random_loads, (np.array([2, 1]), 0)),
-    "loads of K > E": (first.legal_random_loads, second.legal_random_loads, (np.array([2, 1]), 3)),
-    "moment of none": (first.bias_moment, second.bias_moment, ([],)),
-    "moment T = 0": (first.bias_moment, second.bias_moment, ([np.zeros((0, 3))],)),
-    "moment of two shapes": (
+test_by_hand = by_hand(
+    *rows(
+        first.load_margin,
+        second.load_margin,
+        *((f"margin of T, K, E = {sizes}", sizes, REFUSED) for sizes in [(-1, 1, 2), (1, 0, 2), (1, 3, 2)]),
+    ),
+    # At most seven standard deviations and 16 off the mean.
+    *rows(
+        lambda loads, top_k: first.legal_random_loads(torch.tensor(loads), top_k),
+        second.legal_random_loads,
+        ("T = 400, E = 2: sigma = 10, so 200 -+ 86", ([286, 114], 1), [True, True]),
+        ("T = 400, E = 2: 87 off", ([287, 113], 1), [False, False]),
+        ("T = 225, K = 4 of 5: 58 off is legal to the last bit", ([122, 195, 195, 194, 194], 4), [True] * 5),
+        ("T = 225, K = 4 of 5: 59 off", ([121, 195, 195, 195, 194], 4), [False] + [True] * 4),
+        ("K = E: exactly T", ([7, 7, 7], 3), [True] * 3),
+        ("K = E: not T", ([8, 7, 6], 3), [False, True, False]),
+        ("T = 0", ([0, 0, 0], 2), [True] * 3),
+        ("12 off: few tokens may well meet", ([16, 0, 0, 0], 1), [True] * 4),
+        *((f"loads 2 1 of K = {K}", ([2, 1], K), REFUSED) for K in (0, 2, 3)),
+    ),
+    *rows(
         first.bias_moment,
         second.bias_moment,
-        ([np.zeros((1, 3)), np.zeros((2, 3))],),
+        # Means 2, -2, 0 of two tokens and 1, 1, 1 of two more.
+        ("(4 + 4 + 0 + 3) / 6", ([np.array([[1.0, -2, 5], [3, -2, -5]]), np.ones((2, 3))],), 11 / 6),
+        ("moment of none", ([],), REFUSED),
+        ("moment of T = 0", ([np.zeros((0, 3))],), REFUSED),
+        ("moment of two shapes", ([np.zeros((1, 3)), np.zeros((2, 3))],), REFUSED),
     ),
-    **{
-        f"bounds of {sizes}": (first.bias_moment_bounds, second.bias_moment_bounds, sizes)
-        for sizes in [(1.0, 0, 2, 3), (1.0, 2, 0, 3), (1.0, 2, 3, 0), (math.nan, 2, 3, 4)]
-    },
-    "chance of -1": (first.chance_alike, second.chance_alike, (-1, 1, 2)),
-    "chance of K = 0": (first.chance_alike, second.chance_alike, (1, 0, 2)),
-    "chance of K > E": (first.chance_alike, second.chance_alike, (1, 3, 2)),
-}
-
-
-class TestRefusals:
-    """What has no answer is refused by both."""
-
-    @pytest.mark.parametrize("name", BAD)
-    def test_refused(self, name: str) -> None:
-        """A question without an answer raises in both oracles."""
-        one, other, question = BAD[name]
-        assert_refused(one, other, *question)
+    *rows(
+        first.bias_moment_bounds,
+        second.bias_moment_bounds,
+        ("v = -3: 9 1/4 (1 -+ 8 sqrt(2 / 512))", (-3.0, 4, 64, 8), (4.625, 13.875)),
+        ("a moment is not below 0", (3.0, 4, 2, 16), (0.0, 27.75)),
+        *(
+            (f"bounds of {sizes}", sizes, REFUSED)
+            for sizes in [(1.0, 0, 2, 3), (1.0, 2, 0, 3), (1.0, 2, 3, 0), (math.nan, 2, 3, 4)]
+        ),
+    ),
+    *rows(
+        first.chance_alike,
+        second.chance_alike,
+        ("of six pairs two more draws hit the first one's with 1 / 36", (2, 2, 4), 1 / 36),
+        *((f"chance of {sizes}", sizes, REFUSED) for sizes in [(-1, 1, 2), (1, 0, 2), (1, 3, 2)]),
+    ),
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from moe_conformance.reference.forcing import hot as first
 from moe_conformance.reference.forcing import imbalance as first_imbalance
 from self_tests.chapters.forcing.second import hot as second
 from self_tests.oracles.asked_twice import assert_agree, assert_refused
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 Ints = NDArray[np.int64]
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
@@ -94,68 +95,6 @@ class TestHotBlocks:
         """Both find the same experts hot, with the others loaded evenly by each rank."""
         assert_agree(first.hot_experts, second.hot_experts, case.ids_by_rank, case.experts)
 
-    @pytest.mark.parametrize(
-        ("ids", "even", "expected"),
-        [
-            ([[[2, 3, 0], [3, 2, 1]], [[5, 2, 3]]], False, [1]),  # K = 3 > N = 2: both experts of rank 1 each
-            ([[[2, 3, 0], [3, 0, 1]], [[5, 2, 3]]], False, []),  # one token on rank 0
-            ([[[2, 3, 0]], [[0, 1, 5]]], False, []),  # another one on each source rank
-            ([[[2], [2], [3]]], False, [1]),
-            ([[[2], [2], [3]]], True, [1]),
-            ([[[2], [2], [3], [2]]], True, []),  # 3 and 1 rows
-            ([[[2], [2]], [[3], [3]]], False, [1]),
-            ([[[2], [2]], [[3], [3]]], True, []),  # even in the sum, not on each rank
-            ([[[2], [3]], [[3]]], True, [1]),
-            ([[[2, 3, 0, 1]]], False, [0, 1]),
-            ([[[0, 1, 2, 3, 4, 5]]], True, [0, 1, 2]),  # K = E
-        ],
-    )
-    def test_blocks_by_hand(self, ids: list[list[list[int]]], even: bool, expected: list[int]) -> None:
-        """Three ranks hold experts 0 1, 2 3 and 4 5."""
-        blocks = [[0, 1], [2, 3], [4, 5]]
-        ids_by_rank = [np.array(rank) for rank in ids]
-        assert expected == assert_agree(first.hot_blocks, second.hot_blocks, ids_by_rank, blocks, even=even)
-
-    @pytest.mark.parametrize(
-        ("ids", "expected"),
-        [
-            ([[[1, 0], [2, 1]], [[1, 3]]], [1]),
-            ([[[1, 0], [0, 1]]], []),  # two rows for one of the others
-            ([[[1, 0], [1, 2]], [[0, 1], [2, 1]]], [1]),
-            ([[[1, 0], [2, 1]], [[0, 1]], [[3, 0]]], []),
-            ([[[3]], [[3], [3]]], [3]),
-            ([[[2, 3, 1, 0]]], [0, 1, 2, 3]),
-            ([[[2, 3, 1], [0, 3, 2]]], [2, 3]),
-        ],
-    )
-    def test_experts_by_hand(self, ids: list[list[list[int]]], expected: list[int]) -> None:
-        """Of four experts every token has one, and deals its other slots evenly."""
-        ids_by_rank = [np.array(rank) for rank in ids]
-        assert expected == assert_agree(first.hot_experts, second.hot_experts, ids_by_rank, 4)
-
-    def test_nobody_says_nothing(self) -> None:
-        """Without tokens every block and every expert may have been meant."""
-        nobody = [np.zeros((0, 2), dtype=np.int64)] * 2
-        assert [0, 1] == assert_agree(first.hot_blocks, second.hot_blocks, nobody, [[0, 2], [1]], even=True)
-        assert [0, 1, 2] == assert_agree(first.hot_experts, second.hot_experts, nobody, 3)
-        assert [0, 1] == assert_agree(first.first_hot_ranks, second.first_hot_ranks, [nobody], [[0, 2], [1]])
-
-    @pytest.mark.parametrize(
-        ("sizes", "expected"),
-        [
-            ((2, 12, 3), 4.0),  # ep = 4, all K fit on one rank
-            ((3, 12, 3), 4.0),
-            ((6, 12, 3), 2.0),  # half of each token's slots
-            ((2, 12, 1), 6.0),  # one expert: E / K
-            ((5, 12, 12), 1.0),
-            ((12, 12, 3), 1.0),
-            ((8, 64, 16), 4.0),  # a node of two of eight ranks: ep / q
-        ],
-    )
-    def test_overload(self, sizes: tuple[int, int, int], expected: float) -> None:
-        """A hot block gets S min(K, B) rows where the mean is K S B / E."""
-        assert expected == first_imbalance.overload(*sizes) == second.overload(*sizes)
-
     def test_overloads_agree(self) -> None:
         """Both give the same ratio for all small sizes, and it is that of a hot route's loads."""
         random = np.random.default_rng(2)
@@ -195,25 +134,6 @@ class TestAlternating:
             for i in range(forwards)
         ]
         assert_agree(first.first_hot_ranks, second.first_hot_ranks, by_forward, blocks)
-
-    @pytest.mark.parametrize(
-        ("hot", "expected"),
-        [
-            ([1, 2, 0, 1], [1]),
-            ([2, 0], [2]),
-            ([0, 0], []),
-            ([0, 2], []),
-            ([0, None, 2], [0]),
-            ([None, 2], [1]),
-            ([], [0, 1, 2]),
-        ],
-    )
-    def test_by_hand(self, hot: list[int | None], expected: list[int]) -> None:
-        """Of three ranks each forward loads the next; a forward without tokens takes its turn."""
-        blocks = [[0, 3], [1, 4], [2, 5]]
-        nobody = np.zeros((0, 2), dtype=np.int64)
-        by_forward = [[nobody if h is None else np.array([blocks[h]])] for h in hot]
-        assert expected == assert_agree(first.first_hot_ranks, second.first_hot_ranks, by_forward, blocks)
 
 
 def ratio_route(
@@ -259,45 +179,6 @@ class TestRatio:
         else:
             assert_agree(first.hot_by_ratio, second.hot_by_ratio, case.ids_by_rank, case.blocks, ratio)
 
-    @pytest.mark.parametrize(
-        ("ratio", "rows", "expected"),
-        [
-            # Three ranks, two sources of 4 tokens, K = 1. rho = 2: a = 2 * 8 / 4 = 4.
-            (2.0, [[2, 1, 1], [2, 1, 1]], [0]),
-            (2.0, [[3, 1, 0], [2, 1, 1]], [0]),  # 5: less than two sources off
-            (2.0, [[3, 1, 0], [3, 0, 1]], []),  # 6: two off
-            (2.0, [[2, 1, 1], [1, 2, 1]], [0, 1]),  # 3 and 3, either is one off
-            (2.0, [[2, 2, 0], [2, 1, 1]], []),  # 2 and 0 on one source, whichever rank of the first two is hot
-            # rho = 1: a = 8 / 3 for every rank.
-            (1.0, [[2, 1, 1], [1, 2, 1]], [0, 1, 2]),
-            (1.0, [[4, 0, 0], [1, 2, 1]], []),
-            # rho = 6: a = 48 / 8 = 6; rho = 1e9: a just below 8, all rows may be there, or all but one
-            (6.0, [[3, 0, 1], [3, 1, 0]], [0]),
-            (6.0, [[4, 0, 0], [4, 0, 0]], []),
-            (1e9, [[4, 0, 0], [4, 0, 0]], [0]),
-        ],
-    )
-    def test_by_hand(self, ratio: float, rows: list[list[int]], expected: list[int]) -> None:
-        """The hot rank's rows are a but for rounding; each source's rows for the others differ by at most one."""
-        blocks = [[0, 1], [2, 4], [3, 5]]
-        ids = [np.array([[blocks[r][j % 2]] for r, n in enumerate(row) for j in range(n)]) for row in rows]
-        assert expected == assert_agree(first.hot_by_ratio, second.hot_by_ratio, ids, blocks, ratio)
-
-    def test_no_more_than_a_token_can_send(self) -> None:
-        """K = 2, one expert a rank: rho = 2 asks for a = 2 * 6 / 4 = 3 = S rows, rho = 2.1 for the worst rank."""
-        one_each, elsewhere = [np.array([[0, 1], [0, 2], [0, 1]])], [np.array([[1, 2], [0, 2], [0, 1]])]
-        cases = [(2.0, one_each, [0]), (2.1, one_each, [0]), (2.1, elsewhere, []), (1.0, elsewhere, [0, 1, 2])]
-        sources = [np.array([[0, 1], [1, 2]]), np.array([[0, 2]])]  # two rows for each are less than two sources off
-        for ratio, ids, expected in [*cases, (2.0, sources, [0, 1, 2]), (2.1, sources, [])]:
-            found = assert_agree(first.hot_by_ratio, second.hot_by_ratio, ids, [[0], [1], [2]], ratio)
-            assert expected == found
-
-    def test_one_rank_has_all(self) -> None:
-        """With ep = 1, a = K S whatever the ratio."""
-        ids = [np.array([[0, 1], [1, 2]])]
-        assert [0] == assert_agree(first.hot_by_ratio, second.hot_by_ratio, ids, [[0, 1, 2]], 5.0)
-        assert [0] == assert_agree(first.hot_by_ratio, second.hot_by_ratio, [], [[0, 1, 2]], 5.0)
-
 
 class TestImbalance:
     @settings(pairs_agree, max_examples=120)
@@ -318,79 +199,139 @@ class TestImbalance:
             assert mean == first_imbalance.mean_overload(draws[::-1], blocks)
         assert second.imbalance_rises(as_lists, blocks) is first_imbalance.imbalance_rises(tensors, blocks)
 
-    @pytest.mark.parametrize(
-        ("loads", "expected"),
-        [
-            ([[[1, 1, 2]], [[1, 1, 4]]], True),
-            ([[[1, 1, 4]], [[1, 1, 2]]], False),
-            ([[[2, 2, 2]], [[2, 2, 2]]], False),  # no rise
-            ([[[1, 1, 2]], [[2, 2, 2]], [[3, 3, 0]]], False),  # the last is the worst case itself
-            ([[[1, 1, 2]], [[2, 2, 2]], [[3, 2, 1]]], True),
-            ([[[1, 1, 2], [3, 2, 1]], [[2, 2, 2]]], False),  # means 4/3 and 4/3
-        ],
-    )
-    def test_by_hand(self, loads: list[list[list[int]]], expected: bool) -> None:
-        """Ranks of two and of one expert: the larger load over half of the sum, averaged over draws."""
-        # [2 2 2]: 4 / 3. [1 1 4]: 4 / 3. [1 1 2]: 2 / 2 = 1. [3 3 0]: 6 / 3 = 2 = ep. [3 2 1]: 5 / 3.
-        blocks = [[0, 1], [2]]
-        assert expected is second.imbalance_rises(loads, blocks)
-        tensors = [[torch.tensor(loads_E) for loads_E in draws] for draws in loads]
-        assert expected is first_imbalance.imbalance_rises(tensors, blocks)
 
-    def test_one_rank_has_nothing_to_rise(self) -> None:
-        """With ep = 1 the ratio is always 1."""
-        draws = [[torch.tensor([2, 1])], [torch.tensor([3, 0])]]
-        assert 1.0 == first_imbalance.mean_overload(draws[0], [[1, 0]])
-        assert first_imbalance.imbalance_rises(draws, [[0, 1]]) is True
-        assert second.imbalance_rises([[[2, 1]], [[3, 0]]], [[0, 1]]) is True
+BLOCKS, THREE, UNEVEN = [[0, 1], [2, 3], [4, 5]], [[0, 3], [1, 4], [2, 5]], [[0, 1], [2]]
+ONE_EACH, TWO = [[0], [1], [2]], [[0, 1], [2, 3]]
+NOBODY = np.zeros((0, 2), dtype=np.int64)
+EVEN = {"even": True}
 
 
-IDS, TWO = np.array([[0, 1]]), [[0, 1], [2, 3]]
-BAD: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = {
-    **{
-        f"{ask[0].__name__} of {name}": (*ask, (ids, blocks, *more))
-        for ask, more in [
-            ((first.hot_blocks, second.hot_blocks), ()),
-            ((first.hot_by_ratio, second.hot_by_ratio), (2.0,)),
-        ]
-        for name, ids, blocks in [
-            ("no blocks", [], []),
-            ("an empty block", [], [[0, 1], []]),
-            ("an expert twice", [], [[0, 1], [1, 2]]),
-            ("an expert missing", [], [[0, 1], [2, 4]]),
-            ("id E", [IDS + 3], TWO),
-            ("id -1", [IDS - 1], TWO),
-            ("an expert chosen twice", [IDS * 0], TWO),
-        ]
-    },
-    "hot of none": (first.hot_experts, second.hot_experts, ([], 0)),
-    "hot id E": (first.hot_experts, second.hot_experts, ([IDS], 1)),
-    "turns of no blocks": (first.first_hot_ranks, second.first_hot_ranks, ([], [])),
-    "turns of id E": (first.first_hot_ranks, second.first_hot_ranks, ([[IDS + 3]], TWO)),
-    "overload K = 0": (first_imbalance.overload, second.overload, (0, 4, 2)),
-    "overload K > E": (first_imbalance.overload, second.overload, (5, 4, 2)),
-    "overload B = 0": (first_imbalance.overload, second.overload, (2, 4, 0)),
-    "overload B > E": (first_imbalance.overload, second.overload, (2, 4, 5)),
-    "ratio below 1": (first.hot_by_ratio, second.hot_by_ratio, ([IDS], TWO, 0.99)),
-    "ratio inf": (first.hot_by_ratio, second.hot_by_ratio, ([IDS], TWO, math.inf)),
-    "ratio NaN": (first.hot_by_ratio, second.hot_by_ratio, ([IDS], TWO, math.nan)),
-    "ratio over uneven blocks": (first.hot_by_ratio, second.hot_by_ratio, ([IDS], [[0, 1], [2]], 2.0)),
-    "no draw": (first_imbalance.mean_overload, second.mean_overload, ([], TWO)),
-    "no load": (
-        first_imbalance.mean_overload,
-        second.mean_overload,
-        ([np.array([1, 0, 0, 0]), np.zeros(4, dtype=int)], TWO),
+def by_rank(*ids: list[list[int]]) -> list[Ints]:
+    """Ids of every source rank."""
+    return [np.array(rank) for rank in ids]
+
+
+def spread(*by_source: list[int]) -> list[Ints]:
+    """One expert per token: so many rows of each source rank for each of three blocks."""
+    return by_rank(*([[THREE[r][j % 2]] for r, n in enumerate(rows) for j in range(n)] for rows in by_source))
+
+
+def in_turn(*hot: int | None) -> list[list[Ints]]:
+    """Forwards of one source rank, which load these blocks; None is a forward without tokens."""
+    return [[NOBODY if block is None else np.array([THREE[block]])] for block in hot]
+
+
+NO_ROUTES = [
+    ("no blocks", [], []),
+    ("an empty block", [], [[0, 1], []]),
+    ("an expert twice", [], [[0, 1], [1, 2]]),
+    ("an expert missing", [], [[0, 1], [2, 4]]),
+    ("id E", by_rank([[3, 4]]), TWO),
+    ("id -1", by_rank([[-1, 0]]), TWO),
+    ("an expert chosen twice", by_rank([[0, 0]]), TWO),
+]
+
+test_by_hand = by_hand(
+    *rows(
+        first.hot_blocks,
+        second.hot_blocks,
+        ("one token on another rank", (by_rank([[2, 3, 0], [3, 0, 1]], [[5, 2, 3]]), BLOCKS), []),
+        ("another block on each source rank", (by_rank([[2, 3, 0]], [[0, 1, 5]]), BLOCKS), []),
+        ("one block in all rows", (by_rank([[2], [2], [3]]), BLOCKS), [1]),
+        ("2 and 1 rows are even", (by_rank([[2], [2], [3]]), BLOCKS), EVEN, [1]),
+        ("3 and 1 rows are not even", (by_rank([[2], [2], [3], [2]]), BLOCKS), EVEN, []),
+        ("any rows of the block", (by_rank([[2], [2]], [[3], [3]]), BLOCKS), [1]),
+        ("even in the sum, not on each rank", (by_rank([[2], [2]], [[3], [3]]), BLOCKS), EVEN, []),
+        ("even on each rank", (by_rank([[2], [3]], [[3]]), BLOCKS), EVEN, [1]),
+        ("K = 2 blocks: either may be meant", (by_rank([[2, 3, 0, 1]]), BLOCKS), [0, 1]),
+        ("K = E: each may be meant", (by_rank([[0, 1, 2, 3, 4, 5]]), BLOCKS), EVEN, [0, 1, 2]),
+        ("without tokens every block may be meant", ([NOBODY, NOBODY], [[0, 2], [1]]), EVEN, [0, 1]),
+        *((f"hot blocks of {name}", (ids, blocks), REFUSED) for name, ids, blocks in NO_ROUTES),
     ),
-    "no blocks": (first_imbalance.mean_overload, second.mean_overload, ([np.array([1])], [])),
-    "one deviation": (first_imbalance.imbalance_rises, second.imbalance_rises, ([[np.array([1, 2, 2, 2])]], TWO)),
-}
-
-
-class TestRefusals:
-    """What has no answer is refused by both."""
-
-    @pytest.mark.parametrize("name", BAD)
-    def test_refused(self, name: str) -> None:
-        """A question without an answer raises in both oracles."""
-        one, other, question = BAD[name]
-        assert_refused(one, other, *question)
+    *rows(
+        first.hot_experts,
+        second.hot_experts,
+        ("two rows, and one for each of the others", (by_rank([[1, 0], [1, 2]], [[0, 1], [2, 1]]), 4), [1]),
+        ("one rank without the expert", (by_rank([[1, 0], [2, 1]], [[0, 1]], [[3, 0]]), 4), []),
+        ("K = 1", (by_rank([[3]], [[3], [3]]), 4), [3]),
+        ("K = E: each expert may be meant", (by_rank([[2, 3, 1, 0]]), 4), [0, 1, 2, 3]),
+        ("two experts in each token", (by_rank([[2, 3, 1], [0, 3, 2]]), 4), [2, 3]),
+        ("without tokens every expert may be meant", ([NOBODY, NOBODY], 3), [0, 1, 2]),
+        ("no experts", ([], 0), REFUSED),
+        ("id E", (by_rank([[0, 1]]), 1), REFUSED),
+    ),
+    *rows(
+        first.first_hot_ranks,
+        second.first_hot_ranks,
+        ("each forward loads the next rank", (in_turn(1, 2, 0, 1), THREE), [1]),
+        ("rank 0 comes after rank 2", (in_turn(2, 0), THREE), [2]),
+        ("rank 2 does not come after rank 0", (in_turn(0, 2), THREE), []),
+        ("the same rank again", (in_turn(0, 0), THREE), []),
+        ("a forward without tokens takes its turn", (in_turn(0, None, 2), THREE), [0]),
+        ("a forward without tokens takes the first turn", (in_turn(None, 2), THREE), [1]),
+        ("no forward", ([], THREE), [0, 1, 2]),
+        ("no tokens", ([[NOBODY, NOBODY]], [[0, 2], [1]]), [0, 1]),
+        ("turns of no blocks", ([], []), REFUSED),
+        ("turns of id E", ([by_rank([[3, 4]])], TWO), REFUSED),
+    ),
+    *rows(
+        first.hot_by_ratio,
+        second.hot_by_ratio,
+        # Three ranks, two sources of 4 tokens, K = 1. rho = 2: a = 2 * 8 / 4 = 4.
+        ("rho = 2: a = 4 rows", (spread([2, 1, 1], [2, 1, 1]), THREE, 2.0), [0]),
+        ("5 rows are less than two sources off", (spread([3, 1, 0], [2, 1, 1]), THREE, 2.0), [0]),
+        ("6 rows are two sources off", (spread([3, 1, 0], [3, 0, 1]), THREE, 2.0), []),
+        ("3 rows on either rank are one off", (spread([2, 1, 1], [1, 2, 1]), THREE, 2.0), [0, 1]),
+        ("2 and 0 rows on one source are uneven", (spread([2, 2, 0], [2, 1, 1]), THREE, 2.0), []),
+        ("rho = 1: a = 8 / 3 for every rank", (spread([2, 1, 1], [1, 2, 1]), THREE, 1.0), [0, 1, 2]),
+        ("rho = 1 without rows for the others", (spread([4, 0, 0], [1, 2, 1]), THREE, 1.0), []),
+        ("rho = 6: a = 48 / 8 = 6", (spread([3, 0, 1], [3, 1, 0]), THREE, 6.0), [0]),
+        ("rho = 6, the others uneven in turn", (spread([3, 0, 1], [3, 0, 1]), THREE, 6.0), [0]),
+        ("rho = 6 and 8 rows", (spread([4, 0, 0], [4, 0, 0]), THREE, 6.0), []),
+        ("rho = 1e9: all rows", (spread([4, 0, 0], [4, 0, 0]), THREE, 1e9), [0]),
+        # K = 2, one expert a rank, 3 tokens: rho = 2 asks for a = 2 * 6 / 4 = 3 = S rows, rho = 2.1 for the worst rank.
+        ("a = S rows", (by_rank([[0, 1], [0, 2], [0, 1]]), ONE_EACH, 2.0), [0]),
+        ("more than S rows: the worst rank", (by_rank([[0, 1], [0, 2], [0, 1]]), ONE_EACH, 2.1), [0]),
+        ("more than S rows, elsewhere", (by_rank([[1, 2], [0, 2], [0, 1]]), ONE_EACH, 2.1), []),
+        ("the mean, elsewhere", (by_rank([[1, 2], [0, 2], [0, 1]]), ONE_EACH, 1.0), [0, 1, 2]),
+        ("two rows each: less than two off", (by_rank([[0, 1], [1, 2]], [[0, 2]]), ONE_EACH, 2.0), [0, 1, 2]),
+        ("two rows each: not the worst rank", (by_rank([[0, 1], [1, 2]], [[0, 2]]), ONE_EACH, 2.1), []),
+        ("with ep = 1 all rows, whatever the ratio", (by_rank([[0, 1], [1, 2]]), [[0, 1, 2]], 5.0), [0]),
+        ("with ep = 1 and no source", ([], [[0, 1, 2]], 5.0), [0]),
+        *((f"ratio of {name}", (ids, blocks, 2.0), REFUSED) for name, ids, blocks in NO_ROUTES),
+        *((f"ratio {rho}", (by_rank([[0, 1]]), TWO, rho), REFUSED) for rho in (0.99, math.inf, math.nan)),
+        ("ratio over uneven blocks", (by_rank([[0, 1]]), UNEVEN, 2.0), REFUSED),
+    ),
+    *rows(
+        first_imbalance.overload,
+        second.overload,
+        ("all K fit on one of ep = 4 ranks", (3, 12, 3), 4.0),
+        ("one rank", (5, 12, 12), 1.0),
+        ("K = E", (12, 12, 3), 1.0),
+        ("a node of two of eight ranks: ep / q", (8, 64, 16), 4.0),
+        *((f"overload of {sizes}", sizes, REFUSED) for sizes in [(0, 4, 2), (5, 4, 2), (2, 4, 0), (2, 4, 5)]),
+    ),
+    *rows(
+        first_imbalance.mean_overload,
+        lambda loads, blocks: float(second.mean_overload(loads, blocks)),
+        ("one rank has the mean", ([np.array([2, 1])], [[1, 0]]), 1.0),
+        ("no draw", ([], TWO), REFUSED),
+        ("a draw without load", ([np.array([1, 0, 0, 0]), np.zeros(4, dtype=int)], TWO), REFUSED),
+        ("no blocks", ([np.array([1])], []), REFUSED),
+    ),
+    # Ranks of two and of one expert. [2 2 2]: 4 / 3. [1 1 4]: 4 / 3. [1 1 2]: 1. [3 3 0]: 2 = ep. [3 2 1]: 5 / 3.
+    *rows(
+        lambda loads, blocks: first_imbalance.imbalance_rises(
+            [[torch.tensor(n_E) for n_E in n] for n in loads], blocks
+        ),
+        second.imbalance_rises,
+        ("1 to 4/3", ([[[1, 1, 2]], [[1, 1, 4]]], UNEVEN), True),
+        ("4/3 to 1", ([[[1, 1, 4]], [[1, 1, 2]]], UNEVEN), False),
+        ("no rise", ([[[2, 2, 2]], [[2, 2, 2]]], UNEVEN), False),
+        ("the last is the worst case itself", ([[[1, 1, 2]], [[2, 2, 2]], [[3, 3, 0]]], UNEVEN), False),
+        ("1, 4/3, 5/3", ([[[1, 1, 2]], [[2, 2, 2]], [[3, 2, 1]]], UNEVEN), True),
+        ("means 4/3 and 4/3", ([[[1, 1, 2], [3, 2, 1]], [[2, 2, 2]]], UNEVEN), False),
+        ("with ep = 1 nothing can rise", ([[[2, 1]], [[3, 0]]], [[0, 1]]), True),
+        ("one deviation", ([[[1, 2, 2, 2]]], TWO), REFUSED),
+    ),
+)
