@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -85,5 +86,6 @@ def assert_same(expected: Any, actual: Any) -> None:
         assert isinstance(actual, float), actual
         assert expected == pytest.approx(actual, rel=RELATIVE, abs=ABSOLUTE)
     else:
-        assert type(expected) is type(actual), f"{expected!r} == {actual!r}"
+        exact = (int, Fraction) if isinstance(expected, Fraction) else type(expected)
+        assert isinstance(actual, exact), f"{expected!r} == {actual!r}"
         assert expected == actual

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +13,7 @@ from hypothesis import strategies as st
 from moe_conformance.reference.overload import counters as first
 from self_tests.chapters.overload.second import counters as second
 from self_tests.chapters.overload.second.counters import RoutedPass
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 KINDS = ("forward", "recomputed", "backward", "alone", "evaluation")
@@ -72,75 +71,45 @@ class TestPair:
         """Both hold the same ids of the same passes, tokens of padding included."""
         assert second.trace(case) == first_trace(case)
 
-    @pytest.mark.parametrize(
-        ("wrong", "experts"),
-        [
-            (routed("forward", 0, [[0, 3]]), 3),
-            (routed("alone", 0, [[0, -2]]), 3),
-            (routed("forward", 0, [[0, 3], [1, 4]], [True, False]), 3),
-            (routed("forward", 0, []), 0),
-            (RoutedPass("forward", 0, np.zeros(2, dtype=np.int64)), 3),
-            (RoutedPass("forward", 0, np.zeros((1, 2), dtype=np.int32)), 3),
-            (routed("forward", 0, [[0, 1]], [True, False]), 3),
-            (RoutedPass("forward", 0, np.zeros((1, 2), np.int64), np.zeros(1, np.int64)), 3),
-        ],
-    )
-    def test_what_does_not_fit_is_refused_by_both(self, wrong: RoutedPass, experts: int) -> None:
-        """Ids without an expert, no expert at all, ids and padding of another shape or dtype."""
-        with pytest.raises(ValueError, match=r"\w"):
-            second.expert_counts([wrong], experts)
-        with pytest.raises(ValueError, match=r"\w"):
-            first_counts([wrong], experts)
 
-    @pytest.mark.parametrize("kinds", [("forward", "forward"), ("alone", "forward"), ("evaluation", "alone")])
-    def test_a_label_twice_in_a_trace_is_refused_by_both(self, kinds: tuple[str, str]) -> None:
-        """Two records under one label could not be told apart."""
-        twice = [routed(kind, 7, [[0, 1]]) for kind in kinds]
-        with pytest.raises(ValueError, match="7"):
-            second.trace(twice)
-        with pytest.raises(ValueError, match="7"):
-            first_trace(twice)
+CASE = [
+    routed("forward", "a", [[0, 2], [2, -1]]),
+    routed("evaluation", "b", [[1, 1]]),
+    routed("alone", "c", [[2, 2], [3, 0]], [False, True]),
+    routed("recomputed", "a", [[0, 2], [2, -1]]),
+    routed("backward", "a", [[0, 2], [2, -1]]),
+    routed("forward", "d", []),
+]
 
-
-class TestByHand:
-    CASE = (
-        routed("forward", "a", [[0, 2], [2, -1]]),
-        routed("evaluation", "b", [[1, 1]]),
-        routed("alone", "c", [[2, 2], [3, 0]], [False, True]),
-        routed("recomputed", "a", [[0, 2], [2, -1]]),
-        routed("backward", "a", [[0, 2], [2, -1]]),
-        routed("forward", "d", []),
-    )
-
-    def test_training_passes_count_once(self) -> None:
-        """0 once and 2 twice in the first, 2 twice in the third: nothing of padding, evaluation and repeats."""
-        assert [1, 0, 4, 0] == first_counts(self.CASE, 4)
-        assert [1, 0, 4, 0] == second.expert_counts(self.CASE, 4)
-
-    def test_every_forward_pass_has_one_record(self) -> None:
-        """Four records: sets per token, an empty one for no tokens, and none for what is repeated."""
-        expected = {"a": [{0, 2}, {2}], "b": [{1}], "c": [{2}, {0, 3}], "d": []}
-        assert expected == first_trace(self.CASE)
-        assert expected == second.trace(self.CASE)
-
-
-class TestLaws:
-    @pairs_agree
-    @given(passes(), st.randoms(use_true_random=False))
-    def test_passes_and_tokens_have_no_order(self, case: list[RoutedPass], random: Random) -> None:
-        """Counts see neither the order of passes nor that of tokens."""
-        other = []
-        for one in case:
-            order = list(range(len(one.ids_TK)))
-            random.shuffle(order)
-            padding = None if one.padding_T is None else one.padding_T[order]
-            other.append(one._replace(ids_TK=one.ids_TK[order], padding_T=padding))
-        random.shuffle(other)
-        assert first_counts(case, 5) == first_counts(other, 5)
-
-    @pairs_agree
-    @given(passes())
-    def test_counts_add_up_over_passes(self, case: list[RoutedPass]) -> None:
-        """Counted pass by pass and added, the same."""
-        expected = [sum(column) for column in zip([0] * 5, *(first_counts([one], 5) for one in case), strict=True)]
-        assert expected == first_counts(case, 5)
+test_by_hand = by_hand(
+    *rows(
+        first_counts,
+        second.expert_counts,
+        ("padding, evaluation and repeats do not count", (CASE, 4), [1, 0, 4, 0]),
+        ("an expert that is not there", ([routed("forward", 0, [[0, 3]])], 3), REFUSED),
+        ("an id below -1", ([routed("alone", 0, [[0, -2]])], 3), REFUSED),
+        (
+            "an expert that is not there, beside padding",
+            ([routed("forward", 0, [[0, 3], [1, 4]], [True, False])], 3),
+            REFUSED,
+        ),
+        ("no expert at all", ([routed("forward", 0, [])], 0), REFUSED),
+        ("ids of one dim", ([RoutedPass("forward", 0, np.zeros(2, dtype=np.int64))], 3), REFUSED),
+        ("ids of 32 bits", ([RoutedPass("forward", 0, np.zeros((1, 2), dtype=np.int32))], 3), REFUSED),
+        ("padding of another T", ([routed("forward", 0, [[0, 1]], [True, False])], 3), REFUSED),
+        (
+            "padding that is not bool",
+            ([RoutedPass("forward", 0, np.zeros((1, 2), np.int64), np.zeros(1, np.int64))], 3),
+            REFUSED,
+        ),
+    ),
+    *rows(
+        first_trace,
+        second.trace,
+        ("every forward pass has one record", (CASE,), {"a": [{0, 2}, {2}], "b": [{1}], "c": [{2}, {0, 3}], "d": []}),
+        *(
+            (f"{one} and {other} of one label", ([routed(kind, 7, [[0, 1]]) for kind in (one, other)],), REFUSED)
+            for one, other in [("forward", "forward"), ("alone", "forward"), ("evaluation", "alone")]
+        ),
+    ),
+)

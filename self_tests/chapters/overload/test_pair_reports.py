@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from random import Random
 from typing import Literal
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +14,7 @@ from moe_conformance.reference.overload import factors as first_entries
 from moe_conformance.reference.overload import report as first
 from self_tests.chapters.overload.second import factors as second
 from self_tests.chapters.overload.second.factors import Entry, Label
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 Empty = Literal["zero", "left_out"]
@@ -72,21 +71,6 @@ class TestReportPair:
         expected = second.allowed_error(exact, terms, growth)
         assert expected == first.allowed_error(exact, terms, growth=growth)
 
-    @pytest.mark.parametrize("wrong", [at(0, 1, [], 3), at(1, 0, [3, -1], 2)])
-    def test_an_entry_without_ranks_or_with_less_than_nothing_is_refused_by_both(self, wrong: Entry) -> None:
-        """Whatever stage it belongs to."""
-        with pytest.raises(ValueError, match=r"\w"):
-            second.reported([at(0, 0, [1], 1), wrong], 0, None)
-        with pytest.raises(ValueError, match=r"\w"):
-            first_reported([at(0, 0, [1], 1), wrong], 0, None)
-
-    def test_a_way_with_empty_entries_that_is_none_is_refused_by_both(self) -> None:
-        """They count as zero or are left out."""
-        with pytest.raises(ValueError, match="skip"):
-            second.reported([], 0, None, "skip")
-        with pytest.raises(ValueError, match="skip"):
-            first_reported([], 0, None, "skip")  # type: ignore[arg-type]
-
 
 @st.composite
 def records(draw: st.DrawFn) -> tuple[list[list[Label]], list[list[int]], list[int]]:
@@ -116,110 +100,8 @@ class TestEndsPair:
         """Both let every rank end its report in the same way."""
         assert second.ends(*case) == list(first.ends(*case))
 
-    @pytest.mark.parametrize(
-        ("groups", "stages"),
-        [([[0], [2]], [0, 0, 0]), ([[0, 1], [1, 2]], [0, 0, 0]), ([[0, 1, 2]], [0, 0, 1]), ([[0, 1, 2]], [0, 0])],
-    )
-    def test_groups_that_do_not_cover_the_world_are_refused_by_both(
-        self, groups: list[list[int]], stages: list[int]
-    ) -> None:
-        """A rank in no group or in two, a group over two stages, a rank without a stage."""
-        with pytest.raises(ValueError, match=r"\w"):
-            second.ends([["a"]] * 3, groups, stages)
-        with pytest.raises(ValueError, match=r"\w"):
-            first.ends([["a"]] * 3, groups, stages)
-
-
-class TestByHand:
-    def test_layers_with_different_numbers_of_entries(self) -> None:
-        """10 / 8 and 14 / 8 of one layer, 6 / 8 of another: 1.25 on average, 1.75 at most; each layer for itself."""
-        # (10 + 14 + 6) / (3 * 8) = 30 / 24 = 5 / 4, not the mean of the layers' means, (3 / 2 + 3 / 4) / 2 = 9 / 8.
-        # The middle entry alone is 14 / 8 = 7 / 4. Layer 0: (10 + 14) / (2 * 8) = 3 / 2. Layer 1: 6 / 8 = 3 / 4.
-        world = [at(0, 0, [10], 8), at(0, 0, [14], 8), at(0, 1, [6], 8)]
-        expected = {
-            "avg_overload_factor": Fraction(5, 4),
-            "max_overload_factor": Fraction(7, 4),
-            "max_cum_overload_factor": Fraction(5, 4),
-            "avg_overload_factor_layer_0": Fraction(3, 2),
-            "max_overload_factor_layer_0": Fraction(7, 4),
-            "avg_overload_factor_layer_1": Fraction(3, 4),
-            "max_overload_factor_layer_1": Fraction(3, 4),
-        }
-        assert (expected, set()) == first_reported(world, 0, Fraction(5, 4))
-        assert (expected, set()) == second.reported(world, 0, Fraction(5, 4))
-
-    def test_a_mean_of_ratios_is_not_a_ratio_of_means(self) -> None:
-        """24 / 16 and 8 / 32 are 7 / 8 on average; 32 / 48 would be 2 / 3."""
-        values, _ = first_reported([at(0, 0, [24], 16), at(0, 0, [8], 32)], 0, None)
-        assert Fraction(7, 8) == values["avg_overload_factor"]
-
-    def test_every_reduction_over_its_own_ranks(self) -> None:
-        """Two stages of two slices of two ranks, primes everywhere: a maximum or mean over others shows."""
-        # b = 4 everywhere. Stage 0: slice 0 has 5 and 3, then 2 and 7 pairs; slice 1 has 11 and 13.
-        #   factors 5/4, 7/4, 13/4: avg (5 + 7 + 13) / 12 = 25 / 12. (Ranks summed first: (5 + 2), (3 + 7): 10.)
-        # Stage 1: slice 0 has 17 and 19, slice 1 has 1 and 0: factors 19/4 and 1/4, avg 20 / 8 = 5 / 2.
-        # The maximum is 19 / 4 on both stages, the mean each stage's own.
-        world = [at(0, 0, [5, 3], 4), at(0, 1, [2, 7], 4), at(0, 0, [11, 13], 4), at(1, 2, [17, 19], 4)]
-        world += [at(1, 2, [1, 0], 4), at(1, None, [99, 99], 4)]
-        names = ("avg_overload_factor", "max_overload_factor")
-        for stage, expected in [(0, (Fraction(25, 12), Fraction(19, 4))), (1, (Fraction(5, 2), Fraction(19, 4)))]:
-            values, absent = first_reported(world, stage, Fraction(2))
-            assert expected == tuple(values[name] for name in names)
-            assert set() == absent
-        values, _ = first_reported(world, 0, Fraction(2), prefix="moe/")
-        layers = {"moe/avg_overload_factor_layer_0": Fraction(9, 4), "moe/max_overload_factor_layer_0": Fraction(13, 4)}
-        layers |= {name.replace("_0", "_1"): Fraction(7, 4) for name in layers}
-        assert layers == {name: value for name, value in values.items() if "layer" in name}
-
-    def test_a_stage_without_entries_may_say_nothing(self) -> None:
-        """It reports the world's maximum and an average of 0, or leaves them out; so does a world without entries."""
-        names = {"avg_overload_factor", "max_overload_factor", "max_cum_overload_factor"}
-        zeros = dict.fromkeys(names, Fraction(0))
-        assert (zeros, names) == first_reported([], 0, None)
-        assert (zeros | {"max_overload_factor": Fraction(3)}, names) == first_reported([at(1, 4, [6], 2)], 0, None)
-
-    def test_an_entry_without_tokens_is_0_or_left_out(self) -> None:
-        """0 and 3 / 2: the average is 3 / 4 or 3 / 2, and a layer of nothing else has 0 or no key."""
-        world = [at(0, 0, [0, 0], 0), at(0, 1, [3, 1], 2)]
-        counted, _ = first_reported(world, 0, None, "zero")
-        left_out, _ = first_reported(world, 0, None, "left_out")
-        assert (Fraction(3, 4), 0) == (counted["avg_overload_factor"], counted["avg_overload_factor_layer_0"])
-        assert Fraction(3, 2) == left_out["avg_overload_factor"]
-        assert "avg_overload_factor_layer_0" not in left_out
-
-    def test_a_float32_rounding_is_two_to_the_minus_23(self) -> None:
-        """A mean of three, exactly 5 / 4, may be 7 such roundings off: 35 / 2^25."""
-        assert Fraction(35, 2**25) == first.allowed_error(Fraction(5, 4), 3)
-        assert Fraction(35, 2**24) == first.allowed_error(Fraction(-5, 4), 3, growth=2)
-
-    def test_who_may_say_values(self) -> None:
-        """Slices of one stage with one entry each, with one and two, and a group at odds with itself."""
-        groups, stages = [[0, 2], [1, 3], [4]], [0, 0, 0, 0, 1]
-        alike: list[list[Label]] = [["a"], ["b"], ["a"], ["b"], []]
-        more: list[list[Label]] = [["a"], ["b", "b"], ["a"], ["b", "b"], []]
-        torn: list[list[Label]] = [["a"], ["b", "c"], ["a"], ["b", "b"], []]
-        assert ("values",) * 5 == first.ends(alike, groups, stages)
-        assert ("either",) * 5 == first.ends(more, groups, stages)
-        assert ("either", "error", "either", "error", "either") == first.ends(torn, groups, stages)
-
 
 class TestLaws:
-    @pairs_agree
-    @given(entries(), st.integers(0, 2), st.randoms(use_true_random=False))
-    def test_entries_have_no_order(self, world: list[Entry], stage: int, random: Random) -> None:
-        """A report does not depend on the order of entries, nor on the order of the ranks in them."""
-        other = [one._replace(pairs=tuple(random.sample(one.pairs, len(one.pairs)))) for one in world]
-        random.shuffle(other)
-        assert first_reported(world, stage, None) == first_reported(other, stage, None)
-
-    @pairs_agree
-    @given(entries(), st.integers(0, 2), st.sampled_from(["zero", "left_out"]))
-    def test_the_maximum_is_never_below_the_average(self, world: list[Entry], stage: int, empty: Empty) -> None:
-        """Of the world and of every layer."""
-        values, _ = first_reported(world, stage, None, empty)
-        averages = {name: value for name, value in values.items() if name.startswith("avg")}
-        assert all(value <= values[name.replace("avg", "max")] for name, value in averages.items())
-
     @pairs_agree
     @given(
         st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 10**5)), min_size=1, max_size=40), st.integers(1, 7)
@@ -232,3 +114,86 @@ class TestLaws:
             total += np.float32(load) / (np.float32(slots) / np.float32(ep))
         exact = first_reported(world, 0, None)[0]["avg_overload_factor"]
         assert abs(Fraction(float(total / np.float32(len(loads)))) - exact) <= first.allowed_error(exact, len(loads))
+
+
+def over(stage: int, layer: int | None, *pairs_by_entry: Sequence[int], balanced: int = 4) -> list[Entry]:
+    """Entries of one layer with the same balance."""
+    return [at(stage, layer, pairs, balanced) for pairs in pairs_by_entry]
+
+
+def told(avg: Fraction, largest: Fraction, cumulative: Fraction | None, **layers: Fraction) -> dict[str, Fraction]:
+    """What is reported; of layers, their names shortened to `avg_0`."""
+    values = {"avg_overload_factor": avg, "max_overload_factor": largest, "max_cum_overload_factor": cumulative}
+    values |= {f"{name[:3]}_overload_factor_layer_{name[4:]}": value for name, value in layers.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+F = Fraction
+NAMES = {"avg_overload_factor", "max_overload_factor", "max_cum_overload_factor"}
+# Of two stages, primes everywhere and b = 4: a maximum or mean over other ranks shows. Stage 0 has 5/4, 7/4 and 13/4,
+# stage 1 has 19/4 and 1/4, and an entry of a layer without number.
+WORLD = [*over(0, 0, [5, 3], [11, 13]), *over(0, 1, [2, 7]), *over(1, 2, [17, 19], [1, 0]), *over(1, None, [99, 99])]
+EMPTY = [at(0, 0, [0, 0], 0), at(0, 1, [3, 1], 2)]
+RANKS, STAGES = [[0, 2], [1, 3], [4]], [0, 0, 0, 0, 1]
+
+test_by_hand = by_hand(
+    *rows(
+        first_reported,
+        second.reported,
+        (
+            "(10 + 14 + 6) / (3 * 8), not the mean of the layers' means",
+            ([*over(0, 0, [10], [14], balanced=8), *over(0, 1, [6], balanced=8)], 0, F(5, 4)),
+            (told(F(5, 4), F(7, 4), F(5, 4), avg_0=F(3, 2), max_0=F(7, 4), avg_1=F(3, 4), max_1=F(3, 4)), set()),
+        ),
+        (
+            "a stage averages its own entries, the maximum is the world's",
+            (WORLD, 0, F(2)),
+            (told(F(25, 12), F(19, 4), F(2), avg_0=F(9, 4), max_0=F(13, 4), avg_1=F(7, 4), max_1=F(7, 4)), set()),
+        ),
+        (
+            "the other stage",
+            (WORLD, 1, F(2)),
+            (told(F(5, 2), F(19, 4), F(2), avg_2=F(5, 2), max_2=F(19, 4)), set()),
+        ),
+        ("a world without entries may say nothing", ([], 0, None), (told(F(0), F(0), F(0)), NAMES)),
+        ("a stage without entries may say nothing", ([at(1, 4, [6], 2)], 0, None), (told(F(0), F(3), F(0)), NAMES)),
+        (
+            "an entry without tokens is 0",
+            (EMPTY, 0, F(1), "zero"),
+            (told(F(3, 4), F(3, 2), F(1), avg_0=F(0), max_0=F(0), avg_1=F(3, 2), max_1=F(3, 2)), set()),
+        ),
+        (
+            "or it is left out",
+            (EMPTY, 0, F(1), "left_out"),
+            (told(F(3, 2), F(3, 2), F(1), avg_1=F(3, 2), max_1=F(3, 2)), set()),
+        ),
+        ("an entry without ranks", ([at(0, 0, [1], 1), at(0, 1, [], 3)], 0, None), REFUSED),
+        ("less than no pair, on another stage", ([at(0, 0, [1], 1), at(1, 0, [3, -1], 2)], 0, None), REFUSED),
+        ("an unknown way with empty entries", ([], 0, None, "skip"), REFUSED),
+    ),
+    *rows(
+        lambda exact, terms, growth: first.allowed_error(exact, terms, growth=growth),
+        second.allowed_error,
+        ("a mean of three, exactly 5 / 4, may be 7 roundings of 2^-23 off", (F(5, 4), 3, 1), F(35, 2**25)),
+        ("twice that if it grows twofold", (F(-5, 4), 3, 2), F(35, 2**24)),
+    ),
+    *rows(
+        first.ends,
+        second.ends,
+        ("slices of one stage with one entry each", ([["a"], ["b"], ["a"], ["b"], []], RANKS, STAGES), ["values"] * 5),
+        (
+            "slices of one stage with one and two entries",
+            ([["a"], ["b", "b"], ["a"], ["b", "b"], []], RANKS, STAGES),
+            ["either"] * 5,
+        ),
+        (
+            "a group at odds with itself",
+            ([["a"], ["b", "c"], ["a"], ["b", "b"], []], RANKS, STAGES),
+            ["either", "error", "either", "error", "either"],
+        ),
+        ("a rank in no group", ([["a"]] * 3, [[0], [2]], [0, 0, 0]), REFUSED),
+        ("a rank in two groups", ([["a"]] * 3, [[0, 1], [1, 2]], [0, 0, 0]), REFUSED),
+        ("a group over two stages", ([["a"]] * 3, [[0, 1, 2]], [0, 0, 1]), REFUSED),
+        ("a rank without a stage", ([["a"]] * 3, [[0, 1, 2]], [0, 0]), REFUSED),
+    ),
+)

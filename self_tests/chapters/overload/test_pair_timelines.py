@@ -15,7 +15,8 @@ from moe_conformance.reference.overload import peaks as first_peaks
 from moe_conformance.reference.overload import timelines as first
 from self_tests.chapters.overload.second import timelines as second
 from self_tests.chapters.overload.second.factors import Label
-from self_tests.chapters.overload.second.timelines import Event, Pass
+from self_tests.chapters.overload.second.timelines import Event
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 Kind = first.Kind
@@ -71,45 +72,6 @@ class TestTimelinePair:
         expected = refusal(lambda: second.legal_timelines(passes))
         assert expected == refusal(lambda: first_timelines(passes))
 
-    @pytest.mark.parametrize(
-        "life",
-        [
-            ["forward"],
-            ["backward"],
-            ["recomputed", "backward"],
-            ["backward", "forward"],
-            ["recomputed", "forward", "backward"],
-            ["forward", "backward", "recomputed"],
-            ["forward", "forward", "backward"],
-            ["forward", "backward", "forward", "backward"],
-            ["forward", "backward", "backward"],
-            ["forward", "recomputed", "recomputed", "backward"],
-            ["forward", "recomputed"],
-            ["alone", "backward"],
-            ["alone", "recomputed"],
-            ["alone", "alone"],
-            ["alone", "forward", "backward"],
-            ["forward", "alone", "backward"],
-            ["forward", "backward", "alone"],
-            ["forwards", "backward"],
-        ],
-    )
-    def test_what_cannot_happen_is_refused_by_both(self, life: list[Any]) -> None:
-        """A backward before its forward or without one, a second one, a forward left in flight, an unknown kind."""
-        passes = [("forward", "other"), *((kind, "x") for kind in life), ("backward", "other")]
-        assert ("refused", "refused") == (
-            refusal(lambda: second.timeline(passes)),
-            refusal(lambda: first.timeline(passes)),
-        )
-
-    def test_unknown_options_are_refused_by_both(self) -> None:
-        """A forward stands at its first pass or at the repeated one; alone it counts or is left out."""
-        for wrong in ({"recomputed": "last"}, {"alone": "zero"}):
-            with pytest.raises(ValueError, match=r"\w"):
-                second.timeline([], **wrong)
-            with pytest.raises(ValueError, match=r"\w"):
-                first.timeline([], **wrong)  # type: ignore[arg-type]
-
     @pairs_agree
     @given(
         st.lists(
@@ -119,13 +81,6 @@ class TestTimelinePair:
     def test_reports_cover_the_same_passes(self, log: list[Any]) -> None:
         """Both give each report what came since the one before, and abandoned attempts to none."""
         assert second.since_reports(log) == [list(passes) for passes in first.since_reports(log)]
-
-    def test_an_unknown_word_is_refused_by_both(self) -> None:
-        """A log holds passes, reports and abandoned attempts."""
-        with pytest.raises(ValueError, match="pause"):
-            second.since_reports([("forward", 0), "pause"])
-        with pytest.raises(ValueError, match="pause"):
-            first.since_reports([("forward", 0), "pause"])  # type: ignore[list-item]
 
     @settings(pairs_agree, max_examples=300)
     @given(chaos, st.sets(st.sampled_from(["a", "b", "c"])))
@@ -186,130 +141,8 @@ class TestPeaksPair:
         expected = second.legal_cumulatives(choices, pairs, balanced)
         assert expected == list(first_peaks.legal_cumulatives(choices, pairs, balanced))
 
-    def test_a_rank_without_timelines_and_a_label_without_pairs_are_refused_by_both(self) -> None:
-        """What is not known has no peak."""
-        for oracle in (second, first_peaks):
-            with pytest.raises(ValueError, match=r"\w"):
-                oracle.legal_cumulatives([[[("a", 1)]], []], [{"a": 1}, {}], [{"a": Fraction(1)}, {}])
-            with pytest.raises(ValueError, match=r"\w"):
-                oracle.peaks([("a", 1)], {}, {"a": Fraction(1)})
-            with pytest.raises(ValueError, match=r"\w"):
-                oracle.peaks([("a", 1)], {"a": 1}, {})
-
-    @pytest.mark.parametrize("lacking", [0, 1, 2])
-    def test_a_rank_without_its_counts_is_refused(self, lacking: int) -> None:
-        """All that looks at several ranks needs the events, the pairs and the balance of each."""
-        for one, function in (
-            ((), first_peaks.cumulative),
-            ((), first_peaks.cumulative_interval),
-            ([()], first_peaks.legal_cumulatives),
-        ):
-            known: list[list[Any]] = [[one] * 2, [{}] * 2, [{}] * 2]
-            known[lacking].pop()
-            with pytest.raises(ValueError, match=r"argument \d"):
-                function(*known)
-
-
-def cumulative(events: Sequence[Event], pairs: dict[Any, int], balanced: dict[Any, Any]) -> Fraction | None:
-    """The first oracle's factor of one rank."""
-    return first_peaks.cumulative([events], [pairs], [{label: Fraction(b) for label, b in balanced.items()}])
-
-
-class TestByHand:
-    def test_forwards_alone_are_sum_over_sum(self) -> None:
-        """10, 14 and 6 pairs over 8 each, nothing taken back: 30 / 24 = 5 / 4."""
-        pairs, balanced = {"0 first": 10, "0 again": 14, "1": 6}, dict.fromkeys(["0 first", "0 again", "1"], 8)
-        assert Fraction(5, 4) == cumulative([(label, 1) for label in pairs], pairs, balanced)
-
-    def test_two_in_flight_stand_twice_as_high(self) -> None:
-        """F F B B of two alike has twice the peaks of F B F B, above and below, and so the same factor."""
-        pairs, balanced = {0: 9, 1: 9}, {0: Fraction(6), 1: Fraction(6)}
-        one_by_one: list[Event] = [(0, 1), (0, -1), (1, 1), (1, -1)]
-        both: list[Event] = [(0, 1), (1, 1), (0, -1), (1, -1)]
-        assert (9, 6) == first_peaks.peaks(one_by_one, pairs, balanced)
-        assert (18, 12) == first_peaks.peaks(both, pairs, balanced)
-
-    def test_one_forward_one_backward(self) -> None:
-        """Warm-up of one, then one forward and one backward in turn: the peaks lie at different moments."""
-        # pairs 5, 11, 2 over 4, 4, 12.   F0 F1 B0 F2 B1 B2: pairs 5 16 11 13 2 0, balanced 4 8 4 16 12 0.
-        # So 16 / 16 = 1, although 16 / 8 and 13 / 16 stood side by side.
-        pairs, balanced = {0: 5, 1: 11, 2: 2}, {0: 4, 1: 4, 2: 12}
-        events: list[Event] = [(0, 1), (1, 1), (0, -1), (2, 1), (1, -1), (2, -1)]
-        assert 1 == cumulative(events, pairs, balanced)
-        # All forwards first: 18 / 20. One by one: 11 / 12.
-        assert Fraction(9, 10) == cumulative([(0, 1), (1, 1), (2, 1), (2, -1), (1, -1), (0, -1)], pairs, balanced)
-        assert Fraction(11, 12) == cumulative([(0, 1), (0, -1), (1, 1), (1, -1), (2, 1), (2, -1)], pairs, balanced)
-
-    def test_the_worst_rank_of_the_world_decides(self) -> None:
-        """3 / 2 on one rank, 7 / 4 on another, a third without balance: 7 / 4; the third alone: nothing."""
-        events: list[Event] = [("a", 1), ("a", -1)]
-        pairs, balanced = [{"a": 3}, {"a": 7}, {"a": 0}], [{"a": Fraction(2)}, {"a": Fraction(4)}, {"a": Fraction(0)}]
-        assert Fraction(7, 4) == first_peaks.cumulative([events] * 3, pairs, balanced)
-        assert first_peaks.cumulative([events], pairs[2:], balanced[2:]) is None
-
-    def test_a_rank_without_balance_adds_nothing(self) -> None:
-        """No tokens on any rank: 0 is the one value; beside a rank at 1 / 2 it does not show; no rank, no value."""
-        events: list[Event] = [("a", 1), ("a", -1)]
-        pairs, balanced = [{"a": 0}, {"a": 1}], [{"a": Fraction(0)}, {"a": Fraction(2)}]
-        for oracle in (second, first_peaks):
-            assert [0] == list(oracle.legal_cumulatives([[events]], pairs[:1], balanced[:1]))
-            assert [Fraction(1, 2)] == list(oracle.legal_cumulatives([[events]] * 2, pairs, balanced))
-            assert [] == list(oracle.legal_cumulatives([], [], []))
-
-    def test_recomputation_and_a_forward_alone(self) -> None:
-        """The forward of a recomputed pass stands at either place; one without a backward counts at once or never."""
-        passes: list[Any] = [("forward", 0), ("alone", 1), ("evaluation", 2), ("recomputed", 0), ("backward", 0)]
-        early, late = [(0, 1), (1, 1), (1, -1), (0, -1)], [(1, 1), (1, -1), (0, 1), (0, -1)]
-        bare = [(0, 1), (0, -1)]
-        assert [early, bare, late] == first_timelines(passes)
-        # Pairs 4 over 3 and 2 over 5, in that order of labels: (4 + 2) / (3 + 5), 4 / 3, and max(2, 4) / max(5, 3).
-        known: tuple[Any, Any] = ([{0: 4, 1: 2}], [{0: Fraction(3), 1: Fraction(5)}])
-        values = first_peaks.legal_cumulatives([first.legal_timelines(passes)], *known)
-        assert (Fraction(3, 4), Fraction(4, 5), Fraction(4, 3)) == values
-
-    def test_a_forward_and_a_backward_at_once_have_six_orders(self) -> None:
-        """F2 of two layers beside B1 of two: 4! / (2! 2!) = 6 merges, after what came before."""
-        before: list[Pass] = [("forward", (1, 0)), ("forward", (2, 0))]
-        forward: list[Pass] = [("forward", (1, 1)), ("forward", (2, 1))]
-        backward: list[Pass] = [("backward", (2, 0)), ("backward", (1, 0))]
-        blocks: Any = [[before], [forward, backward]]
-        merged = set(first.merges(blocks))
-        assert 6 == len(merged)
-        assert {tuple(before)} == {merge[:2] for merge in merged}
-        assert [()] == list(first.merges([]))
-
-    def test_an_abandoned_attempt_is_in_no_report(self) -> None:
-        """Report, half an attempt, abandoned, the whole attempt, report, report, and a pass that comes too late."""
-        whole: list[Any] = [("forward", 0), ("backward", 0)]
-        log = [*whole, "report", ("forward", 1), "abandon", *whole, "report", "report", ("forward", 2)]
-        assert (tuple(whole), tuple(whole), ()) == first.since_reports(log)
-
-    def test_a_float32_timeline_may_be_off_by_its_turnover(self) -> None:
-        """3 / 2 from two events of balance 2 each: (2 + 4) 2^-23 (3 / 2) (4 / 2) = 18 / 2^23 either way."""
-        case: tuple[Any, Any, Any] = ([[("a", 1), ("a", -1)]], [{"a": 3}], [{"a": Fraction(2)}])
-        off = Fraction(18, 2**23)
-        assert (Fraction(3, 2) - off, Fraction(3, 2) + off) == first_peaks.cumulative_interval(*case)
-
 
 class TestLaws:
-    @pairs_agree
-    @given(lives(), st.integers(2, 5))
-    def test_factors_do_not_see_the_scale(self, passes: list[Any], times: int) -> None:
-        """Pairs and balance so many times larger have the same quotient."""
-        pairs, balanced = {label: 3 * label + 1 for label in range(6)}, {label: 2 * label + 1 for label in range(6)}
-        events = first.timeline(passes)
-        more = {label: times * n for label, n in pairs.items()}, {label: times * n for label, n in balanced.items()}
-        assert cumulative(events, pairs, balanced) == cumulative(events, *more)
-
-    @pairs_agree
-    @given(lives(), lives(1))
-    def test_what_came_to_rest_leaves_nothing(self, before: list[Any], after: list[Any]) -> None:
-        """Peaks of two parts without a pass in flight between them are the larger of each part's."""
-        pairs, balanced = {label: 5 * label + 2 for label in range(6)}, {n: Fraction(7 - n, 2) for n in range(6)}
-        one, two = first.timeline(before), first.timeline(after)
-        (p, q), (r, s) = (first_peaks.peaks(events, pairs, balanced) for events in (one, two))
-        assert (max(p, r), max(q, s)) == first_peaks.peaks([*one, *two], pairs, balanced)
-
     @pairs_agree
     @given(lives(), st.integers(0, 10**6), st.integers(1, 7))
     def test_float32_keeps_within_the_interval(self, passes: list[Any], seed: int, ep: int) -> None:
@@ -332,3 +165,140 @@ class TestLaws:
             )
             held_peak, even_peak = max(held_peak, held), max(even_peak, even)
         assert low <= Fraction(float(held_peak / even_peak)) <= high
+
+
+def beside(life: str) -> list[Any]:
+    """Passes of label x between a forward and a backward of another."""
+    return [("forward", "other"), *((kind, "x") for kind in life.split()), ("backward", "other")]
+
+
+def at_once(blocks: Any) -> list[tuple[str, ...]]:
+    """The first oracle's merges, as sorted words."""
+    return sorted(tuple(f"{kind[0]}{label}" for kind, label in merged) for merged in first.merges(blocks))
+
+
+def second_at_once(blocks: Any) -> list[tuple[str, ...]]:
+    """The same of the longhand."""
+    return sorted(tuple(f"{kind[0]}{label}" for kind, label in merged) for merged in second.merges(blocks))
+
+
+CANNOT_HAPPEN = [
+    "forward", "backward", "recomputed backward", "backward forward", "recomputed forward backward",
+    "forward backward recomputed", "forward forward backward", "forward backward forward backward",
+    "forward backward backward", "forward recomputed recomputed backward", "forward recomputed", "alone backward",
+    "alone recomputed", "alone alone", "alone forward backward", "forward alone backward", "forward backward alone",
+    "forwards backward",
+]  # fmt: skip
+F0, B0, F1, B1, F2, B2 = [(label, sign) for label in (0, 1, 2) for sign in (1, -1)]
+WHOLE: list[Any] = [("forward", 0), ("backward", 0)]
+LOG: list[Any] = [*WHOLE, "report", ("forward", 1), "abandon", *WHOLE, "report", "report", ("forward", 2)]
+RECOMPUTED: list[Any] = [("forward", 0), ("alone", 1), ("evaluation", 2), ("recomputed", 0), ("backward", 0)]
+UNEVEN = [{0: 5, 1: 11, 2: 2}], [{0: Fraction(4), 1: Fraction(4), 2: Fraction(12)}]
+ALIKE = {0: 9, 1: 9}, {0: Fraction(6), 1: Fraction(6)}
+UP_DOWN: list[Event] = [(0, 1), (0, -1)]
+EMPTY = [{0: 0}, {0: 1}], [{0: Fraction(0)}, {0: Fraction(2)}]
+KNOWN: tuple[Any, ...] = [[F0]] * 2, [{0: 1}] * 2, [{0: Fraction(1)}] * 2
+
+test_by_hand = by_hand(
+    *rows(
+        first.timeline,
+        second.timeline,
+        *((f"{life} of one label", (beside(life),), REFUSED) for life in CANNOT_HAPPEN),
+        ("a forward stands at its first pass or at the repeated one", ([],), {"recomputed": "last"}, REFUSED),
+        ("a forward alone counts or is left out", ([],), {"alone": "zero"}, REFUSED),
+    ),
+    *rows(
+        first.legal_timelines,
+        second.legal_timelines,
+        (
+            "a recomputed forward stands at either place, one alone counts at once or never",
+            (RECOMPUTED,),
+            [[F0, F1, B1, B0], [F0, B0], [F1, B1, F0, B0]],
+        ),
+    ),
+    *rows(
+        first.since_reports,
+        second.since_reports,
+        ("an abandoned attempt is in no report", (LOG,), [WHOLE, WHOLE, []]),
+        ("an unknown word", ([("forward", 0), "pause"],), REFUSED),
+    ),
+    *rows(
+        at_once,
+        second_at_once,
+        (
+            "a forward and a backward of two layers at once have 4! / (2! 2!) = 6 orders",
+            ([[[("forward", 0)]], [[("forward", 1), ("forward", 2)], [("backward", 4), ("backward", 3)]]],),
+            sorted(
+                ("f0", *order)
+                for order in [
+                    ("f1", "f2", "b4", "b3"),
+                    ("f1", "b4", "f2", "b3"),
+                    ("f1", "b4", "b3", "f2"),
+                    ("b4", "f1", "f2", "b3"),
+                    ("b4", "f1", "b3", "f2"),
+                    ("b4", "b3", "f1", "f2"),
+                ]
+            ),
+        ),
+        ("nothing has one order", ([],), [()]),
+    ),
+    *rows(
+        first_peaks.peaks,
+        second.peaks,
+        ("two of a kind one by one", ([F0, B0, F1, B1], *ALIKE), (9, Fraction(6))),
+        ("two in flight stand twice as high", ([F0, F1, B0, B1], *ALIKE), (18, Fraction(12))),
+        ("a label without pairs", ([("a", 1)], {}, {"a": Fraction(1)}), REFUSED),
+        ("a label without balance", ([("a", 1)], {"a": 1}, {}), REFUSED),
+    ),
+    *rows(
+        first_peaks.cumulative,
+        second.cumulative,
+        (
+            "forwards alone are sum over sum: 30 / 24",
+            ([[F0, F1, F2]], [{0: 10, 1: 14, 2: 6}], [dict.fromkeys(range(3), Fraction(8))]),
+            Fraction(5, 4),
+        ),
+        # Pairs 5 16 11 13 2 0, balanced 4 8 4 16 12 0: 16 / 16, although 16 / 8 and 13 / 16 stood side by side.
+        ("one forward, one backward: peaks at different moments", ([[F0, F1, B0, F2, B1, B2]], *UNEVEN), Fraction(1)),
+        ("all forwards first: 18 / 20", ([[F0, F1, F2, B2, B1, B0]], *UNEVEN), Fraction(9, 10)),
+        ("one by one: 11 / 12", ([[F0, B0, F1, B1, F2, B2]], *UNEVEN), Fraction(11, 12)),
+        (
+            "the worst rank of the world decides",
+            ([UP_DOWN] * 3, [{0: 3}, {0: 7}, {0: 0}], [{0: Fraction(2)}, {0: Fraction(4)}, {0: Fraction(0)}]),
+            Fraction(7, 4),
+        ),
+        ("a rank without balance alone has no factor", ([UP_DOWN], [{0: 0}], [{0: Fraction(0)}]), None),
+    ),
+    *rows(
+        first_peaks.cumulative_interval,
+        second.cumulative_interval,
+        (
+            "two events of balance 2: (2 + 4) 2^-23 (3 / 2) (4 / 2) = 18 / 2^23 either way",
+            ([UP_DOWN], [{0: 3}], [{0: Fraction(2)}]),
+            (Fraction(3, 2) - Fraction(18, 2**23), Fraction(3, 2) + Fraction(18, 2**23)),
+        ),
+    ),
+    *rows(
+        first_peaks.legal_cumulatives,
+        second.legal_cumulatives,
+        ("no tokens on any rank: 0", ([[UP_DOWN]], EMPTY[0][:1], EMPTY[1][:1]), [Fraction(0)]),
+        ("no tokens do not show beside 1 / 2", ([[UP_DOWN]] * 2, *EMPTY), [Fraction(1, 2)]),
+        ("no rank, no value", ([], [], []), []),
+        (
+            "(4 + 2) / (3 + 5), 4 / 3, and max(2, 4) / max(5, 3)",
+            ([[[F0, F1, B1, B0], [F0, B0], [F1, B1, F0, B0]]], [{0: 4, 1: 2}], [{0: Fraction(3), 1: Fraction(5)}]),
+            [Fraction(3, 4), Fraction(4, 5), Fraction(4, 3)],
+        ),
+        ("a rank without timelines", ([[[F0]], []], [{0: 1}, {}], [{0: Fraction(1)}, {}]), REFUSED),
+    ),
+)
+
+
+@pytest.mark.parametrize("lacking", [0, 1, 2])
+@pytest.mark.parametrize("function", [first_peaks.cumulative, first_peaks.cumulative_interval])
+def test_a_rank_without_its_counts_is_refused(function: Any, lacking: int) -> None:
+    """All that looks at several ranks needs the events, the pairs and the balance of each."""
+    known = [list(column) for column in KNOWN]
+    known[lacking].pop()
+    with pytest.raises(ValueError, match=r"argument \d"):
+        function(*known)
