@@ -86,6 +86,6 @@ def assert_same(expected: Any, actual: Any) -> None:
         assert isinstance(actual, float), actual
         assert expected == pytest.approx(actual, rel=RELATIVE, abs=ABSOLUTE)
     else:
-        exact = (int, Fraction) if isinstance(expected, Fraction) else type(expected)
-        assert isinstance(actual, exact), f"{expected!r} == {actual!r}"
+        whole = (int, Fraction) if type(expected) in (int, Fraction) else type(expected)
+        assert isinstance(actual, whole), f"{expected!r} == {actual!r}"
         assert expected == actual
