@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -59,12 +58,6 @@ def assert_gradient(expected: Floats, logits_TE: Tensor, tokens: Tokens, size: f
         assert not logits_TE.grad[torch.from_numpy(tokens.padding_T)].any()
 
 
-def derived(loss: Tensor, logits_TE: Tensor) -> Tensor:
-    """Gradient of a loss with respect to the logits."""
-    (gradient_TE,) = torch.autograd.grad(loss, logits_TE)
-    return gradient_TE
-
-
 @st.composite
 def tokens(draw: st.DrawFn, experts: int | None = None, slots: int | None = None) -> Tokens:
     """Logits with ties, tails and masked experts; any choices; any mask, with what must not be read under it."""
@@ -106,27 +99,6 @@ class TestSharePair:
             expected_TE[t] = [slope * (u - mean) for u, slope in zip(upstream_TE[t], slope_E, strict=True)]
         assert logits_TE.grad is not None
         assert_close(expected_TE, logits_TE.grad, addend=float(np.abs(upstream_TE).max(initial=0.0)))
-
-    @pytest.mark.parametrize("kind", ["sigmoid", "sqrtsoftplus"])
-    @pytest.mark.parametrize("logit", [-math.inf, -1600.0])
-    def test_a_sum_that_underflows_gives_no_share(self, kind: Score, logit: float) -> None:
-        """A token whose scores are all 0 has shares and gradients of 0, and its neighbour its own."""
-        rows_TE = np.array([[logit, logit, logit], [0.0, 0.0, -math.inf]])
-        leaf_TE = floats(rows_TE, leaf=True)
-        shares_TE = first.normalised_scores(leaf_TE, kind)
-        assert [[0.0, 0.0, 0.0], [0.5, 0.5, 0.0]] == shares_TE.tolist()
-        assert [[0.0, 0.0, 0.0], [0.5, 0.5, 0.0]] == second.shares(kind, rows_TE).tolist()
-        shares_TE.backward(floats(np.array([[1.0, 2.0, 4.0], [1.0, 2.0, 4.0]])))
-        assert leaf_TE.grad is not None
-        assert [0.0, 0.0, 0.0] == leaf_TE.grad[0].tolist()
-        assert leaf_TE.grad[1].any()
-
-    @pytest.mark.parametrize(("logit", "share"), [(-230.5, 0.5), (-231.5, 0.0)])
-    def test_both_see_nothing_from_the_same_sum_on(self, logit: float, share: float) -> None:
-        """Two sigmoids of exp(-230.5) add up to 1.6e-100, two of exp(-231.5) to 5.7e-101."""
-        rows_TE = np.array([[logit, logit]])
-        assert [[share, share]] == first.normalised_scores(floats(rows_TE), "sigmoid").tolist()
-        assert [[share, share]] == second.shares("sigmoid", rows_TE).tolist()
 
 
 class TestChoicePair:
@@ -306,44 +278,6 @@ class TestWhole:
             expected = [[0.0] * 3 if t in seen else upstream_TE[t].tolist() for t in places]
             assert expected == (torch.zeros_like(part) if part.grad is None else part.grad).tolist()
             seen.update(places)
-
-
-class TestDerivatives:
-    """Gradcheck: numeric differences of the first oracle's losses are its autograd gradients."""
-
-    IDS = torch.tensor([[4, 0], [1, 2], [1, 0], [3, 1], [-1, 1]])
-    PADDING = torch.tensor([False, False, True, False, False])
-
-    def differentiates(self, loss: Callable[[Tensor], Tensor]) -> bool:
-        """Try at five tokens, one of them padding."""
-        logits_TE = floats(np.random.default_rng(5).normal(size=(5, 6)), leaf=True)
-        return torch.autograd.gradcheck(loss, (logits_TE,))
-
-    @every_kind
-    def test_balance_losses(self, kind: Score) -> None:
-        """Shares, auxiliary, sequence and global losses of every score function, choices held fixed."""
-        ids, padding = self.IDS, self.PADDING
-        assert self.differentiates(lambda logits: first.normalised_scores(logits, kind))
-        assert self.differentiates(
-            lambda logits: first.auxiliary_loss(logits, ids, score=kind, coefficient=1.3, padding_T=padding)
-        )
-        labels = torch.tensor([7, 3, 3, 7, 3])
-        assert self.differentiates(
-            lambda logits: first.sequence_loss(logits, ids, labels, score=kind, coefficient=1.3, padding_T=padding)
-        )
-        assert self.differentiates(
-            lambda logits: first_over_ranks.global_losses(
-                [[logits[:2]], [logits[2:]]], [[ids[:2]], [ids[2:]]], score=kind, coefficient=1.3
-            )
-        )
-
-    def test_z_losses(self) -> None:
-        """The z-loss, its mean over ranks, and rows put together from copies."""
-        padding = self.PADDING
-        assert self.differentiates(lambda logits: first_z.z_loss(logits, coefficient=1.3, padding_T=padding))
-        assert self.differentiates(lambda logits: first_z.z_loss_of_parts([logits[:1], logits[1:]], coefficient=1.3))
-        places = [torch.tensor([1, 0]), torch.tensor([2, 3, 4])]
-        assert self.differentiates(lambda logits: first_over_ranks.whole([logits[:2], logits[2:]], places))
 
 
 class TestNarrowLogits:
