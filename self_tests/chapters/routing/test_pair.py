@@ -15,7 +15,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_conformance.reference.routing import gate as first_gate
+from moe_conformance.reference.routing import initial as first_initial
 from moe_conformance.reference.routing import routes as first
+from self_tests.chapters.routing.second import gate as second_gate
+from self_tests.chapters.routing.second import initial as second_initial
 from self_tests.chapters.routing.second import routes as second
 from self_tests.chapters.routing.second.routes import Gate, Limit
 from self_tests.oracles.agreement import assert_close, floats
@@ -174,15 +178,6 @@ class TestPair:
         assert ids_TK.tolist() == routed.ids_TK.tolist()
         assert_close(weights_TK, routed.weights_TK)
 
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("normalise", [False, True])
-    def test_autograd_of_the_weights_is_their_derivative(self, kind: second.Kind, normalise: bool) -> None:
-        """Gradcheck: numeric differences of the first oracle's weights are its autograd gradients."""
-        logits_TE = floats(np.random.default_rng(5).normal(size=(3, 7)), leaf=True)
-        gate = Gate(3, kind, normalise=normalise, scale=2.5)
-        ids_TK = np.array([[4, 0, 6], [1, 2, 3], [5, 6, 0]])
-        assert torch.autograd.gradcheck(lambda logits: first_weights(logits, ids_TK, gate), (logits_TE,))
-
 
 class TestMargins:
     @settings(pairs_agree, max_examples=200)
@@ -200,40 +195,8 @@ class TestMargins:
         ]
         actual = first_margins(case.logits_TE, torch.from_numpy(ids_TK), gate)
         assert expected == pytest.approx(actual, rel=1e-12, abs=1e-12)
-
-    @pytest.mark.parametrize(
-        ("ids", "chosen", "rule", "margin"),
-        [
-            ([0], 1, "max", 0.2),  # .9 before group 1's .7; within the group .4
-            ([0], 1, "top2_sum", 0.05),  # group 0's 1.4 before 1.3: .1 for two scores
-            ([2], 1, "top2_sum", -0.05),  # the better group lost by as much
-            ([3], 1, "top2_sum", -0.1),  # and in its own group .6 lost against .7
-            ([0], 2, "top2_sum", 0.2),  # whichever the second group was: at worst group 1 and its .7
-            ([0, 2], 1, "max", -math.inf),  # two groups where one is open
-            ([1, 2], 3, "max", -0.4),  # all groups open: .5 lost against .9
-        ],
-    )
-    def test_by_hand(self, ids: list[int], chosen: int, rule: second.GroupRule, margin: float) -> None:
-        """The smaller lead decides: of the worst chosen expert, or of its group, shared by the scores it sums."""
-        # Scores .9 .5 | .7 .6 | .1 .0; sums 1.4, 1.3 and .1.
-        logits = [0.9, 0.5, 0.7, 0.6, 0.1, 0.0]
-        gate = Gate(len(ids), "softmax_topk", limit=Limit(3, chosen, rule))
-        assert [margin] == pytest.approx(first_margins(np.array([logits]), torch.tensor([ids]), gate))
-        assert margin == pytest.approx(second.margin_of_token(logits, ids, gate.limit))
-
-    def test_nothing_else_to_choose(self) -> None:
-        """With K = E no other choice exists, so the margin is infinite; an exact tie has margin 0."""
-        logits_TE = np.array([[2.0, 2.0, 1.0]])
-        assert [math.inf] == first_margins(logits_TE, torch.tensor([[0, 1, 2]]), Gate(3, "sigmoid"))
-        assert [0.0] == first_margins(logits_TE, torch.tensor([[1]]), Gate(1, "sigmoid"))
-
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_of_the_own_choice(self, kind: second.Kind) -> None:
-        """Without ids, the margins are those of the experts that the oracle itself would choose."""
-        logits_TE = np.random.default_rng(6).normal(size=(4, 6))
-        gate = Gate(2, kind, bias=(0.4, -0.9, 0.0, 0.3, 0.2, -0.1), limit=Limit(3, 2, "top2_sum"))
-        own_TK = torch.from_numpy(second.route(logits_TE, gate)[0])
-        assert first_margins(logits_TE, own_TK, gate) == first_margins(logits_TE, None, gate)
+        if best:  # without ids, the oracle asks for those that it would choose itself
+            assert actual == first_margins(case.logits_TE, None, gate)
 
     @pairs_agree
     @given(cases(ties=False, most_tokens=8), st.sampled_from([1e-3, 0.1, 0.5]), st.randoms(use_true_random=False))
@@ -250,106 +213,52 @@ class TestMargins:
                 assert set(ids_TK[t].tolist()) == set(shaken_TK[t].tolist())
 
 
-class TestDegenerate:
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_ties_go_to_the_lowest_id(self, kind: second.Kind) -> None:
-        """Among equal logits both take the lower expert first; that is legally free, but they must agree."""
-        logits_TE = np.array([[1.0, 3.0, 3.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0, 2.0]])
-        expected = [[1, 2, 4, 0], [0, 1, 2, 3]]
-        assert expected == first_route(logits_TE, Gate(4, kind)).ids_TK.tolist()
-        assert expected == second.route(logits_TE, Gate(4, kind))[0].tolist()
-
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_masked_experts_get_neither_weight_nor_gradient(self, kind: second.Kind) -> None:
-        """A logit of -inf, chosen because K leaves no other, has weight and gradient 0 and spoils none."""
-        logits_TE = np.array([[-math.inf, 0.7, -math.inf, -1.2]])
-        gate = Gate(3, kind, normalise=True)
-        ids_TK, weights_TK = second.route(logits_TE, gate)
-        routed = first_route(logits_TE, gate)
-        assert [[1, 3, 0]] == ids_TK.tolist()
-        assert [[1, 3, 0]] == routed.ids_TK.tolist()
-        assert 0.0 == routed.weights_TK[0, 2].item()
-        assert_close(weights_TK, routed.weights_TK)
-        leaf, upstream_TK = floats(logits_TE, leaf=True), np.array([[0.3, -1.1, 0.8]])
-        first_weights(leaf, ids_TK, gate).backward(floats(upstream_TK))
-        assert leaf.grad is not None
-        assert [0.0, 0.0] == leaf.grad[0, [0, 2]].tolist()
-        assert_close(second.gradient(logits_TE, ids_TK, gate, upstream_TK), leaf.grad)
-
-    @pytest.mark.parametrize("kind", ["sigmoid", "sqrtsoftplus"])
-    def test_a_sum_of_zero_gives_weights_of_zero(self, kind: second.Kind) -> None:
-        """Where every chosen score is 0 there is no quotient: weights and gradients are 0, never NaN."""
-        logits_TE, gate = np.full((1, 3), -math.inf), Gate(2, kind, normalise=True)
-        leaf, ids_TK = floats(logits_TE, leaf=True), np.array([[0, 1]])
-        weights_TK = first_weights(leaf, ids_TK, gate)
-        weights_TK.backward(floats(np.array([[1.3, -0.4]])))
-        assert leaf.grad is not None
-        assert [[0.0, 0.0]] == weights_TK.tolist()
-        assert [[0.0, 0.0, 0.0]] == leaf.grad.tolist()
-        assert [[0.0, 0.0]] == second.route(logits_TE, gate)[1].tolist()
-
-    def test_an_excluded_expert_never_wins_below_zero(self) -> None:
-        """Choice values below 0 still beat those of excluded groups: exclusion is -inf and not 0."""
-        # Logits are the choice values here. Group 0 = [-1, -9], best -1; group 1 = [-2, -3], best -2.
-        # Under "max" group 0 is chosen; its second expert (-9) is taken before group 1's -2 and any 0.
-        logits_TE = np.array([[-1.0, -9.0, -2.0, -3.0]])
-        gate = Gate(2, "softmax_topk", limit=Limit(2, 1, "max"))
-        assert [[0, 1]] == first_route(logits_TE, gate).ids_TK.tolist()
-        assert [[0, 1]] == second.route(logits_TE, gate)[0].tolist()
+def make_gate(T: int, D: int, E: int, seed: int) -> tuple[Floats, Floats, Floats, Floats]:
+    """Tokens, weight, bias and upstream gradient."""
+    random = np.random.default_rng(seed)
+    return random.normal(size=(T, D)), random.normal(size=(E, D)), random.normal(size=E), random.normal(size=(T, E))
 
 
-class TestRefusals:
-    """What has no answer is refused: a NaN of the oracle would agree with anybody's NaN."""
+gates = st.builds(make_gate, st.integers(0, 3), st.integers(1, 5), st.integers(1, 4), st.integers(0, 10**6))
 
-    @pytest.mark.parametrize("bad", [math.nan, math.inf])
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_no_score(self, kind: second.Kind, bad: float) -> None:
-        """NaN and +inf logits are refused."""
-        with pytest.raises(ValueError, match="logit"):
-            first_route(np.array([[0.0, bad, 1.0]]), Gate(1, kind))
 
-    @pytest.mark.parametrize("kind", ["softmax", "softmax_topk"])
-    def test_no_expert_left(self, kind: second.Kind) -> None:
-        """A softmax over nothing but -inf is refused, by the scores already."""
-        with pytest.raises(ValueError, match="-inf"):
-            first.scores(torch.tensor([[0.0, 1.0], [-math.inf, -math.inf]]), kind)
+class TestGate:
+    @pairs_agree
+    @given(gates)
+    def test_logits_and_gradients_agree(self, case: tuple[Floats, ...]) -> None:
+        """Both add the bias, or none, to every token's logits, and give it the sum of their gradients."""
+        x_TD, weight_ED, bias_E, upstream_TE = case
+        leaves = [floats(array, leaf=True) for array in case[:3]]
+        logits_TE = first_gate.logits(*leaves)
+        assert_close(second_gate.logits(x_TD, weight_ED, bias_E), logits_TE)
+        found = torch.autograd.grad(logits_TE, leaves, floats(upstream_TE))
+        for actual, expected in zip(found, second_gate.gradients(x_TD, weight_ED, upstream_TE), strict=True):
+            assert_close(expected, actual)
+        unbiased_TE = first_gate.logits(*leaves[:2])
+        assert_close(second_gate.logits(x_TD, weight_ED, np.zeros_like(bias_E)), unbiased_TE)
 
-    def test_no_chosen_expert_left(self) -> None:
-        """A softmax over chosen logits of -inf alone is refused, whatever the others are."""
-        with pytest.raises(ValueError, match="-inf"):
-            first_weights(floats(np.array([[0.0, -math.inf]])), np.array([[1]]), Gate(1, "softmax_topk"))
 
-    def test_empty_slots_are_not_weighed(self) -> None:
-        """An id of -1 has no score."""
-        with pytest.raises(ValueError, match="-1"):
-            first_weights(floats(np.zeros((1, 3))), np.array([[0, -1]]), Gate(2))
+numbers = st.sampled_from([0.0, -0.0, 1.0, 2.0, math.nan, math.inf])
+new_weights = st.lists(st.lists(numbers, min_size=2, max_size=2), max_size=3)
 
-    def test_unknown_scores(self) -> None:
-        """A misspelt score is refused by name."""
-        with pytest.raises(ValueError, match="sotfmax"):
-            first.scores(torch.zeros(1, 2), "sotfmax")  # type: ignore[arg-type]
 
-    @pytest.mark.parametrize(
-        ("experts", "gate"),
-        [
-            (3, Gate(4)),
-            (3, Gate(0)),
-            (5, Gate(1, limit=Limit(2, 1, "max"))),
-            (6, Gate(1, limit=Limit(3, 4, "max"))),
-            (6, Gate(1, limit=Limit(3, 0, "max"))),
-            (6, Gate(3, limit=Limit(3, 1, "max"))),
-            (3, Gate(1, limit=Limit(3, 2, "top2_sum"))),
-            (6, Gate(1, limit=Limit(3, 2, "topk_sum"))),
-        ],
-        ids=["K>E", "K=0", "uneven", "chosen>G", "chosen=0", "few experts", "no second best", "no share"],
-    )
-    def test_gates_that_cannot_route(self, experts: int, gate: Gate) -> None:
-        """More slots than experts, uneven groups, or groups too few or too small for their rule are refused."""
-        with pytest.raises(ValueError, match=r"groups|top_k"):
-            first_route(np.zeros((1, experts)), gate)
+class TestInitial:
+    @pairs_agree
+    @given(new_weights, st.booleans())
+    def test_both_find_the_same_wrong(self, rows: list[list[float]], by_expert: bool) -> None:
+        """NaN, infinity and equal rows are found by both, whatever the number of experts."""
+        value = np.array(rows, dtype=np.float32).reshape(-1, 2)
+        expected = second_initial.usable(value, by_expert=by_expert)
+        assert expected == first_initial.usable(torch.from_numpy(value), by_expert=by_expert)
 
-    @pytest.mark.parametrize("ids", [[0, 0], [0, 3], [-1, 2]])
-    def test_margins_of_no_choice(self, ids: list[int]) -> None:
-        """A repeated or unknown expert is not a choice of K and has no margin."""
-        with pytest.raises(ValueError, match="different experts"):
-            first_margins(np.zeros((1, 3)), torch.tensor([ids]), Gate(2))
+    @pairs_agree
+    @given(st.dictionaries(st.integers(0, 7), new_weights, max_size=4))
+    def test_both_list_the_same_ranks(self, held: dict[int, list[list[float]]]) -> None:
+        """Other numbers, signs of zero and shapes are found by both."""
+        arrays = {rank: np.array(rows, dtype=np.float32).reshape(-1, 2) for rank, rows in held.items()}
+        found = first_initial.differing({rank: torch.from_numpy(each) for rank, each in arrays.items()})
+        assert second_initial.differing(arrays) == found
+
+    def test_other_dtypes_differ(self) -> None:
+        """The same number in another dtype is another parameter."""
+        assert [1] == first_initial.differing({0: torch.ones(1), 1: torch.ones(1, dtype=torch.bfloat16)})

@@ -1,87 +1,67 @@
-"""Routing: published gates worked out on paper, which both oracles must meet, and laws of the first."""
+"""Routing: published gates worked out on paper, the ends of each rule, and what cannot be routed."""
 
 from __future__ import annotations
 
 import math
-from typing import get_args
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
+from moe_conformance.reference.routing import routes as first
 from self_tests.chapters.routing.second import routes as second
 from self_tests.chapters.routing.second.routes import Gate, Limit
-from self_tests.chapters.routing.test_pair import first_route, first_weights
-from self_tests.oracles.agreement import assert_close, floats
+from self_tests.chapters.routing.test_pair import KINDS, first_margins, first_route, first_weights
+from self_tests.oracles.agreement import floats
+from self_tests.oracles.by_hand import by_hand, rows
 
-Floats = NDArray[np.float64]
-KINDS = get_args(second.Kind)
+INF, NAN = math.inf, math.nan
 
 
-def assert_both_route(logits: list[float], gate: Gate, ids: list[int], weights: list[float]) -> None:
-    """Fail unless both oracles route one token to these experts with these weights."""
+def first_token(logits: list[float], gate: Gate) -> tuple[Tensor, Tensor]:
+    """Ids and weights of one token."""
     routed = first_route(np.array([logits]), gate)
-    assert [ids] == routed.ids_TK.tolist()
-    assert weights == pytest.approx(routed.weights_TK[0].tolist(), rel=1e-14)
+    return routed.ids_TK[0], routed.weights_TK[0]
+
+
+def second_token(logits: list[float], gate: Gate) -> tuple[Any, Any]:
+    """The longhand's."""
     ids_TK, weights_TK = second.route(np.array([logits]), gate)
-    assert [ids] == ids_TK.tolist()
-    assert weights == pytest.approx(weights_TK[0].tolist(), rel=1e-14)
+    return ids_TK[0], weights_TK[0]
 
 
-def assert_both_derive(
-    logits: list[float], gate: Gate, ids: list[int], upstream: list[float], gradient: list[float]
-) -> None:
-    """Fail unless both oracles give one token's logits this gradient."""
-    leaf, ids_TK, upstream_TK = floats(np.array([logits]), leaf=True), np.array([ids]), np.array([upstream])
-    first_weights(leaf, ids_TK, gate).backward(floats(upstream_TK))
-    assert leaf.grad is not None
-    assert gradient == pytest.approx(leaf.grad[0].tolist(), rel=1e-13, abs=1e-15)
-    by_hand = second.gradient(np.array([logits]), ids_TK, gate, upstream_TK)
-    assert gradient == pytest.approx(by_hand[0].tolist(), rel=1e-13, abs=1e-15)
+def first_slope(logits: list[float], gate: Gate, ids: list[int], upstream: list[float]) -> Tensor:
+    """The gradient of one token's logits, for these experts."""
+    leaf = floats(np.array([logits]), leaf=True)
+    weights_TK = first_weights(leaf, np.array([ids]), gate)
+    return torch.autograd.grad(weights_TK, leaf, floats(np.array([upstream])))[0][0]
 
 
-class TestPublishedGates:
-    def test_switch_takes_the_softmax_of_the_best(self) -> None:
-        """Switch, top-1: the weight is the softmax probability itself, and it is the gate's only gradient."""
-        # exp(l) = 1, 2, 5, sum 8. p = 1/8, 2/8, 5/8. dw/dl_e = p_2 ([e = 2] - p_e) = 5/8 (-1/8, -2/8, 3/8).
-        logits, gate = [math.log(1), math.log(2), math.log(5)], Gate(1, "softmax")
-        assert_both_route(logits, gate, [2], [5 / 8])
-        assert_both_derive(logits, gate, [2], [1.0], [-5 / 64, -10 / 64, 15 / 64])
-
-    def test_mixtral_takes_the_softmax_of_the_best_two(self) -> None:
-        """Mixtral, top-2: softmax over the two chosen logits alone; the others get no gradient."""
-        # exp(l) = 1, 2, 1/2, 6, 1/2. The best two: 6 and 2, of 8. dw_0/dl is 3/4 * 1/4 and minus that.
-        logits, gate = [math.log(v) for v in (1, 2, 0.5, 6, 0.5)], Gate(2, "softmax_topk")
-        assert_both_route(logits, gate, [3, 1], [6 / 8, 2 / 8])
-        assert_both_derive(logits, gate, [3, 1], [1.0, 0.0], [0.0, -3 / 16, 0.0, 3 / 16, 0.0])
-
-    def test_olmoe_and_qwen3_differ_in_normalising(self) -> None:
-        """Softmax over all: OLMoE keeps the probabilities, Qwen3 divides by their sum, which is Mixtral's."""
-        # exp(l) as above, sum 10. Unnormalised 6/10 and 2/10; normalised 6/8 and 2/8.
-        logits = [math.log(v) for v in (1, 2, 0.5, 6, 0.5)]
-        assert_both_route(logits, Gate(2, "softmax"), [3, 1], [0.6, 0.2])
-        assert_both_route(logits, Gate(2, "softmax", normalise=True), [3, 1], [0.75, 0.25])
-        # The sum over all five cancels in the quotient, so the gradient is Mixtral's too.
-        normalised = Gate(2, "softmax", normalise=True)
-        assert_both_derive(logits, normalised, [3, 1], [1.0, 0.0], [0.0, -3 / 16, 0.0, 3 / 16, 0.0])
-
-    def test_gpt_oss_takes_the_softmax_of_the_best_four(self) -> None:
-        """GPT-OSS, top-4: softmax over the four chosen logits, best first."""
-        # exp(l) = 1, 5, 2, 4, 1/2, 3. The best four: 5, 4, 3, 2, sum 14.
-        logits = [math.log(v) for v in (1, 5, 2, 4, 0.5, 3)]
-        assert_both_route(logits, Gate(4, "softmax_topk"), [1, 3, 5, 2], [5 / 14, 4 / 14, 3 / 14, 2 / 14])
-
-    def test_deepseek_v4_takes_the_root_of_the_softplus(self) -> None:
-        """Square root of softplus: normalised over the chosen, then scaled."""
-        # l = log(exp(s^2) - 1) scores s. s = 1/2, 2, 1: the best two 2 and 1, of 3, times 3/2.
-        logits = [math.log(math.expm1(s * s)) for s in (0.5, 2.0, 1.0)]
-        gate = Gate(2, "sqrtsoftplus", normalise=True, scale=1.5)
-        assert_both_route(logits, gate, [1, 2], [1.0, 0.5])
-        assert_both_route(logits, Gate(3, "sqrtsoftplus"), [1, 2, 0], [2.0, 1.0, 0.5])
+def second_slope(logits: list[float], gate: Gate, ids: list[int], upstream: list[float]) -> Any:
+    """The longhand's."""
+    return second.gradient(np.array([logits]), np.array([ids]), gate, np.array([upstream]))[0]
 
 
-class TestDeepSeekV3:
-    """Eight experts in four groups of two, of which two are open; K = 3; sigmoid scores; scale 5/2.
+def first_margin(logits: list[float], ids: list[int], gate: Gate) -> list[float]:
+    """The margin of one token's choice."""
+    return first_margins(np.array([logits]), torch.tensor([ids]), gate)
+
+
+def second_margin(logits: list[float], ids: list[int], gate: Gate) -> list[float]:
+    """The longhand's."""
+    return [second.margin_of_token(logits, ids, gate.limit)]
+
+
+def weighs(*powers: float) -> list[float]:
+    """Logits whose exponentials are these."""
+    return [math.log(power) for power in powers]
+
+
+def deepseek(rule: second.GroupRule | None, *, slots: int = 3, biased: bool = True) -> Gate:
+    """Eight experts in four groups of two, of which two are open; sigmoid scores.
 
     score          .9   .1 |  .6  .5  |  .2  .7  |  .4  .3        logit = log(s / (1 - s))
     bias         -.15    0 |   0  .15 |   0  -.2 |  .3   0
@@ -89,120 +69,185 @@ class TestDeepSeekV3:
     top2_sum        .85    |   1.25   |    .7    |   1.0          groups 1 and 3
     max             .75    |    .65   |    .5    |    .7          groups 0 and 3
     """
-
-    SCORES = (0.9, 0.1, 0.6, 0.5, 0.2, 0.7, 0.4, 0.3)
-    LOGITS = tuple(math.log(s / (1 - s)) for s in SCORES)
-    BIAS = (-0.15, 0.0, 0.0, 0.15, 0.0, -0.2, 0.3, 0.0)
-
-    def gate(self, rule: second.GroupRule | None, *, slots: int = 3, biased: bool = True) -> Gate:
-        """The gate of the table above."""
-        limit = None if rule is None else Limit(4, 2, rule)
-        return Gate(slots, "sigmoid", self.BIAS if biased else None, limit, normalise=True, scale=2.5)
-
-    def test_groups_by_the_sum_of_their_best_two(self) -> None:
-        """Groups 1 and 3 are open: experts 6 (.7), 3 (.65), 2 (.6), weighed by .4, .5 and .6 of 1.5."""
-        assert_both_route(list(self.LOGITS), self.gate("top2_sum"), [6, 3, 2], [1 / 1.5, 1.25 / 1.5, 1.0])
-
-    def test_groups_by_their_best(self) -> None:
-        """Groups 0 and 3 are open: experts 0 (.75), 6 (.7), 7 (.3), weighed by .9, .4 and .3 of 1.6."""
-        expected = [2.25 / 1.6, 1.0 / 1.6, 0.75 / 1.6]
-        assert_both_route(list(self.LOGITS), self.gate("max"), [0, 6, 7], expected)
-
-    def test_groups_by_their_share_of_the_slots(self) -> None:
-        """K = 3 of two groups adds up floor(3/2) = 1 score, as `max` does; K = 4 adds up 2, as `top2_sum`."""
-        expected = [2.25 / 1.6, 1.0 / 1.6, 0.75 / 1.6]
-        assert_both_route(list(self.LOGITS), self.gate("topk_sum"), [0, 6, 7], expected)
-        # Groups 1 and 3 whole: choice values .7, .65, .6, .3; scores .4, .5, .6, .3 of 1.8.
-        expected = [1.0 / 1.8, 1.25 / 1.8, 1.5 / 1.8, 0.75 / 1.8]
-        assert_both_route(list(self.LOGITS), self.gate("topk_sum", slots=4), [6, 3, 2, 7], expected)
-
-    def test_without_bias(self) -> None:
-        """Sums 1.0, 1.1, .9, .7 open groups 1 and 0: experts 0, 2, 3 with .9, .6 and .5 of 2."""
-        assert_both_route(list(self.LOGITS), self.gate("top2_sum", biased=False), [0, 2, 3], [1.125, 0.75, 0.625])
-
-    def test_without_groups(self) -> None:
-        """The three highest choice values are .75, .7 and .65: experts 0, 6, 3 with .9, .4 and .5 of 1.8."""
-        assert_both_route(list(self.LOGITS), self.gate(None), [0, 6, 3], [1.25, 1.0 / 1.8, 1.25 / 1.8])
-
-    def test_gradient_passes_the_quotient_and_the_sigmoid(self) -> None:
-        """The first weight, .4 of 1.5 times 2.5, pulls its own logit up and the other chosen ones down."""
-        # dw/ds_6 = 2.5 (1.5 - .4) / 2.25; dw/ds_3 = dw/ds_2 = -2.5 * .4 / 2.25; ds/dl = s (1 - s):
-        # .4 * .6 = .24, .5 * .5 = .25, .6 * .4 = .24. The bias has no part in it.
-        gradient = [0.0] * 8
-        gradient[6], gradient[3], gradient[2] = 2.75 / 2.25 * 0.24, -1.0 / 2.25 * 0.25, -1.0 / 2.25 * 0.24
-        assert_both_derive(list(self.LOGITS), self.gate("top2_sum"), [6, 3, 2], [1.0, 0.0, 0.0], gradient)
+    bias = (-0.15, 0.0, 0.0, 0.15, 0.0, -0.2, 0.3, 0.0) if biased else None
+    return Gate(slots, "sigmoid", bias, None if rule is None else Limit(4, 2, rule), normalise=True, scale=2.5)
 
 
-class TestLaws:
-    """How the first oracle's answers must change, or not, when the question does."""
+TABLE = [math.log(s / (1 - s)) for s in (0.9, 0.1, 0.6, 0.5, 0.2, 0.7, 0.4, 0.3)]
+MIXTRAL, GROUPS = weighs(1, 2, 0.5, 6, 0.5), [0.9, 0.5, 0.7, 0.6, 0.1, 0.0]  # of groups, sums 1.4, 1.3 and .1
 
-    LOGITS_TE = np.random.default_rng(11).normal(size=(8, 6))
 
-    def routed(self, logits_TE: Floats, gate: Gate) -> tuple[list[list[int]], Floats]:
-        """Ids as lists and weights as an array."""
-        routed = first_route(logits_TE, gate)
-        return routed.ids_TK.tolist(), routed.weights_TK.numpy()
+def among(slots: int, chosen: int, rule: second.GroupRule) -> Gate:
+    """A gate over logits as they are, in three groups."""
+    return Gate(slots, "softmax_topk", limit=Limit(3, chosen, rule))
 
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_tokens_are_routed_one_by_one(self, kind: second.Kind) -> None:
-        """Permuting the tokens permutes the rows; 1, 2 and 4 ranks route as one does."""
-        gate = Gate(3, kind, normalise=True, limit=Limit(3, 2, "top2_sum"))
-        ids, weights_TK = self.routed(self.LOGITS_TE, gate)
-        order = [5, 2, 7, 0, 1, 6, 4, 3]
-        permuted_ids, permuted_TK = self.routed(self.LOGITS_TE[order], gate)
-        assert [ids[t] for t in order] == permuted_ids
-        assert weights_TK[order].tolist() == permuted_TK.tolist()
-        for ranks in (2, 4):
-            parts = [self.routed(part, gate) for part in np.split(self.LOGITS_TE, ranks)]
-            assert ids == [row for part, _ in parts for row in part]
-            assert weights_TK.tolist() == [row for _, part in parts for row in part.tolist()]
 
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_new_names_for_experts_are_only_names(self, kind: second.Kind) -> None:
-        """Relabelling experts within and among their groups, biases too, relabels the choice."""
-        limit, old = Limit(3, 2, "top2_sum"), [4, 5, 1, 0, 2, 3]  # expert `new` was expert old[new]
-        bias = (0.3, -0.2, 0.1, 0.7, -0.6, 0.0)
-        ids, weights_TK = self.routed(self.LOGITS_TE, Gate(3, kind, bias, limit))
-        new_ids, new_TK = self.routed(self.LOGITS_TE[:, old], Gate(3, kind, tuple(bias[e] for e in old), limit))
-        assert ids == [[old[e] for e in row] for row in new_ids]
-        np.testing.assert_allclose(new_TK, weights_TK, rtol=1e-14)
+test_by_hand = by_hand(
+    *rows(
+        first_token,
+        second_token,
+        ("Switch takes the softmax of the best", (weighs(1, 2, 5), Gate(1, "softmax")), ([2], [5 / 8])),
+        ("Mixtral takes the softmax of the best two", (MIXTRAL, Gate(2, "softmax_topk")), ([3, 1], [6 / 8, 2 / 8])),
+        ("OLMoE keeps the softmax over all", (MIXTRAL, Gate(2, "softmax")), ([3, 1], [0.6, 0.2])),
+        ("Qwen3 divides by its sum", (MIXTRAL, Gate(2, "softmax", normalise=True)), ([3, 1], [0.75, 0.25])),
+        (
+            "GPT-OSS takes the softmax of the best four",
+            (weighs(1, 5, 2, 4, 0.5, 3), Gate(4, "softmax_topk")),
+            ([1, 3, 5, 2], [5 / 14, 4 / 14, 3 / 14, 2 / 14]),
+        ),
+        (
+            "DeepSeek-V4 takes the root of the softplus",
+            (
+                [math.log(math.expm1(s * s)) for s in (0.5, 2.0, 1.0)],
+                Gate(2, "sqrtsoftplus", normalise=True, scale=1.5),
+            ),
+            ([1, 2], [1.0, 0.5]),
+        ),
+        (
+            "DeepSeek-V3: groups by the sum of their best two",
+            (TABLE, deepseek("top2_sum")),
+            ([6, 3, 2], [1 / 1.5, 1.25 / 1.5, 1.0]),
+        ),
+        ("groups by their best", (TABLE, deepseek("max")), ([0, 6, 7], [2.25 / 1.6, 1.0 / 1.6, 0.75 / 1.6])),
+        (
+            "K = 3 of two groups adds up floor(3/2) = 1 score",
+            (TABLE, deepseek("topk_sum")),
+            ([0, 6, 7], [2.25 / 1.6, 1.0 / 1.6, 0.75 / 1.6]),
+        ),
+        (
+            "K = 4 of two groups adds up 2",
+            (TABLE, deepseek("topk_sum", slots=4)),
+            ([6, 3, 2, 7], [1.0 / 1.8, 1.25 / 1.8, 1.5 / 1.8, 0.75 / 1.8]),
+        ),
+        (
+            "without bias sums 1.0, 1.1, .9, .7 open groups 1 and 0",
+            (TABLE, deepseek("top2_sum", biased=False)),
+            ([0, 2, 3], [1.125, 0.75, 0.625]),
+        ),
+        ("without groups", (TABLE, deepseek(None)), ([0, 6, 3], [1.25, 1.0 / 1.8, 1.25 / 1.8])),
+        # Group 0 = [-1, -9], best -1; group 1 = [-2, -3], best -2. Exclusion is -inf and not 0.
+        (
+            "an excluded expert never wins below zero",
+            ([math.log(0.75), math.log(0.25), -9.0, -10.0], Gate(2, "softmax_topk", limit=Limit(2, 1, "max"))),
+            ([0, 1], [0.75, 0.25]),
+        ),
+        *(
+            (
+                f"ties go to the lowest id, {kind}",
+                ([0.0] * 5, Gate(4, kind, normalise=True)),
+                ([0, 1, 2, 3], [0.25] * 4),
+            )
+            for kind in KINDS
+        ),
+        *(
+            (
+                f"a masked expert weighs 0, {kind}",
+                ([-INF, 0.7, -INF, 0.7], Gate(3, kind, normalise=True)),
+                ([1, 3, 0], [0.5, 0.5, 0.0]),
+            )
+            for kind in KINDS
+        ),
+        *(
+            (
+                f"a sum of zero gives weights of zero, {kind}",
+                ([-INF] * 3, Gate(2, kind, normalise=True)),
+                ([0, 1], [0.0, 0.0]),
+            )
+            for kind in ("sigmoid", "sqrtsoftplus")
+        ),
+    ),
+    *rows(
+        first_slope,
+        second_slope,
+        # dw/dl_e = p_2 ([e = 2] - p_e) = 5/8 (-1/8, -2/8, 3/8)
+        ("the gradient of Switch", (weighs(1, 2, 5), Gate(1, "softmax"), [2], [1.0]), [-5 / 64, -10 / 64, 15 / 64]),
+        *(
+            (
+                f"Mixtral and Qwen3 derive alike, {kind}",
+                (MIXTRAL, Gate(2, kind, normalise=True), [3, 1], [1.0, 0.0]),
+                [0.0, -3 / 16, 0.0, 3 / 16, 0.0],
+            )
+            for kind in ("softmax_topk", "softmax")
+        ),
+        # dw/ds_6 = 2.5 (1.5 - .4) / 2.25; dw/ds_3 = dw/ds_2 = -2.5 * .4 / 2.25; ds/dl = s (1 - s). No bias in it.
+        (
+            "DeepSeek-V3: through the quotient and the sigmoid",
+            (TABLE, deepseek("top2_sum"), [6, 3, 2], [1.0, 0.0, 0.0]),
+            [0.0, 0.0, -1.0 / 2.25 * 0.24, -1.0 / 2.25 * 0.25, 0.0, 0.0, 2.75 / 2.25 * 0.24, 0.0],
+        ),
+        *(
+            (
+                f"a sum of zero has no gradient, {kind}",
+                ([-INF] * 3, Gate(2, kind, normalise=True), [0, 1], [1.3, -0.4]),
+                [0.0] * 3,
+            )
+            for kind in ("sigmoid", "sqrtsoftplus")
+        ),
+    ),
+    # The smaller lead decides: of the worst chosen expert, or of its group, shared by the scores it sums.
+    *rows(
+        first_margin,
+        second_margin,
+        (".9 before group 1's .7", (GROUPS, [0], among(1, 1, "max")), [0.2]),
+        ("group 0's 1.4 before 1.3: .1 for two scores", (GROUPS, [0], among(1, 1, "top2_sum")), [0.05]),
+        ("the better group lost by as much", (GROUPS, [2], among(1, 1, "top2_sum")), [-0.05]),
+        ("and in its own group .6 lost against .7", (GROUPS, [3], among(1, 1, "top2_sum")), [-0.1]),
+        ("whichever the second group was, at worst group 1", (GROUPS, [0], among(1, 2, "top2_sum")), [0.2]),
+        ("two groups where one is open", (GROUPS, [0, 2], among(2, 1, "max")), [-INF]),
+        ("all groups open: .5 lost against .9", (GROUPS, [1, 2], among(2, 3, "max")), [-0.4]),
+        ("with K = E no other choice exists", ([2.0, 2.0, 1.0], [0, 1, 2], Gate(3, "softmax_topk")), [INF]),
+        ("an exact tie has margin 0", ([2.0, 2.0, 1.0], [1], Gate(1, "softmax_topk")), [0.0]),
+    ),
+)
 
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("normalise", [False, True])
-    def test_the_scale_is_one_factor(self, kind: second.Kind, normalise: bool) -> None:
-        """Scaling by 4 multiplies every weight by 4 exactly, after normalising, and chooses alike."""
-        ids, weights_TK = self.routed(self.LOGITS_TE, Gate(3, kind, normalise=normalise))
-        scaled_ids, scaled_TK = self.routed(self.LOGITS_TE, Gate(3, kind, normalise=normalise, scale=4.0))
-        assert ids == scaled_ids
-        assert (4.0 * weights_TK).tolist() == scaled_TK.tolist()
+ROW, ONE_OF = np.zeros((1, 3)), np.array([[1]])
+NOT_ROUTED: list[tuple[str, str, Callable[[], Any]]] = [
+    *(
+        (
+            f"logit {bad}, {kind}",
+            "logit",
+            lambda bad=bad, kind=kind: first_route(np.array([[0.0, bad, 1.0]]), Gate(1, kind)),
+        )
+        for bad in (NAN, INF)
+        for kind in KINDS
+    ),
+    *(
+        (
+            f"no expert left, {kind}",
+            "-inf",
+            lambda kind=kind: first.scores(torch.tensor([[0.0, 1.0], [-INF, -INF]]), kind),
+        )
+        for kind in ("softmax", "softmax_topk")
+    ),
+    (
+        "no chosen expert left",
+        "-inf",
+        lambda: first_weights(floats(np.array([[0.0, -INF]])), ONE_OF, Gate(1, "softmax_topk")),
+    ),
+    ("an empty slot", "-1", lambda: first_weights(floats(ROW), np.array([[0, -1]]), Gate(2))),
+    ("an unknown score", "sotfmax", lambda: first.scores(torch.zeros(1, 2), "sotfmax")),  # type: ignore[arg-type]
+    *(
+        (name, r"groups|top_k", lambda experts=experts, gate=gate: first_route(np.zeros((1, experts)), gate))
+        for name, experts, gate in [
+            ("K > E", 3, Gate(4)),
+            ("K = 0", 3, Gate(0)),
+            ("uneven groups", 5, Gate(1, limit=Limit(2, 1, "max"))),
+            ("more groups than there are", 6, Gate(1, limit=Limit(3, 4, "max"))),
+            ("no group", 6, Gate(1, limit=Limit(3, 0, "max"))),
+            ("few experts", 6, Gate(3, limit=Limit(3, 1, "max"))),
+            ("no second best", 3, Gate(1, limit=Limit(3, 2, "top2_sum"))),
+            ("no share", 6, Gate(1, limit=Limit(3, 2, "topk_sum"))),
+        ]
+    ),
+    *(
+        (f"margins of {ids}", "different experts", lambda ids=ids: first_margins(ROW, torch.tensor([ids]), Gate(2)))
+        for ids in ([0, 0], [0, 3], [-1, 2])
+    ),
+]
 
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_slots_carry_no_meaning(self, kind: second.Kind) -> None:
-        """The weights of a choice in another order are the weights in that order."""
-        gate, order = Gate(3, kind, normalise=True, scale=2.5), [2, 0, 1]
-        ids_TK, weights_TK = second.route(self.LOGITS_TE, gate)
-        permuted_TK = first_weights(floats(self.LOGITS_TE), ids_TK[:, order], gate)
-        assert_close(weights_TK[:, order], permuted_TK)
 
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_a_bias_for_all_decides_nothing(self, kind: second.Kind) -> None:
-        """The same bias on every expert changes neither the choice nor a bit of the weights."""
-        ids, weights_TK = self.routed(self.LOGITS_TE, Gate(3, kind))
-        biased_ids, biased_TK = self.routed(self.LOGITS_TE, Gate(3, kind, (0.5,) * 6))
-        assert ids == biased_ids
-        assert weights_TK.tolist() == biased_TK.tolist()
-
-    @pytest.mark.parametrize("kind", ["softmax", "softmax_topk"])
-    def test_softmax_sees_differences_only(self, kind: second.Kind) -> None:
-        """Adding 700 to all logits of a token overflows nothing and changes no weight."""
-        ids, weights_TK = self.routed(self.LOGITS_TE, Gate(3, kind))
-        shifted_ids, shifted_TK = self.routed(self.LOGITS_TE + 700.0, Gate(3, kind))
-        assert ids == shifted_ids
-        np.testing.assert_allclose(shifted_TK, weights_TK, rtol=1e-12)
-
-    def test_normalised_softmax_is_the_softmax_of_the_chosen(self) -> None:
-        """Softmax over all divided by the chosen sum equals softmax over the chosen: Mixtral's identity."""
-        ids, over_all_TK = self.routed(self.LOGITS_TE, Gate(3, "softmax", normalise=True))
-        chosen_ids, over_chosen_TK = self.routed(self.LOGITS_TE, Gate(3, "softmax_topk"))
-        assert ids == chosen_ids
-        np.testing.assert_allclose(over_all_TK, over_chosen_TK, rtol=1e-14)
+@pytest.mark.parametrize(("word", "question"), [row[1:] for row in NOT_ROUTED], ids=[row[0] for row in NOT_ROUTED])
+def test_what_has_no_answer_is_refused(word: str, question: Callable[[], Any]) -> None:
+    """A NaN of the oracle would agree with anybody's NaN."""
+    with pytest.raises(ValueError, match=word):
+        question()

@@ -17,8 +17,9 @@ from moe_conformance.reference.routing import extreme_logits as first
 from moe_conformance.reference.routing import routes as first_routing
 from self_tests.chapters.routing.second import extreme_logits as second
 from self_tests.chapters.routing.second.routes import Kind
-from self_tests.oracles.agreement import check_refused, floats
-from self_tests.oracles.asked_twice import assert_agree, assert_refused
+from self_tests.oracles.agreement import floats
+from self_tests.oracles.asked_twice import assert_agree
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 Floats = NDArray[np.float64]
@@ -74,79 +75,6 @@ class TestIds:
             (gradient,) = torch.autograd.grad(weights.sum(), logits, retain_graph=True)
             assert bool(first.finite_gradients(gradient).all())
 
-    @pytest.mark.parametrize(
-        ("logits", "ids", "score", "bias", "expected"),
-        [
-            ([-INF, 0.0, 1.0], [2, 1], "sigmoid", None, True),
-            ([-INF, 0.0, 1.0], [1, 2], "sigmoid", None, True),
-            ([-INF, 0.0, 1.0], [2, 0], "sigmoid", None, False),
-            ([-INF, 0.0, 1.0], [2, 0, 1], "sigmoid", None, True),  # fewer than K others
-            ([-INF, 0.0, 1.0], [1], "sigmoid", None, True),  # one slot
-            ([-INF, 0.0, 1.0], [0], "sigmoid", None, False),
-            ([-INF, 0.0, -INF], [1, 0], "softmax_topk", None, True),
-            ([-INF, 0.0, -INF], [0, 2], "softmax_topk", None, False),
-            ([-INF, -1e30, 1.0], [2, 0], "sigmoid", None, True),  # underflows to the score of a masked one
-            ([-INF, -1e30, 1.0], [2, 0], "softmax_topk", None, False),  # a logit does not
-            ([-INF, 0.0, 1.0], [2, 0], "sigmoid", [0.5, 0.0, 0.0], True),  # 0 + 0.5 against 0.5
-            ([-INF, 0.0, 1.0], [2, 0], "sigmoid", [0.25, 0.0, 0.0], False),
-            ([-INF, 0.0, 1.0], [2, 0], "softmax_topk", [9.0, 0.0, 0.0], False),  # -inf + 9
-            ([-INF, 0.0, 1.0], [2, 3], "sigmoid", None, False),
-            ([-INF, 0.0, 1.0], [2, -1], "sigmoid", None, False),
-            ([-INF, 0.0, 1.0], [2, 2], "sigmoid", None, False),
-            ([-INF, -INF, -INF], [2, 0], "softmax", [0.0, 9.0, 0.0], True),
-            ([-INF, -INF, -INF], [2, 2], "softmax", None, False),
-            ([-INF, -INF, -INF], [2, 3], "softmax", None, False),
-            ([-INF, -INF, 0.0], [2, 0], "sigmoid", [0.0, 9.0, 0.0], True),  # which of two masked ones is nobody's loss
-            ([-1e30, 1e30, 0.0], [2, 0], "softmax", None, True),  # no masks: ROUTE-01 judges this
-        ],
-    )
-    def test_by_hand(
-        self, logits: list[float], ids: list[int], score: Kind, bias: list[float] | None, expected: bool
-    ) -> None:
-        """One token, with a mask or more."""
-        options = {"score": score, "bias_E": None if bias is None else np.array(bias)}
-        verdict = assert_agree(first.legal_ids, second.legal_ids, np.array([logits]), np.array([ids]), **options)
-        assert [expected] == verdict
-
-    @pytest.mark.parametrize(("logit", "expected"), [(-1.0, False), (-86.0, False), (-87.0, True), (-90.0, True)])
-    def test_underflow_at_the_edge(self, logit: float, expected: bool) -> None:
-        """A masked expert ties with scores up to twice 2^-126 = 2.35e-38: exp(-86) = 4.5e-38, exp(-87) = 1.6e-38."""
-        question = np.array([[-INF, logit, 1.0]]), np.array([[2, 0]])
-        assert [expected] == assert_agree(first.legal_ids, second.legal_ids, *question, score="sigmoid")
-
-    @pytest.mark.parametrize(("error", "expected"), [(0.25, True), (0.2499, False), (0.0, False)])
-    def test_twice_the_error_is_allowed(self, error: float, expected: bool) -> None:
-        """Both scores may be wrong: sigmoid(0) = 1/2 is beaten by a masked expert at an error of 1/4."""
-        question = np.array([[-INF, 0.0, 1.0]]), np.array([[2, 0]])
-        assert [expected] == assert_agree(first.legal_ids, second.legal_ids, *question, score="sigmoid", error=error)
-
-    def test_experts_of_closed_groups_are_not_left_out(self) -> None:
-        """Only where the expert with the score may be chosen is it passed over."""
-        logits, ids = np.array([[-INF, 0.0, 1.0]] * 2), np.array([[0, 2]] * 2)
-        among = np.array([[True, False, True], [True, True, False]])
-        found = assert_agree(first.legal_ids, second.legal_ids, logits, ids, score="sigmoid", among_TE=among)
-        assert [True, False] == found
-
-    @pytest.mark.parametrize(
-        ("logits", "ids", "options"),
-        [
-            (np.array([[0.0, NAN]]), np.array([[0]]), {}),
-            (np.array([[0.0, INF]]), np.array([[0]]), {}),
-            (np.array([[0.0, 1.0]] * 2), np.array([[0]]), {}),
-            (np.array([[0.0, 1.0]]), np.array([[0, 1, 0]]), {}),
-            (np.array([[0.0, 1.0]]), np.zeros((1, 0), dtype=np.int64), {}),
-            (np.array([[0.0, 1.0]]), np.array([[0]]), {"error": -1.0}),
-            (np.array([[0.0, 1.0]]), np.array([[0]]), {"error": NAN}),
-            (np.array([[0.0, 1.0]]), np.array([[0]]), {"among_TE": np.array([[True]])}),
-        ],
-    )
-    def test_refused(self, logits: Floats, ids: NDArray[np.int64], options: dict[str, Any]) -> None:
-        """Bad tokens, which have rules of their own, and questions that do not fit."""
-        assert_refused(first.legal_ids, second.legal_ids, logits, ids, score="sigmoid", **options)
-        if not options:
-            question = logits, ids, np.zeros(ids.shape)
-            assert_refused(first.legal_weights, second.legal_weights, *question, score="sigmoid")
-
 
 R = 2.0**-20
 
@@ -168,99 +96,8 @@ class TestWeights:
         options: dict[str, Any] = {"score": score, "normalise": normalise, "scale": 3.0}
         assert_agree(first.legal_weights, second.legal_weights, *question, **options)
 
-    @pytest.mark.parametrize(
-        ("logits", "weights", "score", "normalise", "expected"),
-        [
-            ([0.0, 1.0], [0.5, 1.5], "sigmoid", True, True),
-            ([0.0, 1.0], [0.5, 1.5 + 2 * R], "sigmoid", True, True),  # a relative 2^-20 of the scale 2
-            ([0.0, 1.0], [0.5, 1.5 + 2.01 * R], "sigmoid", True, False),
-            ([0.0, 1.0], [0.5, 1.5 - 2 * R], "sigmoid", True, True),
-            ([0.0, 1.0], [0.5, 1.5 - 2.01 * R], "sigmoid", True, False),
-            ([0.0, 1.0], [0.5, 1.5 - 2.01 * R], "sigmoid", False, True),
-            ([0.0, 1.0], [7.0, 7.0], "sqrtsoftplus", False, True),
-            ([0.0, 1.0], [0.5, 1.5 - 2.01 * R], "softmax_topk", False, False),
-            ([0.0, 1.0], [0.5, 0.5], "softmax", False, True),
-            ([-28.0, -28.0], [0.5, 1.0], "sigmoid", True, False),  # 2 exp(-28) = 1.38e-12
-            ([-29.0, -29.0], [0.5, 1.0], "sigmoid", True, True),  # 2 exp(-29) = 0.51e-12
-            ([-29.0, -29.0], [0.0, 0.0], "sigmoid", True, True),
-            ([-29.0, -29.0], [0.0, -0.1], "sigmoid", True, False),
-            ([-29.0, -29.0], [1.0, 1.0 + 2 * R], "sigmoid", True, True),
-            ([-29.0, -29.0], [1.0, 1.0 + 2.01 * R], "sigmoid", True, False),
-            ([-29.0, -29.0], [0.5, 1.0], "softmax_topk", True, False),  # these scores sum to 1
-            ([-29.0, -29.0], [0.5, 1.0], "sqrtsoftplus", True, False),  # exp(-14.5) each
-            ([0.0, -INF], [2.0, 0.0], "sigmoid", True, True),
-            ([0.0, -INF], [2.0, -0.0], "sigmoid", True, True),
-            ([0.0, -INF], [2.0, 1e-300], "sigmoid", True, False),
-            ([0.0, -INF], [2.0, 1e-300], "sigmoid", False, False),
-            ([0.0, -INF], [1.0, 1.0], "softmax_topk", False, False),
-            ([-INF, -INF], [9.0, -1.0], "softmax_topk", True, True),
-            ([-INF, -INF], [9.0, INF], "softmax", True, False),
-            ([0.0, 1.0], [NAN, 1.0], "sqrtsoftplus", False, False),
-            ([0.0, 1.0], [-INF, 1.0], "sigmoid", False, False),
-        ],
-    )
-    def test_by_hand(
-        self, logits: list[float], weights: list[float], score: Kind, normalise: bool, expected: bool
-    ) -> None:
-        """Both experts of one token beside a third, scale 2."""
-        question = np.array([[*logits, -1.0]]), np.array([[0, 1]]), np.array([weights])
-        options: dict[str, Any] = {"score": score, "normalise": normalise, "scale": 2.0}
-        assert [expected] == assert_agree(first.legal_weights, second.legal_weights, *question, **options)
-
-    def test_slots_say_whose_weight_it_is(self) -> None:
-        """The masked expert stands in the first slot."""
-        for weights, expected in (([[0.0, 1.0]], True), ([[1.0, 0.0]], False)):
-            question = np.array([[0.0, 0.0, -INF]]), np.array([[2, 0]]), np.array(weights)
-            verdict = assert_agree(first.legal_weights, second.legal_weights, *question, score="sigmoid")
-            assert [expected] == verdict
-
-    @pytest.mark.parametrize(("weight", "expected"), [(2.0, True), (1.0, False), (NAN, False)])
-    def test_one_slot_by_hand(self, weight: float, expected: bool) -> None:
-        """Normalised, one expert has all of the scale."""
-        question = np.array([[0.0, -INF]]), np.array([[0]]), np.array([[weight]])
-        options: dict[str, Any] = {"score": "sigmoid", "normalise": True, "scale": 2.0}
-        assert [expected] == assert_agree(first.legal_weights, second.legal_weights, *question, **options)
-
-    @pytest.mark.parametrize(("rounding", "expected"), [(0.25, True), (0.125, False)])
-    def test_rounding_is_of_the_scale(self, rounding: float, expected: bool) -> None:
-        """5 instead of 4 is a quarter too much."""
-        question = np.array([[0.0, 0.0]]), np.array([[1, 0]]), np.array([[2.0, 3.0]])
-        options: dict[str, Any] = {"score": "sigmoid", "normalise": True, "scale": 4.0, "rounding": rounding}
-        assert [expected] == assert_agree(first.legal_weights, second.legal_weights, *question, **options)
-
-    @pytest.mark.parametrize(
-        ("ids", "weights", "scale"),
-        [
-            ([[0, 0]], [[1.0, 0.0]], 1.0),
-            ([[0, 3]], [[1.0, 0.0]], 1.0),
-            ([[0, -1]], [[1.0, 0.0]], 1.0),
-            ([[0, 1]], [[1.0]], 1.0),
-            ([[0, 1]], [[1.0, 0.0]], 0.0),
-            ([[0, 1]], [[1.0, 0.0]], -1.0),
-            ([[0, 1]], [[1.0, 0.0]], NAN),
-        ],
-    )
-    def test_refused(self, ids: list[list[int]], weights: list[list[float]], scale: float) -> None:
-        """Weights of no choice, and no scale."""
-        question = np.zeros((1, 3)), np.array(ids), np.array(weights)
-        assert_refused(first.legal_weights, second.legal_weights, *question, score="sigmoid", scale=scale)
-
-    def test_gradients(self) -> None:
-        """One element that is no number spoils its token."""
-        gradients = np.array([[0.0, 1e308], [NAN, 0.0], [0.0, -INF], [INF, 0.0], [-0.0, 0.0]])
-        expected = [True, False, False, False, True]
-        assert expected == assert_agree(first.finite_gradients, second.finite_gradients, gradients)
-        assert [] == assert_agree(first.finite_gradients, second.finite_gradients, np.zeros((0, 3)))
-
 
 class TestBadTokens:
-    def test_bad_tokens(self) -> None:
-        """NaN and +inf are bad, -inf is a mask."""
-        logits = np.array([[0.0, NAN], [INF, 0.0], [-INF, 0.0], [-INF, -INF], [1e308, -1e308], [-NAN, -INF]])
-        expected = [True, True, False, False, False, True]
-        assert expected == assert_agree(first_bad.bad_tokens, second.bad_tokens, logits)
-        assert [] == assert_agree(first_bad.bad_tokens, second.bad_tokens, np.zeros((0, 3)))
-
     @pairs_agree
     @given(st.lists(st.lists(st.integers(-2, 4), min_size=3, max_size=3), max_size=5), st.integers(1, 4))
     def test_ids_agree(self, rows: list[list[int]], experts: int) -> None:
@@ -268,91 +105,242 @@ class TestBadTokens:
         ids_TK = np.array(rows, dtype=np.int64).reshape(-1, 3)
         assert_agree(first_bad.legal_ids_beside_bad, second.legal_ids_beside_bad, ids_TK, experts)
 
-    @pytest.mark.parametrize(
-        ("ids", "expected"),
-        [([-1, -1, -1], True), ([3, -1, 0], True), ([4, -1, 0], False), ([-2, 1, 0], False), ([0, -1, 0], False)],
-    )
-    def test_ids_by_hand(self, ids: list[int], expected: bool) -> None:
-        """Four experts."""
-        found = assert_agree(first_bad.legal_ids_beside_bad, second.legal_ids_beside_bad, np.array([ids]), 4)
-        assert [expected] == found
 
-
-LOGITS = np.array([[0.0, 1.0, -INF], [NAN, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, INF, 0.0]])
+LOGITS = np.array([[0.0, 1.0, -INF], [NAN, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, INF, 0.0]])  # tokens 0 and 2 are good
 IDS, WEIGHTS = np.array([[1, 0], [7, -9], [2, -1], [0, 0]]), np.array([[3.0, 1.0], [NAN, 0.0], [2.0, 0.0], [1.0, 1.0]])
+NONE = (np.zeros((0, 2), dtype=np.int64), np.zeros((0, 2)))
+GOOD_IDS, GOOD_WEIGHTS = np.array([[1, 0], [2, -1]]), np.array([[3.0, 1.0], [2.0, 0.0]])
 
 
-def both_unmoved(
-    logits: Floats, ids: NDArray[np.int64], weights: Floats, alone: tuple[Any, Any], **options: float
-) -> list[bool]:
-    """What both say of each token."""
-    expected = second.unmoved(logits, ids, weights, *(np.array(each) for each in alone), **options).tolist()
-    without = first_routing.Routed(torch.tensor(alone[0]), floats(np.array(alone[1])))
-    actual = first_bad.unmoved(floats(logits), torch.from_numpy(ids), floats(weights), without, **options)
-    assert torch.bool == actual.dtype
-    assert expected == actual.tolist()
-    return [bool(each) for each in expected]
+def ids_row(says: str, logits: list[float], ids: list[int], score: str, expected: bool, **more: Any) -> tuple[Any, ...]:
+    """One token of some experts, and whether its choice is legal."""
+    more = {name: np.array(value) if isinstance(value, list) else value for name, value in more.items()}
+    return says, (np.array([logits]), np.array([ids])), {"score": score, **more}, [expected]
 
 
-class TestUnmoved:
-    @pytest.mark.parametrize(
-        ("ids", "weights", "expected"),
-        [
-            ([[1, 0], [2, -1]], [[3.0, 1.0], [2.0, 0.0]], [True, True]),
-            ([[0, 1], [-1, 2]], [[1.0, 3.0], [0.0, 2.0]], [True, True]),  # in other slots
-            ([[0, 1], [2, -1]], [[3.0, 1.0], [2.0, 0.0]], [False, True]),  # weights swapped
-            ([[1, 2], [2, -1]], [[3.0, 1.0], [2.0, 0.0]], [False, True]),
-            ([[1, 0], [2, 0]], [[3.0, 1.0], [2.0, 0.0]], [True, False]),  # a slot was filled
-            ([[2, -1], [1, 0]], [[2.0, 0.0], [3.0, 1.0]], [False, False]),  # tokens swapped
-            ([[1, 0], [2, -1]], [[NAN, 1.0], [2.0, NAN]], [False, False]),
-            ([[1, 0], [2, -1]], [[3.0, 1.0], [2.0, 2.0**-1000]], [True, False]),  # 0 is near 2^-1000 by nothing
-        ],
-    )
-    def test_by_hand(self, ids: list[list[int]], weights: list[list[float]], expected: list[bool]) -> None:
-        """Tokens 0 and 2 are good; whatever bad tokens are given, they are left alone."""
-        verdict = both_unmoved(LOGITS, IDS, WEIGHTS, (ids, weights), rounding=0.5)
-        assert [expected[0], True, expected[1], True] == verdict
+def weights_row(
+    says: str, logits: list[float], weights: list[float], score: str, expected: bool, *, normalise: bool = True
+) -> tuple[Any, ...]:
+    """Both experts of one token beside a third, scale 2, and whether their weights are legal."""
+    question = np.array([[*logits, -1.0]]), np.array([[0, 1]]), np.array([weights])
+    return says, question, {"score": score, "normalise": normalise, "scale": 2.0}, [expected]
 
-    @pytest.mark.parametrize("sign", [1, -1])
-    def test_rounding_is_of_the_weight_alone(self, sign: int) -> None:
-        """At the rounding exactly and one step beyond it, up and down."""
-        alone = [[1, 0], [2, -1]], [[3.0, 1.0], [2.0, 0.0]]
-        for weight, expected in ((3 + sign * 3 * R, True), (math.nextafter(3 + sign * 3 * R, sign * INF), False)):
-            weights = WEIGHTS.copy()
-            weights[0, 0] = weight
-            assert [expected, True, True, True] == both_unmoved(LOGITS, IDS, weights, alone)
 
-    @pytest.mark.parametrize(
-        ("now", "expected"), [(-2.0, True), (-2.125, True), (-1.875, True), (-2.25, False), (2.0, False)]
-    )
-    def test_negative_weights_by_hand(self, now: float, expected: bool) -> None:
-        """The rounding of -2 is a sixteenth of 2, up and down."""
-        question = LOGITS[:1], IDS[:1], np.array([[now, 1.0]])
-        assert [expected] == both_unmoved(*question, ([[1, 0]], [[-2.0, 1.0]]), rounding=2.0**-4)
+def weights_of(
+    ids: list[int], weights: list[float], logits: list[float], **options: Any
+) -> tuple[tuple[Floats, ...], dict[str, Any]]:
+    """One token weighed by sigmoids."""
+    return (np.array([logits]), np.array([ids]), np.array([weights])), {"score": "sigmoid", **options}
 
-    def test_without_bad_tokens_and_without_good_ones(self) -> None:
-        """All tokens are compared, or none."""
-        alone = IDS[:1].tolist(), WEIGHTS[:1].tolist()
-        assert [True] == both_unmoved(LOGITS[:1], IDS[:1], WEIGHTS[:1], alone)
-        nothing = np.zeros((0, 2), dtype=np.int64), np.zeros((0, 2))
-        assert [True] == both_unmoved(LOGITS[1:2], IDS[1:2], WEIGHTS[1:2], nothing)
 
-    @pytest.mark.parametrize(
-        ("ids", "weights", "alone"),
-        [
-            (IDS, WEIGHTS, (IDS[:1], WEIGHTS[:1])),
-            (IDS, WEIGHTS, (IDS[:3], WEIGHTS[:3])),
-            (IDS, WEIGHTS, (IDS[:2], WEIGHTS[:1])),
-            (IDS, WEIGHTS, (IDS[:2, :1], WEIGHTS[:2, :1])),
-            (IDS, WEIGHTS[:3], (IDS[:2], WEIGHTS[:2])),
-            (IDS, WEIGHTS[:, :1], (IDS[:2], WEIGHTS[:2])),
-            (IDS[:3], WEIGHTS[:3], (IDS[:2], WEIGHTS[:2])),
-        ],
-    )
-    def test_refused(self, ids: NDArray[np.int64], weights: Floats, alone: tuple[Any, Any]) -> None:
-        """Shapes that do not fit, and another number of good tokens than there are."""
-        without = first_routing.Routed(torch.from_numpy(alone[0]), floats(alone[1]))
-        check_refused(
-            lambda: first_bad.unmoved(floats(LOGITS), torch.from_numpy(ids), floats(weights), without),
-            lambda: second.unmoved(LOGITS, ids, weights, *alone),
-        )
+def first_unmoved(*question: Any, **options: float) -> torch.Tensor:
+    """Whether each token has the route that it has without bad ones: ids and weights come last."""
+    return first_bad.unmoved(*question[:3], first_routing.Routed(*question[3:]), **options)
+
+
+def weight_0(weight: float) -> Floats:
+    """The weights with another one for token 0."""
+    return np.array([[weight, 1.0], *WEIGHTS[1:].tolist()])
+
+
+MASKED, UNSCORED = [-INF, 0.0, 1.0], [-INF, -INF, -INF]
+LOW, TINY = [-29.0, -29.0], [0.0, -INF]
+
+test_by_hand = by_hand(
+    *rows(
+        first.legal_ids,
+        second.legal_ids,
+        ids_row("both unmasked experts", MASKED, [1, 2], "sigmoid", True),
+        ids_row("a masked expert before an unmasked one", MASKED, [2, 0], "sigmoid", False),
+        ids_row("fewer than K others", MASKED, [2, 0, 1], "sigmoid", True),
+        ids_row("one slot", MASKED, [1], "sigmoid", True),
+        ids_row("one slot, masked", MASKED, [0], "sigmoid", False),
+        ids_row("one expert is not masked", [-INF, 0.0, -INF], [1, 0], "softmax_topk", True),
+        ids_row("one expert is not masked and left out", [-INF, 0.0, -INF], [0, 2], "softmax_topk", False),
+        ids_row("a sigmoid underflows to that of a masked one", [-INF, -1e30, 1.0], [2, 0], "sigmoid", True),
+        ids_row("a logit does not", [-INF, -1e30, 1.0], [2, 0], "softmax_topk", False),
+        ids_row("a bias of 0.5 ties with a score of 0.5", MASKED, [2, 0], "sigmoid", True, bias_E=[0.5, 0.0, 0.0]),
+        ids_row("a bias of 0.25 does not", MASKED, [2, 0], "sigmoid", False, bias_E=[0.25, 0.0, 0.0]),
+        ids_row("no bias lifts -inf", MASKED, [2, 0], "softmax_topk", False, bias_E=[9.0, 0.0, 0.0]),
+        ids_row("id E", MASKED, [2, 3], "sigmoid", False),
+        ids_row("an empty slot", MASKED, [2, -1], "sigmoid", False),
+        ids_row("an expert twice", MASKED, [2, 2], "sigmoid", False),
+        ids_row("without any score all ids are legal", UNSCORED, [2, 0], "softmax", True, bias_E=[0.0, 9.0, 0.0]),
+        ids_row("but none twice", UNSCORED, [2, 2], "softmax", False),
+        ids_row("but not id E", UNSCORED, [2, 3], "softmax", False),
+        ids_row("either of two masked ones", [-INF, -INF, 0.0], [2, 0], "sigmoid", True, bias_E=[0.0, 9.0, 0.0]),
+        ids_row("no masks: ROUTE-01 judges this", [-1e30, 1e30, 0.0], [2, 0], "softmax", True),
+        # A masked expert ties with scores up to twice 2^-126 = 2.35e-38: exp(-86) = 4.5e-38, exp(-87) = 1.6e-38.
+        ids_row("exp(-86) is a score", [-INF, -86.0, 1.0], [2, 0], "sigmoid", False),
+        ids_row("exp(-87) is none", [-INF, -87.0, 1.0], [2, 0], "sigmoid", True),
+        # Both scores may be wrong: sigmoid(0) = 1/2 is beaten by a masked expert at an error of 1/4.
+        ids_row("twice the error is allowed", MASKED, [2, 0], "sigmoid", True, error=0.25),
+        ids_row("and no more", MASKED, [2, 0], "sigmoid", False, error=0.2499),
+        ids_row(
+            "experts of closed groups are not left out", MASKED, [0, 2], "sigmoid", True, among_TE=[[True, False, True]]
+        ),
+        ids_row("experts of open groups are", MASKED, [0, 2], "sigmoid", False, among_TE=[[True, True, False]]),
+        *(
+            (f"ids of {name}", (np.array(logits), ids), {"score": "sigmoid", **options}, REFUSED)
+            for name, logits, ids, options in [
+                ("NaN", [[0.0, NAN]], np.array([[0]]), {}),
+                ("infinity", [[0.0, INF]], np.array([[0]]), {}),
+                ("fewer tokens", [[0.0, 1.0]] * 2, np.array([[0]]), {}),
+                ("K > E", [[0.0, 1.0]], np.array([[0, 1, 0]]), {}),
+                ("no slots", [[0.0, 1.0]], np.zeros((1, 0), dtype=np.int64), {}),
+                ("an error below 0", [[0.0, 1.0]], np.array([[0]]), {"error": -1.0}),
+                ("an error of NaN", [[0.0, 1.0]], np.array([[0]]), {"error": NAN}),
+                ("groups of other experts", [[0.0, 1.0]], np.array([[0]]), {"among_TE": np.array([[True]])}),
+            ]
+        ),
+    ),
+    *rows(
+        first.legal_weights,
+        second.legal_weights,
+        weights_row("2^-20 of the scale 2 too much", [0.0, 1.0], [0.5, 1.5 + 2 * R], "sigmoid", True),
+        weights_row("more than that", [0.0, 1.0], [0.5, 1.5 + 2.01 * R], "sigmoid", False),
+        weights_row("2^-20 of the scale too little", [0.0, 1.0], [0.5, 1.5 - 2 * R], "sigmoid", True),
+        weights_row("less than that", [0.0, 1.0], [0.5, 1.5 - 2.01 * R], "sigmoid", False),
+        weights_row("less, not normalised", [0.0, 1.0], [0.5, 1.5 - 2.01 * R], "sigmoid", True, normalise=False),
+        weights_row("any root, not normalised", [0.0, 1.0], [7.0, 7.0], "sqrtsoftplus", True, normalise=False),
+        weights_row(
+            "shares of the chosen are", [0.0, 1.0], [0.5, 1.5 - 2.01 * R], "softmax_topk", False, normalise=False
+        ),
+        weights_row("shares of all are not", [0.0, 1.0], [0.5, 0.5], "softmax", True, normalise=False),
+        weights_row("2 exp(-28) = 1.38e-12 is a sum", [-28.0, -28.0], [0.5, 1.0], "sigmoid", False),
+        weights_row("2 exp(-29) = 0.51e-12 is none", LOW, [0.5, 1.0], "sigmoid", True),
+        weights_row("without a sum they may be 0", LOW, [0.0, 0.0], "sigmoid", True),
+        weights_row("but not less", LOW, [0.0, -0.1], "sigmoid", False),
+        weights_row("and 2^-20 more than the scale", LOW, [1.0, 1.0 + 2 * R], "sigmoid", True),
+        weights_row("but not more than that", LOW, [1.0, 1.0 + 2.01 * R], "sigmoid", False),
+        weights_row("shares of the chosen sum to 1", LOW, [0.5, 1.0], "softmax_topk", False),
+        weights_row("roots of exp(-14.5) each are a sum", LOW, [0.5, 1.0], "sqrtsoftplus", False),
+        weights_row("a masked expert has none", TINY, [2.0, -0.0], "sigmoid", True),
+        weights_row("not even 1e-300", TINY, [2.0, 1e-300], "sigmoid", False),
+        weights_row("not even 1e-300, not normalised", TINY, [2.0, 1e-300], "sigmoid", False, normalise=False),
+        weights_row("a masked expert has no share", TINY, [1.0, 1.0], "softmax_topk", False, normalise=False),
+        weights_row("all masked: anything", [-INF, -INF], [9.0, -1.0], "softmax_topk", True),
+        weights_row("all masked: but no infinity", [-INF, -INF], [9.0, INF], "softmax", False),
+        weights_row("NaN", [0.0, 1.0], [NAN, 1.0], "sqrtsoftplus", False, normalise=False),
+        weights_row("-inf", [0.0, 1.0], [-INF, 1.0], "sigmoid", False, normalise=False),
+        ("the masked expert in the first slot", *weights_of([2, 0], [0.0, 1.0], [0.0, 0.0, -INF]), [True]),
+        ("its weight in the other slot", *weights_of([2, 0], [1.0, 0.0], [0.0, 0.0, -INF]), [False]),
+        *(
+            (f"normalised, one expert has {w} of 2", *weights_of([0], [w], TINY, normalise=True, scale=2.0), [w == 2.0])
+            for w in (2.0, 1.0, NAN)
+        ),
+        *(
+            (
+                f"5 instead of 4 is a quarter too much, not {rounding}",
+                *weights_of([1, 0], [2.0, 3.0], [0.0, 0.0], normalise=True, scale=4.0, rounding=rounding),
+                [rounding == 0.25],
+            )
+            for rounding in (0.25, 0.125)
+        ),
+        *(
+            (f"weights {weights} of {ids}, scale {scale}", *weights_of(ids, weights, [0.0] * 3, scale=scale), REFUSED)
+            for ids, weights, scale in [
+                ([0, 0], [1.0, 0.0], 1.0),
+                ([0, 3], [1.0, 0.0], 1.0),
+                ([0, -1], [1.0, 0.0], 1.0),
+                ([0, 1], [1.0], 1.0),
+                ([0, 1], [1.0, 0.0], 0.0),
+                ([0, 1], [1.0, 0.0], -1.0),
+                ([0, 1], [1.0, 0.0], NAN),
+            ]
+        ),
+        *((f"weights at logit {bad}", *weights_of([0], [0.0], [0.0, bad]), REFUSED) for bad in (NAN, INF)),
+        (
+            "weights of fewer tokens",
+            (np.zeros((2, 2)), np.array([[0]]), np.zeros((1, 1))),
+            {"score": "sigmoid"},
+            REFUSED,
+        ),
+        ("weights of K > E", *weights_of([0, 1, 0], [0.0] * 3, [0.0, 1.0]), REFUSED),
+        (
+            "weights of no slots",
+            (np.zeros((1, 2)), NONE[0][:, :0].reshape(1, 0), np.zeros((1, 0))),
+            {"score": "sigmoid"},
+            REFUSED,
+        ),
+    ),
+    *rows(
+        first.finite_gradients,
+        second.finite_gradients,
+        (
+            "one element that is no number spoils its token",
+            (np.array([[0.0, 1e308], [NAN, 0.0], [0.0, -INF], [INF, 0.0], [-0.0, 0.0]]),),
+            [True, False, False, False, True],
+        ),
+        ("no token", (np.zeros((0, 3)),), []),
+    ),
+    *rows(
+        first_bad.bad_tokens,
+        second.bad_tokens,
+        (
+            "NaN and +inf are bad, -inf is a mask",
+            (np.array([[0.0, NAN], [INF, 0.0], [-INF, 0.0], [-INF, -INF], [1e308, -1e308], [-NAN, -INF]]),),
+            [True, True, False, False, False, True],
+        ),
+        ("no token is bad", (np.zeros((0, 3)),), []),
+    ),
+    *rows(
+        first_bad.legal_ids_beside_bad,
+        second.legal_ids_beside_bad,
+        (
+            "different experts of four, or empty slots",
+            (np.array([[-1, -1, -1], [3, -1, 0], [4, -1, 0], [-2, 1, 0], [0, -1, 0]]), 4),
+            [True, True, False, False, False],
+        ),
+    ),
+    *rows(
+        first_unmoved,
+        second.unmoved,
+        *(
+            (
+                f"unmoved: {name}",
+                (LOGITS, IDS, WEIGHTS, np.array(ids), np.array(weights)),
+                {"rounding": 0.5},
+                [zero, True, two, True],
+            )
+            for name, ids, weights, zero, two in [
+                ("all as before", GOOD_IDS, GOOD_WEIGHTS, True, True),
+                ("in other slots", [[0, 1], [-1, 2]], [[1.0, 3.0], [0.0, 2.0]], True, True),
+                ("weights swapped", [[0, 1], [2, -1]], GOOD_WEIGHTS, False, True),
+                ("another expert", [[1, 2], [2, -1]], GOOD_WEIGHTS, False, True),
+                ("a slot was filled", [[1, 0], [2, 0]], GOOD_WEIGHTS, True, False),
+                ("tokens swapped", GOOD_IDS[::-1], GOOD_WEIGHTS[::-1], False, False),
+                ("NaN", GOOD_IDS, [[NAN, 1.0], [2.0, NAN]], False, False),
+                ("0 is near 2^-1000 by nothing", GOOD_IDS, [[3.0, 1.0], [2.0, 2.0**-1000]], True, False),
+            ]
+        ),
+        *(
+            (f"{weight} for 3", (LOGITS, IDS, weight_0(weight), GOOD_IDS, GOOD_WEIGHTS), [expected, True, True, True])
+            for sign in (1, -1)  # at the rounding exactly, and one step beyond it
+            for weight, expected in [(3 + sign * 3 * R, True), (math.nextafter(3 + sign * 3 * R, sign * INF), False)]
+        ),
+        *(
+            (
+                f"{now} for -2, a sixteenth allowed",
+                (LOGITS[:1], IDS[:1], np.array([[now, 1.0]]), IDS[:1], np.array([[-2.0, 1.0]])),
+                {"rounding": 2.0**-4},
+                [expected],
+            )
+            for now, expected in [(-2.125, True), (-1.875, True), (-2.25, False), (2.0, False)]
+        ),
+        ("without bad tokens all are compared", (LOGITS[:1], IDS[:1], WEIGHTS[:1], IDS[:1], WEIGHTS[:1]), [True]),
+        ("without good ones none", (LOGITS[1:2], IDS[1:2], WEIGHTS[1:2], *NONE), [True]),
+        *(
+            (f"unmoved of {name}", (LOGITS, ids, weights, *alone), REFUSED)
+            for name, ids, weights, alone in [
+                ("fewer good tokens", IDS, WEIGHTS, (IDS[:1], WEIGHTS[:1])),
+                ("more good tokens", IDS, WEIGHTS, (IDS[:3], WEIGHTS[:3])),
+                ("fewer weights alone", IDS, WEIGHTS, (IDS[:2], WEIGHTS[:1])),
+                ("fewer slots alone", IDS, WEIGHTS, (IDS[:2, :1], WEIGHTS[:2, :1])),
+                ("fewer weights", IDS, WEIGHTS[:3], (IDS[:2], WEIGHTS[:2])),
+                ("fewer slots of weights", IDS, WEIGHTS[:, :1], (IDS[:2], WEIGHTS[:2])),
+                ("fewer tokens", IDS[:3], WEIGHTS[:3], (IDS[:2], WEIGHTS[:2])),
+            ]
+        ),
+    ),
+)
