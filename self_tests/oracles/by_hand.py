@@ -84,7 +84,7 @@ def assert_same(expected: Any, actual: Any) -> None:
             assert_same(one, other)
     elif isinstance(expected, float):
         assert isinstance(actual, float), actual
-        assert expected == pytest.approx(actual, rel=RELATIVE, abs=ABSOLUTE)
+        assert expected == pytest.approx(actual, rel=RELATIVE, abs=ABSOLUTE, nan_ok=True)
     else:
         whole = (int, Fraction) if type(expected) in (int, Fraction) else type(expected)
         assert isinstance(actual, whole), f"{expected!r} == {actual!r}"

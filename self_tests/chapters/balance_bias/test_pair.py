@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_conformance.reference.balance_bias import updates as first
-from moe_conformance.reference.losses.balance import choice_counts
 from self_tests.chapters.balance_bias import second
 from self_tests.chapters.balance_bias.second import Forward, Update
-from self_tests.chapters.losses.second.balance import count_choices
 from self_tests.chapters.losses.test_pair_refusals import refused
 from self_tests.oracles.agreement import assert_close
 
@@ -90,23 +88,6 @@ class TestUpdatePair:
         trained_E, _ = first.trained(bias_E, [first.Forward("training", ints([1, 5, 3])), first.Update()], rate=0.001)
         assert expected == trained_E.tolist()
 
-    @pairs_agree
-    @given(cases(), st.randoms(use_true_random=False))
-    def test_relabelling_experts_relabels_the_bias(self, case: Case, random: Random) -> None:
-        """The update of an expert depends on no name."""
-        order = random.sample(range(len(case.bias)), len(case.bias))
-        moved_E = first.update(doubles(case.bias), ints(case.loads), rate=case.rate)
-        renamed_E = first.update(doubles(case.bias)[order], ints(case.loads)[order], rate=case.rate)
-        assert moved_E[order].tolist() == renamed_E.tolist()
-
-    @pairs_agree
-    @given(cases(), st.sampled_from([2, 3]))
-    def test_counting_every_choice_again_changes_nothing(self, case: Case, times: int) -> None:
-        """Tokens that tp holds two or three times move no bias differently (BIAS-02)."""
-        moved_E = first.update(doubles(case.bias), ints(case.loads), rate=case.rate)
-        copied = [times * n for n in case.loads]
-        assert moved_E.tolist() == first.update(doubles(case.bias), ints(copied), rate=case.rate).tolist()
-
     @pytest.mark.parametrize(
         ("bias", "loads", "rate"),
         [
@@ -147,13 +128,6 @@ class TestRouterLoadsPair:
         summed = first.router_loads([ints(own) for own in loads], parts)
         assert [torch.int64] * ranks == [own.dtype for own in summed]
         assert second.summed_loads(loads, parts) == [own.tolist() for own in summed]
-
-    def test_by_hand(self) -> None:
-        """Two stages of two ranks, dealt alternately; a rank without tokens takes part."""
-        loads, routers = [[3, 1, 0], [7, 7, 7], [0, 0, 0], [1, 0, 5]], [[0, 2], [3, 1]]
-        expected = [[3, 1, 0], [8, 7, 12], [3, 1, 0], [8, 7, 12]]
-        assert expected == [own.tolist() for own in first.router_loads([ints(own) for own in loads], routers)]
-        assert expected == second.summed_loads(loads, routers)
 
     @pytest.mark.parametrize(
         ("loads", "routers"),
@@ -210,63 +184,12 @@ class TestTrainingPair:
         if not centred:
             assert expected == bias_E.tolist()
 
-    def test_by_hand(self) -> None:
-        """One step of two microbatches, noise of every other kind, an update, two more, and a count left over."""
-        # n = (4, 0, 2), mean 2: expert 0 down, 1 up, 2 stays. The second update has no loads. Then (0, 0, 1) remains.
-        noise: list[Forward | Update] = [Forward(kind, [0, 50, 0]) for kind in KINDS if kind != "training"]
-        step: list[Forward | Update] = [Forward("training", [3, 0, 0]), *noise, Forward("training", [1, 0, 2]), *noise]
-        events = [*step, Update(), Update(), *noise, Update(), Forward("training", [0, 0, 1])]
-        expected = [0.75, 0.25, 0.0]
-        bias_E, counters_E = first.trained(doubles([1.0, 0.0, 0.0]), told(events), rate=0.25)
-        assert (expected, [0, 0, 1]) == (bias_E.tolist(), counters_E.tolist())
-        assert (expected, [0, 0, 1]) == second.after([1.0, 0.0, 0.0], events, 0.25)
-
     def test_a_forward_of_another_kind_is_refused(self) -> None:
         """Also where loads do not fit the experts, in a forward that would not count."""
         bad: list[Forward | Update] = [Forward("test", [1, 2]), Forward("evaluation", [1]), Forward("forced", [1, -1])]
         for event in bad:
             assert refused(lambda event=event: first.trained(doubles([0.0, 0.0]), told([event]), rate=0.1))
             assert refused(lambda event=event: second.after([0.0, 0.0], [event], 0.1))
-
-
-class TestPublished:
-    def test_wang_and_deepseek_v3(self) -> None:
-        """Wang et al., Algorithm 1, and DeepSeek-V3, section 2.1.2: four experts, gamma = 1/8, two steps."""
-        # Five tokens, K = 2: c = (5, 3, 2, 0), mean 2.5: signs (-, -, +, +): b = (-1/8, -1/8, 1/8, 1/8).
-        # The next step: c = (2, 2, 3, 3), mean 2.5: signs (+, +, -, -): b = 0 again.
-        ids_TK = torch.tensor([[0, 1], [0, 1], [0, 2], [0, 1], [0, 2]])
-        loads_E = choice_counts(ids_TK, 4)
-        assert [5, 3, 2, 0] == loads_E.tolist()
-        assert [5, 3, 2, 0] == count_choices(ids_TK.numpy(), 4)
-        once_E = first.update(doubles([0.0] * 4), loads_E, rate=0.125)
-        assert [-0.125, -0.125, 0.125, 0.125] == once_E.tolist()
-        assert [-0.125, -0.125, 0.125, 0.125] == second.moved([0.0] * 4, [5, 3, 2, 0], 0.125)
-        assert [0.0] * 4 == first.update(once_E, ints([2, 2, 3, 3]), rate=0.125).tolist()
-
-    def test_the_size_of_the_deviation_plays_no_part(self) -> None:
-        """One choice beside the mean moves as far as a million; on the mean nothing moves."""
-        # Sum 3000000, mean 1000000: one below by 1, one on it, one above by 1. Then 0, 999999 and 2000001.
-        for loads, expected in [
-            ([999999, 1000000, 1000001], [0.5, 0.0, -0.5]),
-            ([0, 999999, 2000001], [0.5, 0.5, -0.5]),
-            ([2**62 // 3] * 3, [0.0] * 3),
-        ]:
-            assert expected == first.update(doubles([0.0] * 3), ints(loads), rate=0.5).tolist()
-            assert expected == second.moved([0.0] * 3, loads, 0.5)
-
-    def test_centred_changes_add_up_to_zero(self) -> None:
-        """Loads 9, 3, 0, 0 at rate 1/2: changes -1/2, 0, 1/2, 1/2 have the mean 1/8, which is taken off."""
-        expected = [-0.625, -0.125, 0.375, 0.375]
-        assert expected == first.update(doubles([0.0] * 4), ints([9, 3, 0, 0]), rate=0.5, centred=True).tolist()
-        assert expected == second.moved([0.0] * 4, [9, 3, 0, 0], 0.5, centred=True)
-
-    def test_padding_and_rows_of_capacity_do_not_count(self) -> None:
-        """Valid tokens chose 2, 0 and 1 times; what capacity fills or padding chose does not change that."""
-        ids_TK, padding_T = torch.tensor([[0, 2], [0, -1], [1, 1]]), torch.tensor([False, False, True])
-        loads_E = choice_counts(ids_TK, 3, padding_T=padding_T)
-        assert [2, 0, 1] == loads_E.tolist()
-        assert [2, 0, 1] == count_choices(ids_TK.numpy(), 3, padding_T.numpy())
-        assert [-0.5, 0.5, 0.0] == first.update(doubles([0.0] * 3), loads_E, rate=0.5).tolist()
 
 
 class TestGrowth:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from random import Random
 from typing import NamedTuple
 
 import numpy as np
@@ -180,36 +179,6 @@ class TestByHand:
         open_low, open_high = [-math.inf, 2.0], [math.inf, 3.0]
         assert 0.0 == first.outside(doubles([9.0, -9.0]), doubles(open_low), doubles(open_high))
         assert 0.0 == second.missed([9.0, -9.0], open_low, open_high)
-
-
-class TestLaws:
-    @pairs_agree
-    @given(steps(), st.randoms(use_true_random=False))
-    def test_experts_and_tokens_may_be_renamed(self, step: Step, random: Random) -> None:
-        """Relabelling experts relabels the bounds; one part of all tokens in any order is as good as many."""
-        E = len(step.bias)
-        names = random.sample(range(E), E)
-        valid = [
-            row.tolist()
-            for part, mask in zip(step.parts, step.masks, strict=True)
-            for t, row in enumerate(part)
-            if mask is None or not mask[t]
-        ]
-        random.shuffle(valid)
-        renamed = Step(
-            [np.array(valid).reshape(-1, E)[:, names]], [None], [step.bias[name] for name in names], step.slots
-        )
-        for bounds, after in zip(first_bounds(step), first_bounds(renamed), strict=True):
-            assert [bounds[name] for name in names] == pytest.approx(after, rel=1e-15, abs=1e-15)
-
-    @pairs_agree
-    @given(steps(), st.floats(0.0, 1.0))
-    def test_what_lies_between_is_legal(self, step: Step, place: float) -> None:
-        """Any point of the bounds, moved by any constant, is outside by nothing."""
-        low, high = first_bounds(step)
-        ends = [(max(a, -9.0), min(b, 9.0)) for a, b in zip(low, high, strict=True)]
-        new = [a + place * (b - a) + 3.0 for a, b in ends]
-        assert first.outside(doubles(new), doubles(low), doubles(high)) < 1e-12
 
 
 class TestRefusals:

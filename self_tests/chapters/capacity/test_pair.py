@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from moe_conformance.reference.capacity import drops as first_drops
 from moe_conformance.reference.capacity import limits as first
-from moe_conformance.reference.routing import routes as first_routing
 from self_tests.chapters.capacity.second import drops as second_drops
 from self_tests.chapters.capacity.second import limits as second
 from self_tests.chapters.capacity.second.drops import Policy
@@ -294,45 +293,3 @@ class TestDrops:
         drop = Drop(self.IDS, self.WEIGHTS, errors_TK, kept_TK, 3, 4)
         for policy in POLICIES:
             assert [legal, True, True] == judged(drop, policy)
-
-    @pytest.mark.parametrize("policy", POLICIES[1:])
-    @pairs_agree
-    @given(drops(), st.randoms(use_true_random=False))
-    def test_new_names_of_experts_change_nothing(self, policy: Policy, drop: Drop, random: Any) -> None:
-        """What is kept follows the experts when they are renamed."""
-        name = list(range(drop.experts))
-        random.shuffle(name)
-        renamed_TK = np.array([*name, -1])[drop.ids_TK]  # -1 stays -1
-        options: dict[str, Any] = {"capacity": drop.capacity, "policy": policy, "weights_TK": floats(drop.weights_TK)}
-        kept = [first_drops.keep(torch.from_numpy(ids), drop.experts, **options) for ids in (drop.ids_TK, renamed_TK)]
-        assert kept[0].tolist() == kept[1].tolist()
-
-    @pairs_agree
-    @given(drops(), st.randoms(use_true_random=False))
-    def test_the_heaviest_stay_wherever_they_stand(self, drop: Drop, random: Any) -> None:
-        """By weight, without ties, permuted tokens keep the same slots; doubled weights too."""
-        weights_TK = np.random.default_rng(1).permutation(drop.ids_TK.size).reshape(drop.ids_TK.shape) + 1.0
-        order = list(range(len(drop.ids_TK)))
-        random.shuffle(order)
-        kept = [
-            first_drops.keep(torch.from_numpy(ids), drop.experts, capacity=drop.capacity, policy="weight", weights_TK=w)
-            for ids, w in [
-                (drop.ids_TK, floats(weights_TK)),
-                (drop.ids_TK[order], floats(weights_TK[order])),
-                (drop.ids_TK, floats(2 * weights_TK)),
-            ]
-        ]
-        assert kept[0][order].tolist() == kept[1].tolist()
-        assert kept[0].tolist() == kept[2].tolist()
-
-    def test_a_constant_on_all_logits_drops_the_same(self) -> None:
-        """Softmax weights do not see it; ranking by raw logits among zeros would, as soon as they are negative."""
-        logits_TE = np.random.default_rng(3).normal(size=(7, 3))
-        kept = []
-        for constant in (0.0, -9.0, 5.0):
-            routed = first_routing.route(floats(logits_TE + constant), top_k=2, score="softmax")
-            kept.append(
-                first_drops.keep(routed.ids_TK, 3, capacity=2, policy="weight", weights_TK=routed.weights_TK).tolist()
-            )
-        assert kept[0] == kept[1] == kept[2]
-        assert 6 == np.sum(kept[0])  # all three experts are full

@@ -81,30 +81,6 @@ class TestAfterDrop:
         assert_close(expected, leaf.grad, addend=addend)
         assert [0.0] * int((~kept_TK).sum()) == leaf.grad[~kept_TK].tolist()
 
-    def test_by_hand(self) -> None:
-        """Kept 1/2 and 1/4 of 1/2, 1/4, 1/4 stay so, or become 2/3 and 1/3, times a scale of 3."""
-        ids_TK, weights_TK = np.array([[4, 0, 3], [1, 2, 0]]), np.array([[0.5, 0.25, 0.25], [0.0, 0.5, 0.5]])
-        kept_TK = np.array([[True, False, True], [True, False, False]])
-        for options, expected in [
-            ({}, [[0.5, 0.0, 0.25], [0.0, 0.0, 0.0]]),
-            ({"renormalise": True}, [[2 / 3, 0.0, 1 / 3], [0.0, 0.0, 0.0]]),  # all that token 1 kept weighs 0
-            ({"renormalise": True, "scale": 3.0}, [[2.0, 0.0, 1.0], [0.0, 0.0, 0.0]]),
-        ]:
-            made = second_drops.after_drop(ids_TK, weights_TK, kept_TK, **options)
-            found = first_output.after_drop(
-                torch.from_numpy(ids_TK), floats(weights_TK), torch.from_numpy(kept_TK), **options
-            )
-            assert [[4, -1, 3], [1, -1, -1]] == made[0].tolist() == found.ids_TK.tolist()
-            assert_close(np.array(expected), found.weights_TK)
-            assert expected == pytest.approx(made[1])
-
-    @pytest.mark.parametrize("renormalise", [False, True])
-    def test_all_kept_changes_nothing(self, renormalise: bool) -> None:
-        """Weights that sum to one already are the same in either convention when all are kept."""
-        weights_TK, ids_TK = floats(np.array([[0.5, 0.375, 0.125]])), torch.tensor([[2, 0, 1]])
-        found = first_output.after_drop(ids_TK, weights_TK, ids_TK >= 0, renormalise=renormalise)
-        assert ([[2, 0, 1]], [[0.5, 0.375, 0.125]]) == (found.ids_TK.tolist(), found.weights_TK.tolist())
-
 
 class TestThroughScores:
     @pytest.mark.parametrize("score", ["softmax", "softmax_topk", "sigmoid"])
@@ -129,17 +105,6 @@ class TestThroughScores:
             assert [0.0, 0.0, 0.0] == pytest.approx(leaf.grad[0].tolist(), abs=1e-15)
         else:
             assert leaf.grad[0, 0] < 0 < leaf.grad[0, 2]
-
-    def test_by_hand(self) -> None:
-        """Two equal logits, one of the two slots dropped: w = 1/2, and with dw = f the gradients dl are +-f / 4."""
-        logits_TE = floats(np.zeros((1, 2)), leaf=True)
-        ids_TK, kept_TK = torch.tensor([[0, 1]]), torch.tensor([[True, False]])
-        weights_TK = first_routing.weights(logits_TE, ids_TK, score="softmax_topk")
-        kept = first_output.after_drop(ids_TK, weights_TK, kept_TK)
-        kept.weights_TK.backward(torch.full((1, 2), 6.0).double())
-        assert logits_TE.grad is not None
-        # dw_0 = 6, dw_1 = 0; dl_0 = w_0 (dw_0 - w_0 dw_0 - w_1 dw_1) = 1/2 * 3, dl_1 = -1/2 * 3.
-        assert ([[0.5, 0.0]], [[1.5, -1.5]]) == (kept.weights_TK.tolist(), logits_TE.grad.tolist())
 
 
 IDS, KEPT, WEIGHTS = np.array([[1, -1], [0, 1]]), np.array([[True, False], [False, True]]), np.full((2, 2), 0.5)

@@ -20,7 +20,7 @@ from moe_conformance.reference.exchange import layer
 from self_tests.chapters.checkpoints.second import parts as second
 from self_tests.chapters.checkpoints.second import upcycling as second_upcycling
 from self_tests.chapters.experts.second import SwiGLU
-from self_tests.oracles.agreement import assert_close, check_refused, floats, ints
+from self_tests.oracles.agreement import assert_close, check_refused, floats
 from self_tests.oracles.bits import PATTERNS, Bits, numbers, patterns, spelled
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
@@ -258,21 +258,6 @@ class TestUpcycling:
         if to_one:
             assert_close(expected, experts.swiglu(floats(x_TD), *matrices))
 
-    def test_pieces_add_up_to_the_dense_model(self) -> None:
-        """A token that goes to all pieces of one copy with weight one gets what the dense MLP answers."""
-        random = np.random.default_rng(4)
-        gate, up, down, x_TD = (floats(random.normal(size=size)) for size in [(6, D), (6, D), (D, 6), (2, D)])
-        held = upcycling.upcycle(gate, up, down, 6, pieces=3)
-        y_TD = layer.forward(x_TD, ints([[3, 5, 4], [0, 1, 2]]), torch.ones(2, 3), experts.swiglu_experts(held))
-        assert_close(experts.swiglu(x_TD, gate, up, down).numpy(), y_TD)
-
-    def test_autograd_of_the_upcycled_output_is_its_derivative(self) -> None:
-        """Gradcheck in x, weights and the three matrices."""
-        random = np.random.default_rng(5)
-        sizes = [(2, D), (2, 4), (5, D), (5, D), (D, 5)]
-        leaves = [floats(random.normal(size=size), leaf=True) for size in sizes]
-        assert torch.autograd.gradcheck(upcycling.upcycled_output, leaves)
-
     def test_what_does_not_divide_is_refused(self) -> None:
         """No expert, no piece, experts or hidden units that are no whole number of pieces, weights of other tokens."""
         dense = [np.zeros(shape, dtype=np.int64) for shape in [(6, D), (6, D), (D, 6)]]
@@ -315,37 +300,3 @@ class TestMoving:
                 lambda loads=loads, places=places: upcycling.loads_by_expert(loads, places, 2),
                 lambda loads=loads, places=places: second_upcycling.loads(loads, places, 2),
             )
-
-
-class TestByHand:
-    def test_four_ranks_of_two_by_two(self) -> None:
-        """Ep 2, etp 2: rank 1 holds the lower half of expert 0, rank 2 the upper half of expert 1."""
-        # rank = etp_i + 2 ep_i. Expert e's gate has rows 10 e + 0 .. 3; a half is two rows (or columns of down).
-        gate = {("gate", e): ints([[10 * e + f] for f in range(4)]) for e in (0, 1)}
-        down = {("down", e): ints([[10 * e + f for f in range(4)]]) for e in (0, 1)}
-        made = first.shard(gate | down, Layout(4, ep=2, etp=2, experts=2))
-        assert [[0], [0], [1], [1]] == [sorted({e for _, e in held}) for held in made]
-        found = [
-            [held[name, e].flatten().tolist() for name in ("gate", "down")]
-            for held in made
-            for e in {k[1] for k in held}
-        ]
-        assert [[[0, 1]] * 2, [[2, 3]] * 2, [[10, 11]] * 2, [[12, 13]] * 2] == found
-        numpy = {key: value.numpy() for key, value in (gate | down).items()}
-        by_hand = second.dealt_out(numpy, second.in_runs(4, 2, 2, 2))
-        assert [[2, 3], [10, 11]] == [
-            by_hand[1]["gate", 0].flatten().tolist(),
-            by_hand[2]["down", 1].flatten().tolist(),
-        ]
-
-    def test_pieces_of_a_copy_follow_each_other(self) -> None:
-        """F = 4 in two pieces, four experts: hidden units 0 1, 2 3, 0 1, 2 3."""
-        matrix = np.arange(4).reshape(4, 1)
-        expected = [[0, 1], [2, 3], [0, 1], [2, 3]]
-        made = upcycling.upcycle(
-            torch.from_numpy(matrix), torch.from_numpy(matrix), torch.from_numpy(matrix.T), 4, pieces=2
-        )
-        by_hand = second_upcycling.upcycled(matrix, matrix, matrix.T, 4, 2)
-        for name in ("gate", "up", "down"):
-            assert expected == [made[name, e].flatten().tolist() for e in range(4)]
-            assert expected == [by_hand[name, e].flatten().tolist() for e in range(4)]

@@ -47,19 +47,6 @@ class TestFormPair:
             }
 
     @pairs_agree
-    @given(forms, forms, st.integers(0, 99))
-    def test_a_form_becomes_another_and_is_itself_again(self, one: second.Form, other: second.Form, seed: int) -> None:
-        """X to Y to X gives back the tensors of the file; Y is what the experts would have been stored as."""
-        held = {key: numbers(bits, torch.float32) for key, bits in experts_of(2, 3, 4, seed).items()}
-        file = first.to_form(held, first.Form(*one))
-        moved = first.to_form(first.from_form(file, first.Form(*one)), first.Form(*other))
-        assert second.stored(experts_of(2, 3, 4, seed), other).keys() == moved.keys()
-        back = first.to_form(first.from_form(moved, first.Form(*other)), first.Form(*one))
-        assert {name: spelled(tensor).tolist() for name, tensor in file.items()} == {
-            name: spelled(tensor).tolist() for name, tensor in back.items()
-        }
-
-    @pairs_agree
     @given(st.sampled_from(["halves", "interleaved"]), st.integers(1, 3), st.integers(1, 3), dtypes, st.integers(0, 99))
     def test_parts_of_a_fused_matrix_agree(
         self, how: first.Fused, parts: int, size: int, dtype: torch.dtype, seed: int

@@ -248,22 +248,3 @@ class TestByHand:
         """Overlap in float32 on one rank: to be honoured for its dtype, never for its rank, but off for both."""
         assert CHANGED == config_outcomes.outcomes(first.Settings(overlap=True, ep=1, dtype="float32"))
         assert {"refused"} == config_outcomes.outcomes(first.Settings(overlap=True, ep=1, versions=OLD))
-
-
-class TestLaws:
-    def test_an_option_that_is_off_binds_nothing(self) -> None:
-        """Without overlap no rule of overlap is broken but the one of shared experts, whatever else is asked for."""
-        random = Random(11)
-        for _ in range(1500):
-            settings = drawn(random, 6)._replace(overlap=False)
-            broken = set(first.broken(of_first(settings)))
-            assert broken & set(config_outcomes.overlap_rules()) <= {"RULE-15"}, settings
-
-    def test_what_may_be_honoured_may_be_built_as_asked(self) -> None:
-        """`honoured` is a lawful build of the same; a refusal is lawful wherever something is broken."""
-        random = Random(13)
-        for _ in range(1500):
-            settings = of_first(drawn(random, 5))
-            outcomes = config_outcomes.outcomes(settings)
-            assert ("refused" in outcomes) == (first.broken(settings) != ())
-            assert bool({"built", "honoured"} & outcomes) == config_outcomes.lawful_build(settings, settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from random import Random
 from typing import NamedTuple
 
 import numpy as np
@@ -135,60 +134,3 @@ class TestRefusals:
         """Every rank is in exactly one exchange group."""
         with pytest.raises(ValueError, match="rank 1"):
             first.deliveries([torch.tensor([[0]]), torch.tensor([[1]])], groups, [[0, 1], [0, 1]])
-
-
-class TestLaws:
-    @pairs_agree
-    @given(cases(), st.randoms(use_true_random=False))
-    def test_permuting_tokens_renames_them(self, case: Case, random: Random) -> None:
-        """A permutation of a rank's tokens renames the tokens of its pairs and changes nothing else."""
-        orders = [list(range(len(ids))) for ids in case.ids]
-        for order in orders:
-            random.shuffle(order)
-        permuted = Case([ids[order] for ids, order in zip(case.ids, orders, strict=True)], case.placement)
-        renamed = [pair._replace(token=orders[pair.source][pair.token]) for pair in first_pairs(permuted)]
-        assert first_pairs(case) == sorted(renamed)
-
-    @pairs_agree
-    @given(cases(), st.randoms(use_true_random=False))
-    def test_permuting_slots_renames_them(self, case: Case, random: Random) -> None:
-        """Slot order carries no meaning: the counts and splits do not see it."""
-        K = case.ids[0].shape[1]
-        order = list(range(K))
-        random.shuffle(order)
-        permuted = Case([ids[:, order] for ids in case.ids], case.placement)
-        renamed = [pair._replace(slot=order[pair.slot]) for pair in first_pairs(permuted)]
-        assert first_pairs(case) == sorted(renamed)
-        assert (first_counts(case), first_splits(case)) == (first_counts(permuted), first_splits(permuted))
-
-    @pairs_agree
-    @given(cases(shuffled=False), st.randoms(use_true_random=False))
-    def test_relabelling_experts_follows_the_holder(self, case: Case, random: Random) -> None:
-        """New names for the experts, told to routing and holders alike, move no row."""
-        experts = 1 + max(e for held in case.placement.held for e in held)
-        name = list(range(experts))
-        random.shuffle(name)
-        lookup = np.array([*name, -1])  # index -1, the empty slot, stays -1
-        held = [[name[e] for e in held] for held in case.placement.held]
-        relabelled = Case([lookup[ids] for ids in case.ids], Placement(case.placement.exchange_groups, held))
-        renamed = [pair._replace(expert=name[pair.expert]) for pair in first_pairs(case)]
-        assert renamed == first_pairs(relabelled)
-        assert first_counts(case) == first_counts(relabelled)
-
-    @pytest.mark.parametrize("ranks", [1, 2, 4])
-    def test_splitting_the_batch_keeps_the_total_of_each_expert(self, ranks: int) -> None:
-        """Eight tokens over 1, 2 or 4 ranks bring each expert the same rows, wherever it lives."""
-        ids_TK = np.array([[0, 1], [3, -1], [2, 2], [1, 0], [3, 1], [-1, -1], [0, 3], [3, 3]])
-        case = Case(np.split(ids_TK, ranks), second.contiguous(ranks, 4, ep=ranks, etp=1))
-        assert [3, 3, 2, 5] == [n for row in first_counts(case) for n in row]
-        per = len(ids_TK) // ranks
-        whole = sorted((pair.source * per + pair.token, pair.slot, pair.expert) for pair in first_pairs(case))
-        expected = [(t, k, int(e)) for (t, k), e in np.ndenumerate(ids_TK) if e >= 0]
-        assert expected == whole
-
-    @pairs_agree
-    @given(cases())
-    def test_rows_sent_are_rows_received(self, case: Case) -> None:
-        """What arrives at a rank by the splits is what its experts are handed by the counts."""
-        received = np.array(first_splits(case)).sum(axis=0).tolist()
-        assert received == [sum(row) for row in first_counts(case)]

@@ -140,20 +140,6 @@ class TestPair:
                 n: v.tolist() for n, v in found.parameters.items()
             }
 
-    @BOTH_PLACES
-    def test_autograd_of_the_layer_is_its_derivative(self, weights_at: first.WeightsAt) -> None:
-        """Gradcheck: numeric differences of the first layer in x, weights and matrices are its gradients."""
-        case = make_case(8, [4], slots=3, experts=3)
-        x_TD, ids_TK, weights_TK = case.batch[0]
-        names = list(parameters_of(case.experts))
-
-        def layer(x: Tensor, weights: Tensor, *matrices: Tensor) -> Tensor:
-            expert = first_experts.swiglu_experts(dict(zip(names, matrices, strict=True)))
-            return first.forward(x, torch.from_numpy(ids_TK), weights, expert, weights_at=weights_at)
-
-        leaves = [x_TD, np.nan_to_num(weights_TK), *(matrix for held in case.experts for matrix in held)]
-        assert torch.autograd.gradcheck(layer, [floats(leaf, leaf=True) for leaf in leaves])
-
 
 class TestWorkedExamples:
     def test_tagged_experts_by_hand(self) -> None:
@@ -215,103 +201,6 @@ class TestWorkedExamples:
         assert [False, True, False] == found.y_TD.isnan().any(dim=1).tolist()
         assert [False, True, False] == found.dx_TD.isnan().any(dim=1).tolist()
         assert {0, 2} == {e for (_, e), total in found.parameters.items() if total.isnan().any()}
-
-
-def everything(case: Case, weights_at: first.WeightsAt) -> dict[str, Floats]:
-    """What the first oracle says: by token, over all ranks in order; by parameter, summed over ranks."""
-    ranks = first_gradients(case, weights_at)
-    said = {
-        "y": torch.cat([rank.y_TD for rank in ranks]),
-        "dx": torch.cat([rank.dx_TD for rank in ranks]),
-        "dweights": torch.cat([rank.dweights_TK for rank in ranks]),
-    }
-    said |= {f"{name} of {e}": total for (name, e), total in first_totals(case, weights_at).items()}
-    return {name: value.numpy() for name, value in said.items()}
-
-
-def assert_same(expected: dict[str, Floats], actual: dict[str, Floats]) -> None:
-    """Fail unless two answers have the same parts, each equal up to the rounding of another order of sums."""
-    assert sorted(expected) == sorted(actual)
-    for name, value in expected.items():
-        assert_close(value, torch.from_numpy(actual[name]), addend=1.0)
-
-
-@BOTH_PLACES
-class TestLaws:
-    """How the first oracle's answers must change, or not, when the question does."""
-
-    WHOLE = make_case(21, [8], slots=3, experts=5)
-
-    def reordered(self, tokens: list[int], slots: list[int]) -> Case:
-        """The whole batch with its tokens and slots in another order."""
-        (x, ids, weights), dy = self.WHOLE.batch[0], self.WHOLE.upstream[0]
-        batch = [Tokens(x[tokens], ids[tokens][:, slots], weights[tokens][:, slots])]
-        return Case(batch, [dy[tokens]], self.WHOLE.experts)
-
-    def test_token_order(self, weights_at: first.WeightsAt) -> None:
-        """Permuting the tokens permutes outputs and token gradients and leaves the experts' sums alone."""
-        order = [3, 7, 0, 5, 1, 2, 6, 4]
-        expected = everything(self.WHOLE, weights_at)
-        expected |= {part: expected[part][order] for part in ("y", "dx", "dweights")}
-        assert_same(expected, everything(self.reordered(order, [0, 1, 2]), weights_at))
-
-    def test_slot_order(self, weights_at: first.WeightsAt) -> None:
-        """Permuting the slots permutes the weights' gradients and changes nothing else."""
-        slots = [2, 0, 1]
-        expected = everything(self.WHOLE, weights_at)
-        expected["dweights"] = expected["dweights"][:, slots]
-        assert_same(expected, everything(self.reordered(list(range(8)), slots), weights_at))
-
-    def test_expert_labels(self, weights_at: first.WeightsAt) -> None:
-        """New names for the experts rename their gradients and change nothing else."""
-        new_name = [2, 4, 1, 0, 3, -1]  # the last: an empty slot stays empty
-        (x, ids, weights), old_experts = self.WHOLE.batch[0], self.WHOLE.experts
-        experts = [old_experts[new_name.index(new)] for new in range(5)]
-        renamed = Case([Tokens(x, np.array(new_name)[ids], weights)], self.WHOLE.upstream, experts)
-        before = everything(self.WHOLE, weights_at)
-        expected = {part: before[part] for part in ("y", "dx", "dweights")}
-        for name in ("gate", "up", "down"):
-            expected |= {f"{name} of {new_name[e]}": before[f"{name} of {e}"] for e in range(5)}
-        assert_same(expected, everything(renamed, weights_at))
-
-    @pytest.mark.parametrize("sizes", [[4, 4], [2, 2, 2, 2], [5, 0, 2, 1]])
-    def test_split_over_ranks(self, weights_at: first.WeightsAt, sizes: list[int]) -> None:
-        """The same tokens on 1, 2 or 4 ranks, evenly or not, have the same outputs, gradients and sums."""
-        (x, ids, weights), dy = self.WHOLE.batch[0], self.WHOLE.upstream[0]
-        ends = np.cumsum(sizes)
-        parts = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-        batch = [Tokens(x[part], ids[part], weights[part]) for part in parts]
-        split = Case(batch, [dy[part] for part in parts], self.WHOLE.experts)
-        assert_same(everything(self.WHOLE, weights_at), everything(split, weights_at))
-        joined = first.global_batch(first_batches(split))
-        for expected, actual in zip((x, ids, weights, dy), joined, strict=True):
-            np.testing.assert_array_equal(actual.numpy(), expected)
-
-    def test_upstream_is_linear(self, weights_at: first.WeightsAt) -> None:
-        """Doubling dy doubles every gradient and leaves the output alone."""
-        doubled = self.WHOLE._replace(upstream=[2.0 * self.WHOLE.upstream[0]])
-        before = everything(self.WHOLE, weights_at)
-        expected = {name: value if name == "y" else 2.0 * value for name, value in before.items()}
-        assert_same(expected, everything(doubled, weights_at))
-
-
-class TestLinearityInTheWeights:
-    CASE = make_case(22, [5, 2], slots=3, experts=4)
-
-    def test_weights_after_the_expert_are_factors(self) -> None:
-        """Doubled weights double y, dx and the experts' sums and leave the weights' gradients alone."""
-        doubled = [tokens._replace(weights_TK=2.0 * tokens.weights_TK) for tokens in self.CASE.batch]
-        before = everything(self.CASE, "output")
-        expected = {name: value if name == "dweights" else 2.0 * value for name, value in before.items()}
-        assert_same(expected, everything(self.CASE._replace(batch=doubled), "output"))
-
-    def test_weights_before_the_expert_scale_the_row(self) -> None:
-        """Doubled weights and halved rows are the same rows to the experts, so y and the sums stay."""
-        traded = [Tokens(0.5 * x, ids, 2.0 * weights) for x, ids, weights in self.CASE.batch]
-        expected = everything(self.CASE, "input")
-        expected["dx"] = 2.0 * expected["dx"]
-        expected["dweights"] = 0.5 * expected["dweights"]
-        assert_same(expected, everything(self.CASE._replace(batch=traded), "input"))
 
 
 class TestOverflow:

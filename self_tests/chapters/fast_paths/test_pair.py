@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -173,15 +172,6 @@ class TestExchangePair:
             assert rows.tolist() == ([] if leaf.grad is None else leaf.grad.tolist())
 
     @pairs_agree
-    @given(exchanges())
-    def test_the_way_back_has_the_splits_turned_round(self, case: Exchange) -> None:
-        """What dispatch sent comes back to its place when combine receives by what was sent."""
-        splits_WW = torch.from_numpy(case.splits_WW)
-        away = first.equal_exchange(tensors(case.rows_by_rank), splits_WW, case.split)
-        back = first.equal_exchange(away, splits_WW.T.contiguous(), case.split)
-        assert [rows.tolist() for rows in case.rows_by_rank] == [rows.tolist() for rows in back]
-
-    @pairs_agree
     @given(exchanges(), st.lists(st.integers(0, 5), min_size=4, max_size=4))
     def test_lawful_splits_agree(self, case: Exchange, drawn: list[int]) -> None:
         """Both know the smallest split and whether the ranks' own are lawful."""
@@ -191,12 +181,6 @@ class TestExchangePair:
         own = [int(row.max()) for row in case.splits_WW]
         for ranks in (drawn[:W], [case.split] * W, [smallest - 1] * W, [smallest] * W, own, [smallest + 1, *own][:W]):
             assert second.lawful_splits(ranks, case.splits_WW) == first.lawful_splits(ranks, splits_WW)
-
-    def test_autograd_of_an_equal_exchange_is_its_derivative(self) -> None:
-        """Gradcheck over both ranks' rows, with padding, a compaction, and a piece without rows."""
-        splits_WW, random = torch.tensor([[2, 0], [1, 3]]), np.random.default_rng(5)
-        leaves = [floats(random.normal(size=(rows, 2)), leaf=True) for rows in (2, 4)]
-        assert torch.autograd.gradcheck(lambda *rows: first.equal_exchange(rows, splits_WW, 4), leaves)
 
     @pytest.mark.parametrize(
         ("rows", "splits"),
@@ -243,59 +227,3 @@ class TestExchangePair:
             second.equal_exchange(arrays, splits, 3)
         with pytest.raises(ValueError, match="3"):
             first.equal_exchange([torch.from_numpy(rows) for rows in arrays], torch.from_numpy(splits), 3)
-
-
-class TestByHand:
-    def test_rows_first_and_zeros_behind(self) -> None:
-        """Pieces of 2, 0 and 1 rows in splits of 2: nothing behind the first, two and one zeros behind the others."""
-        rows = torch.tensor([[1.0], [2.0], [3.0]])
-        padded = first.pad(rows, [2, 0, 1], 2)
-        assert [1.0, 2.0, 0.0, 0.0, 3.0, 0.0] == padded.flatten().tolist()
-        assert [1.0, 2.0, 3.0] == first.compact(padded, [2, 0, 1], 2).flatten().tolist()
-        assert (
-            (0, 1) == tuple(first.pad(rows[:0], [0, 0], 0).shape) == tuple(first.compact(padded[:0], [0, 0], 0).shape)
-        )
-
-    def test_two_ranks_exchange_by_source(self) -> None:
-        """Rank 0 sends 1 row to itself and 2 to rank 1, rank 1 sends 0 and 3: splits of 3 carry 12 places."""
-        rows = [torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[4.0], [5.0], [6.0]])]
-        splits = torch.tensor([[1, 2], [0, 3]])
-        expected = [[1.0], [2.0, 3.0, 4.0, 5.0, 6.0]]
-        assert expected == [got.flatten().tolist() for got in first.equal_exchange(rows, splits, 3)]
-        assert 3 == first.smallest_split(splits)
-        ranks = [[3, 3], [4, 4], [2, 2], [2, 3], [3, 2], [3, 4]]
-        assert [True, True, False, False, False, False] == [first.lawful_splits(own, splits) for own in ranks]
-
-    def test_nothing_to_send_needs_no_places(self) -> None:
-        """A split of 0 for all is legal where there are no rows."""
-        splits = torch.zeros(2, 2, dtype=torch.int64)
-        assert (0, True) == (first.smallest_split(splits), first.lawful_splits([0, 0], splits))
-        received = first.equal_exchange([torch.zeros(0, 3)] * 2, splits, 0)
-        assert [(0, 3), (0, 3)] == [tuple(rows.shape) for rows in received]
-
-
-class TestLaws:
-    @pairs_agree
-    @given(exchanges(), st.randoms(use_true_random=False))
-    def test_relabelling_ranks_reorders_sources(self, case: Exchange, random: Random) -> None:
-        """New numbers for the ranks: each receives the same multiset of rows, whoever sent them."""
-        order = list(range(len(case.splits_WW)))
-        random.shuffle(order)
-        moved_WW = case.splits_WW[np.ix_(order, order)]
-        rows = []
-        for s in order:  # the pieces of a source lie by destination, and so in a new order too
-            starts = np.concatenate([[0], np.cumsum(case.splits_WW[s])])
-            rows.append(np.concatenate([case.rows_by_rank[s][starts[d] : starts[d + 1]] for d in order]))
-        before = first.equal_exchange(tensors(case.rows_by_rank), torch.from_numpy(case.splits_WW), case.split)
-        after = first.equal_exchange(tensors(rows), torch.from_numpy(moved_WW), case.split)
-        assert [sorted(before[d].tolist()) for d in order] == [sorted(got.tolist()) for got in after]
-
-    @pairs_agree
-    @given(paddings())
-    def test_compaction_undoes_padding(self, case: Padding) -> None:
-        """Bit for bit, and the gradient through both is the upstream gradient."""
-        rows_RD = floats(case.rows_RD, leaf=True)
-        again_RD = first.compact(first.pad(rows_RD, case.pieces, case.split), case.pieces, case.split)
-        assert case.rows_RD.tolist() == again_RD.tolist()
-        upstream = floats(case.rows_RD[::-1].copy())
-        assert upstream.tolist() == torch.autograd.grad(again_RD, rows_RD, upstream)[0].tolist()

@@ -68,12 +68,6 @@ class TestRoundRobinPair:
                 compared += 1
         assert compared > 50
 
-    def test_autograd_of_the_rows_is_their_derivative(self) -> None:
-        """Gradcheck where every token goes to three experts."""
-        x = floats(np.random.default_rng(1).normal(size=(4, 2)), leaf=True)
-        sizes: dict[str, Any] = {"offset": 3, "top_k": 3, "experts": 6, "ep": 2}
-        assert torch.autograd.gradcheck(lambda x_TD: first.round_robin_rows(x_TD, 1, **sizes), (x,))
-
     @pytest.mark.parametrize("sizes", [(0, 2, 5, 2), (0, 0, 4, 2), (0, 5, 4, 2), (0, 1, 4, 0), (-2, 2, 4, 2)])
     def test_sizes_that_make_no_round_robin_are_refused_by_both(self, sizes: tuple[int, int, int, int]) -> None:
         """Experts that do not spread, K outside 1 to E, no rank, an offset below 0."""
@@ -157,32 +151,3 @@ class TestCountsPair:
         for oracle in (second, first):
             with pytest.raises(ValueError, match="drop"):
                 oracle.look_up_counts(["look_up", "drop"])
-
-
-class TestByHand:
-    def test_one_row_away_from_equal(self) -> None:
-        """Six rows of three experts: 2 2 2 is equal; 1 3 2 is not; unknown is not; nothing is."""
-        counts = [([2, 2, 2], 6), ([1, 3, 2], 6), (None, 6), ([0, 0, 0], 0), ([6], 6), ([], 0)]
-        expected = [True, False, False, True, True, True]
-        assert expected == [first.equal_counts(each, rows) for each, rows in counts]
-
-    def test_four_experts_of_two_ranks_from_expert_two(self) -> None:
-        """K = N = 2, offset 2: tokens 0, 2, 4 go to experts 2 and 3, so to rank 1; tokens 1, 3 to rank 0."""
-        # Slot k of token t: expert (2 + 2 t + k) mod 4. Rank 0: q = (0 - 2 / 2) mod 2 = 1. Rank 1: q = 0.
-        x = torch.arange(5.0)[:, None]
-        sizes: dict[str, Any] = {"offset": 2, "top_k": 2, "experts": 4, "ep": 2}
-        assert [1.0, 3.0] * 2 == first.round_robin_rows(x, 0, **sizes).flatten().tolist()
-        assert [0.0, 2.0, 4.0] * 2 == first.round_robin_rows(x, 1, **sizes).flatten().tolist()
-
-    def test_one_rank_gets_all_from_any_start(self) -> None:
-        """On one rank with K = E every expert is sent every token, wherever the round robin starts."""
-        x, sizes = torch.arange(3.0)[:, None], {"offset": 1, "top_k": 2, "experts": 2, "ep": 1}
-        assert first.round_robin_shortcut(**sizes)
-        assert [0.0, 1.0, 2.0] * 2 == first.round_robin_rows(x, 0, **sizes).flatten().tolist()
-
-    def test_hits_and_misses(self) -> None:
-        """Cold, warm, warm, changed twice, warm again; counters reset leave the cache warm."""
-        events = ["look_up", "look_up", "look_up", "change", "change", "look_up", "look_up"]
-        assert (3, 2) == first.look_up_counts(events)
-        assert (1, 0) == first.look_up_counts([*events, "reset", "look_up"])
-        assert (2, 1) == first.decision_counts([True, False, True])

@@ -158,15 +158,6 @@ class TestForcedWeights:
         found = first_weights(floats(logits_TE), routed.ids_TK.numpy(), gate)
         assert routed.weights_TK.tolist() == found.tolist()
 
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("normalise", [False, True])
-    def test_autograd_of_forced_weights_is_their_derivative(self, kind: second_routing.Kind, normalise: bool) -> None:
-        """Gradcheck: numeric differences of the first oracle's forced weights are its gradients."""
-        logits_TE = floats(np.random.default_rng(5).normal(size=(3, 7)), leaf=True)
-        ids_TK = np.array([[4, 0, 6], [1, 2, 3], [5, 6, 0]])
-        gate = Gate(3, kind, normalise=normalise, scale=2.5)
-        assert torch.autograd.gradcheck(lambda logits: first_weights(logits, ids_TK, gate), (logits_TE,))
-
 
 class TestStraightThrough:
     @pairs_agree

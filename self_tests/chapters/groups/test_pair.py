@@ -107,42 +107,9 @@ class TestWorkedExamples:
         assert expected == dict(Layout(*sizes).groups())
         assert expected == second.groups(sizes)
 
-    def test_sizes_that_are_no_powers_of_two(self) -> None:
-        """tp3 pp2 with ep2 etp1 on 12 ranks: every axis has a stride of its own."""
-        # dense:  rank = tp + 3 dp + 6 pp, dp = 2.       expert: rank = ep + 2 edp + 6 pp, edp = 3.
-        expected = {
-            "tp": ((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)),
-            "dp": ((0, 3), (1, 4), (2, 5), (6, 9), (7, 10), (8, 11)),
-            "pp": ((0, 6), (1, 7), (2, 8), (3, 9), (4, 10), (5, 11)),
-            "ep": ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11)),
-            "edp": ((0, 2, 4), (1, 3, 5), (6, 8, 10), (7, 9, 11)),
-        }
-        sizes = Sizes(12, tp=3, pp=2, ep=2)
-        for made in (first.groups(*sizes), Layout(*sizes).groups(), second.groups(sizes)):
-            assert expected == {name: made[name] for name in expected}
-
     @pytest.mark.parametrize(("world", "fits"), [(8, True), (12, False), (16, True), (24, True), (36, False)])
     def test_the_skip_guard_is_divisibility(self, world: int, fits: bool) -> None:
         """tp2 cp2 pp2 ep2 etp2 fits exactly the worlds that 8 divides, 24 among them; it does not need 16."""
         sizes = Sizes(world, 2, 2, 2, 2, 2)
         verdicts = (second.valid(sizes), first.valid(*sizes) is None, Layout(*sizes).problem is None)
         assert (fits, fits, fits) == verdicts
-
-
-class TestLaws:
-    @pytest.mark.parametrize("sizes", [Sizes(24, 2, 3, 2, 4, 3), Sizes(48, 4, 1, 3, 8, 2), Sizes(7, ep=7)])
-    def test_every_name_partitions_the_world(self, sizes: Sizes) -> None:
-        """Each rank is in exactly one group of each name, and a group is as large as its axes."""
-        world, tp, cp, pp, ep, etp = sizes
-        dp, edp = world // (tp * cp * pp), world // (etp * ep * pp)
-        lengths = {"world": world, "tp": tp, "cp": cp, "pp": pp, "dp": dp, "dp_cp": dp * cp}
-        lengths |= {"ep": ep, "etp": etp, "ep_etp": ep * etp, "edp": edp}
-        made = first.groups(*sizes)
-        everyone = {name: list(range(world)) for name in lengths}
-        assert everyone == {name: sorted(r for ranks in lists for r in ranks) for name, lists in made.items()}
-        assert {name: {n} for name, n in lengths.items()} == {n: set(map(len, made[n])) for n in made}
-
-    def test_both_folds_share_their_pipeline_stages(self) -> None:
-        """The pp groups depend on world and pp alone, so that a stage holds dense and expert layers alike."""
-        for ep, etp in [(1, 1), (2, 1), (2, 3), (12, 1)]:
-            assert first.groups(24, 3, 2, 2, 1, 1)["pp"] == first.groups(24, 3, 2, 2, ep, etp)["pp"]

@@ -117,25 +117,6 @@ class TestEntryPair:
             assert second.tokens_brought(lead, shaped) == first.tokens_brought(lead, torch.from_numpy(shaped))
 
 
-class TestLaws:
-    @pytest.mark.parametrize("ranks", [1, 2, 4])
-    def test_splitting_the_batch_keeps_its_pairs(self, ranks: int) -> None:
-        """Eight tokens over 1, 2 or 4 ranks: the same 13 pairs in all, and 16 slots dealt to as many ranks."""
-        ids_TK = np.array([[0, 1], [3, -1], [2, 2], [1, 0], [3, 1], [-1, -1], [0, 3], [3, 3]])
-        entry = first_entry(plain(np.split(ids_TK, ranks), dealt(ranks, 1, 4 // ranks), ranks))
-        loads = [3, 3, 2, 5]
-        expected = tuple(sum(loads[place : place + 4 // ranks]) for place in range(0, 4, 4 // ranks))
-        assert Entry(0, 0, expected, Fraction(16, ranks)) == entry
-
-    @pairs_agree
-    @given(groups(padded=False))
-    def test_without_drops_the_largest_is_never_below_balance(self, group: Group) -> None:
-        """Every slot filled: the factor is at least 1, and at most the number of ep ranks."""
-        filled = group._replace(ids=[np.maximum(ids, 0) for ids in group.ids])
-        entry = first_entry(filled)
-        assert entry.balanced == 0 or 1 <= first_factor(entry) <= group.ep
-
-
 def first_measure(group: Group) -> tuple[Any, ...]:
     """Pairs of every rank, balance and factor."""
     entry = first_entry(group)

@@ -12,12 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from moe_conformance.reference import experts
-from moe_conformance.reference.exchange import layer
 from moe_conformance.reference.permute import orders as first
 from moe_conformance.reference.permute import padded_segments
 from self_tests.chapters.permute import second
-from self_tests.oracles.agreement import assert_close, check_refused, floats, ints
+from self_tests.oracles.agreement import check_refused, ints
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -88,33 +86,6 @@ class TestOtherOrders:
                 lambda expert=expert: first.relabel_parameters({("a", expert): torch.ones(1)}, ints([2, 0, 1])),
                 lambda expert=expert: second.renamed_parameters({("a", expert): 1}, [2, 0, 1]),
             )
-
-    @pairs_agree
-    @given(st.randoms(use_true_random=False), st.integers(0, 10**6))
-    def test_the_layer_does_not_see_orders_and_numbers(self, random: Random, seed: int) -> None:
-        """Tokens, slots and experts renamed on the way in are renamed on the way out, gradients included."""
-        T, K, E, D, F = 4, 3, 5, 2, 6
-        numbers = np.random.default_rng(seed)
-        x, dy, w = (floats(numbers.normal(size=size)) for size in [(T, D), (T, D), (T, K)])
-        ids = torch.from_numpy(numbers.integers(-1, E, size=(T, K)))
-        sizes = {"gate": (F, D), "up": (F, D), "down": (D, F)}
-        held = {(name, e): floats(numbers.normal(size=size)) for e in range(E) for name, size in sizes.items()}
-        order, names = ints(shuffled(T, random)), ints(shuffled(E, random))
-        slots = ints([shuffled(K, random) for _ in range(T)])
-        before = layer.gradients(x, ids, w, dy, experts.swiglu_experts, held)
-        after = layer.gradients(
-            first.reorder_tokens(x, order),
-            first.reorder_slots(first.relabel(ids, names), order, slots),
-            first.reorder_slots(w, order, slots),
-            first.reorder_tokens(dy, order),
-            experts.swiglu_experts,
-            first.relabel_parameters(held, names),
-        )
-        assert_close(first.reorder_tokens(before.y_TD, order).numpy(), after.y_TD)
-        assert_close(first.reorder_tokens(before.dx_TD, order).numpy(), after.dx_TD)
-        assert_close(first.reorder_slots(before.dweights_TK, order, slots).numpy(), after.dweights_TK)
-        for key, expected in first.relabel_parameters(before.parameters, names).items():
-            assert_close(expected.numpy(), after.parameters[key], addend=10.0)
 
 
 def rows_of(made: first.Rows) -> list[second.Row]:
@@ -216,27 +187,3 @@ class TestSegments:
         """The first oracle keeps rows in columns, which must be equally long."""
         with pytest.raises(ValueError, match=r"."):
             first.in_order(first.Rows(ints([0]), ints([0, 1]), ints([0]), ints([0])))
-
-
-class TestByHand:
-    def test_slots_follow_their_old_token(self) -> None:
-        """P = (2, 0, 1): token 2 comes first, with its own slots turned by q_2 = (1, 2, 0)."""
-        # q is indexed by the old token: q_0 = (2, 1, 0), q_1 = (0, 1, 2), q_2 = (1, 2, 0).
-        # New token 0 is old 2: slots 1, 2, 0 of (20 21 22) = 21 22 20; new 1 is old 0: slots 2, 1, 0 of (0 1 2).
-        values, order, slots = [[0, 1, 2], [10, 11, 12], [20, 21, 22]], [2, 0, 1], [[2, 1, 0], [0, 1, 2], [1, 2, 0]]
-        expected = [[21, 22, 20], [2, 1, 0], [10, 11, 12]]
-        assert expected == first.reorder_slots(ints(values), ints(order), ints(slots)).tolist()
-        assert expected == second.slots_in_order(values, order, slots)
-
-    def test_a_new_number_is_looked_up_forwards(self) -> None:
-        """S = (1, 2, 0), a cycle that is not its own inverse: expert 0 becomes 1, 2 becomes 0."""
-        assert [[1, 0], [-1, 2]] == first.relabel(ints([[0, 2], [-1, 1]]), ints([1, 2, 0])).tolist()
-        assert [[1, 0], [-1, 2]] == second.renamed([[0, 2], [-1, 1]], [1, 2, 0])
-
-    def test_padding_to_four(self) -> None:
-        """5, 4, 0 and 3 rows in multiples of 4: counts 8, 4, 0 or 4, and 4; rows first, padding last."""
-        assert (True, True, True, True) == padded_segments.legal_counts([8, 4, 0, 4], [5, 4, 0, 3], 4)
-        assert (False, False, True, False) == padded_segments.legal_counts([5, 8, 4, 3], [5, 4, 0, 3], 4)
-        assert (False, True) == padded_segments.legal_counts([1, 1], [0, 1], 1)
-        assert (0, 8, 12, 12) == padded_segments.segment_starts([8, 4, 0, 4])
-        assert [0] * 5 + [1] * 3 == padded_segments.padding_rows([8], [5]).int().tolist()

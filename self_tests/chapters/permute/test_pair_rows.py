@@ -66,21 +66,6 @@ class TestRowIndex:
         assert_close(expected_out, dout)
         assert_close(expected_weights, dweights, addend=1.0)
 
-    def test_autograd_of_an_index_is_its_derivative(self) -> None:
-        """Gradcheck of both ways, with a token twice and a sentinel at each end."""
-        index, random = ints([-1, 1, 0, 1, 3]), np.random.default_rng(4)
-        x, out, w = (floats(random.normal(size=size), leaf=True) for size in [(3, 2), (5, 2), (5,)])
-        assert torch.autograd.gradcheck(lambda x: row_index.gather(x, index), [x])
-        assert torch.autograd.gradcheck(lambda out, w: row_index.scatter(out, index, w, 3), [out, w])
-
-    def test_scattering_is_the_transpose_of_gathering(self) -> None:
-        """<gather(x), g> = <x, scatter(g)> for weights of one, sentinels or not."""
-        random, index = np.random.default_rng(9), ints([2, -1, 0, 2, 5])
-        x, g = floats(random.normal(size=(3, 4))), floats(random.normal(size=(5, 4)))
-        left = (row_index.gather(x, index) * g).sum()
-        right = (x * row_index.scatter(g, index, torch.ones(5), 3)).sum()
-        assert left.item() == pytest.approx(right.item(), rel=1e-12)
-
     def test_bad_indices_are_refused(self) -> None:
         """An index of floats or in two dimensions; numbers of rows that differ; fewer than no token."""
         x, w = torch.ones(2, 3), torch.ones(2)
@@ -126,15 +111,6 @@ class TestReordering:
         assert tensor.tolist() == reorder.to_source_major(made, torch.from_numpy(counts)).tolist()
         assert rows == second.by_source(there, counts)
 
-    @pytest.mark.parametrize(("W", "N", "m"), [(3, 2, 4), (2, 5, 1), (1, 3, 2), (4, 1, 2), (3, 2, 0)])
-    def test_equal_counts_are_a_transposition(self, W: int, N: int, m: int) -> None:
-        """(W, N, m, D) becomes (N, W, m, D), and on the way back again (W, N, m, D)."""
-        rows, counts = torch.arange(W * N * m * 3).reshape(W * N * m, 3).bfloat16(), torch.full((W, N), m)
-        expected = rows.reshape(W, N, m, 3).transpose(0, 1).reshape(-1, 3)
-        made = reorder.to_expert_major(rows, counts)
-        assert (expected.dtype, expected.tolist()) == (made.dtype, made.tolist())
-        assert rows.tolist() == reorder.to_source_major(made, counts).tolist()
-
     def test_bad_counts_are_refused(self) -> None:
         """Negative, of one dimension, of floats, or of another number of rows."""
         for counts in ([[1, -1]], [[3, -1]], [1, 1]):
@@ -153,25 +129,3 @@ class TestReordering:
             lambda: reorder.to_source_major(ints(rows), ints(counts)),
             lambda: second.by_source(rows, np.array(counts)),
         )
-
-
-class TestByHand:
-    def test_three_sources_and_two_experts(self) -> None:
-        """Counts (2, 1), (0, 3), (1, 0): what every arriving row's place is."""
-        # Arriving: s0 n0 (2 rows), s0 n1 (1), s1 n1 (3), s2 n0 (1): p = 0 .. 6.
-        # Expert 0 has 2 + 0 + 1 = 3 rows, places 0 1 | 2; expert 1 begins at 3: s0 at 3, s1 at 4 5 6.
-        counts = [[2, 1], [0, 3], [1, 0]]
-        assert [0, 1, 3, 4, 5, 6, 2] == reorder.reorder_positions(ints(counts)).tolist()
-        assert [0, 1, 3, 4, 5, 6, 2] == second.positions(np.array(counts))
-        assert [10, 11, 60, 20, 30, 40, 50] == reorder.to_expert_major(
-            ints([10, 11, 20, 30, 40, 50, 60]), ints(counts)
-        ).tolist()
-
-    def test_an_index_in_the_middle_and_at_both_ends(self) -> None:
-        """X = (1, 2), index (-1, 1, 2, 0, 1) for T = 2: 0, 2, 0, 1, 2; back with 10 20 30 40 50: 40 and 70."""
-        x, index, g = np.array([[1.0], [2.0]]), [-1, 1, 2, 0, 1], np.array([[10.0], [20.0], [30.0], [40.0], [50.0]])
-        assert [[0.0], [2.0], [0.0], [1.0], [2.0]] == row_index.gather(floats(x), ints(index)).tolist()
-        assert [[0.0], [2.0], [0.0], [1.0], [2.0]] == second.gathered(x, index).tolist()
-        ones = torch.ones(5)
-        assert [[40.0], [70.0]] == row_index.scatter(floats(g), ints(index), ones, 2).tolist()
-        assert [[40.0], [70.0]] == second.gathered_backward(2, index, g).tolist()

@@ -43,21 +43,6 @@ class TestLogits:
         for expected, actual in zip(second.jittered_logits_backward(*case), gradients, strict=True):
             assert_close(expected, actual, addend=5.0)
 
-    def test_autograd_is_the_derivative(self) -> None:
-        """Gradcheck over input, factors and weight."""
-        leaves = [floats(array, leaf=True) for array in make_case(2, 3, 4, 5)[:3]]
-        assert torch.autograd.gradcheck(first.jittered_logits, leaves)
-
-    def test_by_hand(self) -> None:
-        """With x = (2, 3), j = (1.5, 0.5): the gate reads (3, 1.5)."""
-        # Rows (1, 0), (0, 1), (10, -2): 3, 1.5, 30 - 3. Of the sum dx = j * (11, -1).
-        x, j, weight = np.array([[2.0, 3.0]]), np.array([[1.5, 0.5]]), np.array([[1.0, 0.0], [0.0, 1.0], [10.0, -2.0]])
-        leaf = floats(x, leaf=True)
-        made = first.jittered_logits(leaf, floats(j), floats(weight))
-        assert [[3.0, 1.5, 27.0]] == second.jittered_logits(x, j, weight).tolist() == made.tolist()
-        (dx,) = torch.autograd.grad(made.sum(), leaf)
-        assert [[16.5, -0.5]] == dx.tolist()
-
     @pytest.mark.parametrize(
         "shapes",
         [((2, 3), (2, 4), (5, 3)), ((2, 3), (1, 3), (5, 3)), ((2, 3), (2, 3), (5, 4)), ((2, 3), (2, 1), (5, 3)),
@@ -88,12 +73,6 @@ class TestSeenFactors:
         actual = first.seen_factors(floats(logits_TE), floats(x_TD), columns)
         assert_close(expected, actual)
         assert_close(factors_TD[:, columns], actual)
-
-    def test_all_columns_by_hand(self) -> None:
-        """Three experts read all of three columns, in another order."""
-        logits, x = np.array([[10.0, 3.0, -6.0]]), np.array([[2.0, -4.0, 8.0]])
-        assert [[1.25, 1.5, 1.5]] == second.seen_factors(logits, x, [2, 0, 1]).tolist()
-        assert [[1.25, 1.5, 1.5]] == first.seen_factors(floats(logits), floats(x), [2, 0, 1]).tolist()
 
     @pytest.mark.parametrize(
         ("logits", "x", "columns"),

@@ -69,19 +69,6 @@ class TestWeights:
         assert_close(expected, actual, addend=1.0)
 
     @pytest.mark.parametrize("score", KINDS)
-    @pytest.mark.parametrize("normalise", [True, False])
-    def test_autograd_is_the_derivative(self, score: Kind, normalise: bool) -> None:
-        """Gradcheck of the first oracle over tokens with empty slots."""
-        logits_TE, ids_TK = drawn(0)
-        ids = torch.from_numpy(ids_TK)
-        assert bool((ids >= 0).any())
-        assert bool((ids < 0).any())
-        assert torch.autograd.gradcheck(
-            lambda logits: first.replayed_weights(logits, ids, score=score, normalise=normalise, scale=3.0),
-            floats(logits_TE, leaf=True),
-        )
-
-    @pytest.mark.parametrize("score", KINDS)
     def test_unchanged_logits_give_the_recorded_weights(self, score: Kind) -> None:
         """Bit for bit, where the record is what the router chose."""
         logits = floats(np.random.default_rng(5).normal(size=(6, 5)))
@@ -158,20 +145,6 @@ class TestWeights:
             lambda: second.replayed_weights(np.array(logits), np.array(ids), score=score),
         )
 
-    @pairs_agree
-    @given(st.integers(0, 10**6), kinds, st.booleans())
-    def test_slots_tokens_and_empty_ones_carry_no_meaning(self, seed: int, score: Kind, normalise: bool) -> None:
-        """Permuted tokens and slots give permuted weights, and one more empty slot nothing."""
-        logits_TE, ids_TK = drawn(seed)
-        random = np.random.default_rng(seed)
-        tokens, slots = random.permutation(len(ids_TK)), random.permutation(3)
-        logits, ids = floats(logits_TE), torch.from_numpy(ids_TK)
-        whole = first.replayed_weights(logits, ids, score=score, normalise=normalise)
-        moved = first.replayed_weights(logits[tokens], ids[tokens][:, slots], score=score, normalise=normalise)
-        assert_close(whole[tokens][:, slots].numpy(), moved)
-        wider = torch.cat([ids, torch.full((len(ids), 1), -1)], dim=1)
-        assert whole.tolist() == first.replayed_weights(logits, wider, score=score, normalise=normalise)[:, :3].tolist()
-
 
 def recorded_at(calls: tuple[Place, ...]) -> list[tuple[Place, NDArray[np.int64]]]:
     """Another route for every place, the same for one that comes again."""
@@ -197,13 +170,6 @@ class TestCalls:
         assert [ids.tolist() for ids in expected] == [ids.tolist() for ids in actual]
         assert [[[10 * layer + m, -1]] for layer, m in reversed(calls)] == [ids.tolist() for ids in actual]
         assert set(calls) == set(records)
-
-    def test_by_hand(self) -> None:
-        """Layers 1 and 4 of a model; what is run again begins with the last."""
-        expected = ((1, 0), (4, 0), (1, 1), (4, 1), (4, 1), (1, 1), (4, 0), (1, 0))
-        for oracle in (first, second):
-            assert expected == oracle.routing_calls("F0 F1 B1 B0", [1, 4], recompute=True)
-            assert expected[:4] == oracle.routing_calls("F0 F1 B1 B0", [1, 4])
 
     @pytest.mark.parametrize(
         ("schedule", "layers"),

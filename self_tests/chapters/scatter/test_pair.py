@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import product
-from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,13 +84,6 @@ class TestScatterPair:
         assert_close(expected, actual)
         assert (expected == 0).tolist() == (actual == 0).tolist()
 
-    def test_autograd_of_the_sum_is_its_derivative(self) -> None:
-        """Gradcheck: numeric differences of the first oracle are its autograd gradients."""
-        case = make_case(3, 5, 2, 1)
-        index = torch.from_numpy(case.index_J)
-        leaves = (floats(case.out_ND, leaf=True), floats(case.src_JD, leaf=True))
-        assert torch.autograd.gradcheck(lambda out, src: first.scatter_add(out, index, src), leaves)
-
     @pytest.mark.parametrize(
         ("out", "index", "src"),
         [
@@ -149,23 +141,6 @@ class TestByHand:
 
 
 class TestLaws:
-    @pairs_agree
-    @given(cases, st.randoms(use_true_random=False))
-    def test_source_rows_have_no_order(self, case: Case, random: Random) -> None:
-        """Permuting source rows with their indices changes a sum by rounding at most."""
-        order = list(range(len(case.index_J)))
-        random.shuffle(order)
-        other = Case(case.out_ND, case.index_J[order], case.src_JD[order], case.g_ND)
-        assert_close(first_values(case).numpy(), first_values(other), addend=5.0)
-
-    @pairs_agree
-    @given(cases, st.integers(0, 7))
-    def test_a_batch_may_be_added_in_parts(self, case: Case, cut: int) -> None:
-        """Some source rows first, and the others to what that gave."""
-        head = Case(case.out_ND, case.index_J[:cut], case.src_JD[:cut], case.g_ND)
-        tail = Case(first_values(head).numpy(), case.index_J[cut:], case.src_JD[cut:], case.g_ND)
-        assert_close(first_values(case).numpy(), first_values(tail), addend=5.0)
-
     @pytest.mark.parametrize(
         ("dtype", "unit_roundoff"), [(torch.float32, 2**-24), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)]
     )
@@ -237,13 +212,6 @@ class TestRoutedPair:
         base = floats(tokens.x_TD) * 3
         ids, weights = torch.full((3, 2), -1), torch.full((3, 2), torch.nan, dtype=torch.float64)
         assert base.tolist() == first.add_routed(base, floats(tokens.x_TD), ids, weights, swiglu_of(held)).tolist()
-
-    def test_autograd_of_the_routed_sum_is_its_derivative(self) -> None:
-        """Gradcheck over base, x and weights."""
-        tokens, held, _ = make_layer(2, 9)
-        ids, expert = torch.from_numpy(tokens.ids_TK), swiglu_of(held)
-        leaves = [floats(array, leaf=True) for array in (tokens.x_TD * 2, tokens.x_TD, tokens.weights_TK)]
-        assert torch.autograd.gradcheck(lambda base, x, w: first.add_routed(base, x, ids, w, expert), leaves)
 
 
 MODES: dict[str, Callable[[], Any]] = {

@@ -172,26 +172,3 @@ class TestRealMemory:
         storage = torch.zeros(4, 6, dtype=torch.bfloat16)
         view = first.view_of(storage[1:, 1::2].T)
         assert View(storage.data_ptr() + 14, (3, 3), (2, 6), 2) == of_second(view)
-
-
-class TestByHand:
-    def test_touching_is_not_meeting(self) -> None:
-        """Four bytes at 100 end where those at 104 begin; at 103 they meet and share one byte."""
-        at = [first.View(address, (2,), (1,), 2) for address in (100, 104, 103)]
-        assert (False, False) == (first.ranges_meet(at[0], at[1]), first.share_bytes(at[0], at[1]))
-        assert (True, True) == (first.ranges_meet(at[0], at[2]), first.share_bytes(at[0], at[2]))
-
-    def test_meeting_is_not_sharing(self) -> None:
-        """Every other element of four, and the ones between: ranges [0, 28) and [4, 32), no byte in both."""
-        even, odd = first.View(0, (4,), (2,), 4), first.View(4, (4,), (2,), 4)
-        assert ((0, 28), (4, 32)) == (first.byte_range(even), first.byte_range(odd))
-        assert (True, False) == (first.ranges_meet(even, odd), first.share_bytes(even, odd))
-
-    def test_a_negative_stride_reaches_down(self) -> None:
-        """Three elements of four bytes from 100 downwards lie in [92, 104)."""
-        assert (92, 104) == first.byte_range(first.View(100, (3,), (-1,), 4))
-
-    def test_rows_that_slide_over_each_other_overlap(self) -> None:
-        """Windows of three that move by one lie on each other, by three they do not; a single row never does."""
-        windows = [first.View(0, (rows, 3), (step, 1), 4) for rows, step in ((2, 1), (2, 3), (1, 0))]
-        assert [True, False, False] == [first.overlaps_itself(view) for view in windows]

@@ -78,18 +78,6 @@ class TestPart:
             answers = np.array([second.answer(one, x) for x in case.x_TD]).reshape(-1, D)
             assert_close(answers, first.shared_expert(x_TD, other), addend=ADDEND)
 
-    def test_autograd_of_the_part_is_its_derivative(self) -> None:
-        """Gradcheck in x, every matrix, the bias and the gate, with two shared experts."""
-        random = np.random.default_rng(2)
-        case = [drawn_shared(random, 2, True), drawn_shared(random, 4, False)]
-        x, v = (floats(random.normal(size=size), leaf=True) for size in [(3, D), (D,)])
-        leaves = [value for each in case for value in shared_of(each, leaf=True) if value is not None]
-
-        def part_of(x: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
-            return first.shared_part(x, [first.SharedExpert(*rest[:4]), first.SharedExpert(*rest[4:])], v)
-
-        assert torch.autograd.gradcheck(part_of, [x, v, *leaves])
-
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_narrow_parameters_are_widened_first(self, dtype: torch.dtype) -> None:
         """Rows, gate, matrices and bias of fewer bits are taken as exact numbers and computed in float64."""

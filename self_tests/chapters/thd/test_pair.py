@@ -150,39 +150,3 @@ class TestContextShares:
     def test_no_rank_holds_no_pack(self) -> None:
         """A cp of zero is refused even where there is nothing to hold."""
         check_refused(lambda: context_shares.context_rows(ints([0]), 0), lambda: second.rows_by_cp_rank([0], 0))
-
-
-class TestEmptySequences:
-    def test_an_empty_sequence_changes_the_list_alone(self) -> None:
-        """A length of zero at the front, in the middle and at the end moves no row."""
-        real, padded = ints([0, 3, 5]), ints([0, 4, 8])
-        expected = packed_rows.real_rows(real, padded).tolist()
-        for place in range(3):
-            more = [ints([*sums[: place + 1], *sums[place:]]) for sums in (real.tolist(), padded.tolist())]
-            assert "smallest" == packed_sequences.judge_lengths([*[3, 2][:place], 0, *[3, 2][place:]], *more, 4)
-            assert expected == packed_rows.real_rows(*more).tolist()
-
-
-class TestByHand:
-    def test_three_sequences_over_two_context_ranks(self) -> None:
-        """Lengths 5, 0, 3 with cp = 2, tp = 3: what each list and each rank holds."""
-        # Without sequence parallel m = 2 * 2 = 4: padded 8, 0, 4; sums of lengths 0 5 5 8, padded 0 8 8 12.
-        # Chunks of sequence 0 are 2 rows: {0 1} {2 3} {4 5} {6 7}; of sequence 2 one row: {8} {9} {10} {11}.
-        # cp rank 0 takes chunks 0 and 3, rank 1 chunks 1 and 2. Real: rows 0-4 and 8-10.
-        assert [4, 12, 1, 3] == [
-            packed_sequences.length_multiple(tp=3, cp=cp, sequence_parallel=sp) for cp in (2, 1) for sp in (False, True)
-        ]
-        assert (8, 0, 4) == packed_sequences.padded_lengths([5, 0, 3], 4)
-        real, padded = packed_sequences.cumulative([5, 0, 3]), packed_sequences.cumulative([8, 0, 4])
-        assert ([0, 5, 5, 8], [0, 8, 8, 12]) == (real.tolist(), padded.tolist())
-        shares = context_shares.context_rows(padded, 2)
-        assert [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]] == [rows.tolist() for rows in shares]
-        is_real = packed_rows.real_rows(real, padded)
-        assert [[1, 1, 0, 0, 1, 0], [1, 1, 1, 0, 1, 1]] == [is_real[rows].int().tolist() for rows in shares]
-        assert [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]] == second.rows_by_cp_rank([0, 8, 8, 12], 2)
-
-    def test_a_short_sequence_leaves_a_rank_gaps(self) -> None:
-        """One token for cp = 3 is padded to 6: rank 0 holds the token and a gap, the others two gaps."""
-        rows = context_shares.context_rows(ints([0, 6]), 3)
-        is_real = packed_rows.real_rows(ints([0, 1]), ints([0, 6]))
-        assert [[True, False], [False, False], [False, False]] == [is_real[share].tolist() for share in rows]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -53,31 +52,6 @@ class TestCombine:
         d_answers, d_weights, d_biases = second.combine_backward(*case)
         for expected, actual in zip([d_answers, d_weights, *d_biases], gradients, strict=True):
             assert_close(expected, actual, addend=5.0)
-
-    def test_by_hand(self) -> None:
-        """Two slots of three hold experts: 2 (1, 10) + 3 (2, 20), and 100 and 1000 on top."""
-        answers = np.array([[[1.0, 10.0], [math.nan, 7.0], [2.0, 20.0]], [[math.inf, 5.0]] * 3])
-        ids, weights = np.array([[0, -1, 4], [-1, -1, -1]]), np.array([[2.0, 9.0, 3.0], [1.0, math.nan, 1.0]])
-        biases = [np.full((2, 2), 100.0), np.array([[1000.0, 0.0], [0.0, 2000.0]])]
-        for count, expected in [
-            (0, [[8.0, 80.0], [0.0, 0.0]]),
-            (1, [[108.0, 180.0], [100.0, 100.0]]),
-            (2, [[1108.0, 180.0], [100.0, 2100.0]]),
-        ]:
-            assert expected == second.combine(answers, ids, weights, biases[:count]).tolist()
-            tensors = [floats(bias) for bias in biases[:count]]
-            assert expected == first.combine(floats(answers), torch.from_numpy(ids), floats(weights), tensors).tolist()
-
-    def test_autograd_is_the_derivative(self) -> None:
-        """Gradcheck over answers, weights and two biases."""
-        answers_TKD, ids_TK, weights_TK, biases, _ = make_case(3, 2, 2, 2, 3)
-        arrays = [np.nan_to_num(array, nan=2.0) for array in (answers_TKD, weights_TK, *biases)]
-        ids = torch.from_numpy(ids_TK)
-        assert 0 < int((ids < 0).sum()) < ids.numel()
-        assert torch.autograd.gradcheck(
-            lambda answers, weights, *rest: first.combine(answers, ids, weights, rest),
-            [floats(array, leaf=True) for array in arrays],
-        )
 
     @pytest.mark.parametrize(
         "shapes",

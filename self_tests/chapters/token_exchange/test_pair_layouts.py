@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from moe_conformance.reference.capacity import static_budget as first_budget
 from moe_conformance.reference.token_exchange import dispatch_layout as first_layout
 from moe_conformance.reference.token_exchange import fixed_places as first
-from self_tests.chapters.exchange.second import deliveries as second_exchange
 from self_tests.chapters.token_exchange.second import dispatch_layout as second_layout
 from self_tests.chapters.token_exchange.second import fixed_places as second
 from self_tests.chapters.token_exchange.second.fixed_places import Places
@@ -48,16 +47,6 @@ class TestDispatchLayout:
         expected = second_layout.dispatch_layout(ids_TK, owner_E, node_of_W)
         assert [plain(each) for each in expected] == first_dispatch(ids_TK, owner_E, node_of_W)
 
-    def test_by_hand(self) -> None:
-        """Five experts on three ranks of two nodes; rank 0 shares its node with rank 2."""
-        # Token 0: expert 4 twice, on rank 1. Token 1: experts 0 and 2 on ranks 2 and 0, one node. Token 2: nothing.
-        # Token 3: experts 3 and 1 on ranks 1 and 2, both nodes.
-        ids, owners = np.array([[4, -1, 4], [0, 2, -1], [-1, -1, -1], [3, -1, 1]]), [2, 2, 0, 1, 1]
-        ranks = [[False, True, False], [True, False, True], [False] * 3, [False, True, True]]
-        expected = [[[4, 3], ranks], [1, 2, 2], [2, 2], [1, 1, 1, 1, 2]]
-        assert expected == first_dispatch(ids, owners, [0, 1, 0])
-        assert expected == [plain(each) for each in second_layout.dispatch_layout(ids, owners, [0, 1, 0])]
-
     @pytest.mark.parametrize(
         ("ids", "owners", "nodes"),
         [
@@ -76,22 +65,6 @@ class TestDispatchLayout:
             lambda: first_dispatch(np.array(ids), owners, nodes),
             lambda: second_layout.dispatch_layout(np.array(ids), owners, nodes),
         )
-
-    @pairs_agree
-    @given(st.integers(0, 10**6))
-    def test_the_exchange_is_what_the_layout_says(self, seed: int) -> None:
-        """Tokens to a rank are the distinct ones among its deliveries, and slots to an expert all of them."""
-        random = np.random.default_rng(seed)
-        placement = second_exchange.contiguous(3, 6, 3, 1)
-        ids = [random.integers(-1, 6, size=(int(T), 2)) for T in random.integers(0, 4, size=3)]
-        pairs = second_exchange.deliveries(ids, placement)
-        owner_E = [rank for rank, held in enumerate(placement.held) for _ in held]
-        for source in range(3):
-            in_rank, per_rank, per_node, per_expert = first_dispatch(ids[source], owner_E, [0, 0, 0])
-            sent = [pair for pair in pairs if pair.source == source]
-            assert per_rank == [len({pair.token for pair in sent if pair.destination == r}) for r in range(3)]
-            assert per_expert == [sum(pair.expert == e for pair in sent) for e in range(6)]
-            assert per_node == [len({pair.token for pair in sent})] == [sum(any(row) for row in in_rank[1])]
 
 
 def in_first(places: Places) -> first.Places:
@@ -276,10 +249,3 @@ class TestBudgets:
         """Another number of ranks, and numbers that are none of anything."""
         options: dict[str, Any] = {"factor": 1.5, "ep": 2, "held": 4, **change}
         assert_refused(first_budget.least_budget, second.least_budget, tokens, top_k, **options)
-
-    def test_what_the_factor_allows_fits(self) -> None:
-        """Whatever the loads of a rank's experts, filled up to a multiple, they fit if their sum is in the factor."""
-        least = budget([6, 4], 2, factor=1.25, ep=2, held=3, multiple=4)  # 10 pairs balanced, 12 with the factor
-        assert 12 + 9 == least
-        for rows in [(12, 0, 0), (1, 1, 10), (5, 5, 2), (1, 1, 1), (0, 11, 1)]:
-            assert sum(4 * math.ceil(n / 4) for n in rows) <= least
