@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,8 +16,8 @@ from torch import Tensor
 from moe_conformance.reference.balance_bias import updates as first
 from self_tests.chapters.balance_bias import second
 from self_tests.chapters.balance_bias.second import Forward, Update
-from self_tests.chapters.losses.test_pair_refusals import refused
 from self_tests.oracles.agreement import assert_close
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 BIASES = [-1.7, -0.3, 0.0, 0.1, 0.29, 2.3]
@@ -88,30 +88,6 @@ class TestUpdatePair:
         trained_E, _ = first.trained(bias_E, [first.Forward("training", ints([1, 5, 3])), first.Update()], rate=0.001)
         assert expected == trained_E.tolist()
 
-    @pytest.mark.parametrize(
-        ("bias", "loads", "rate"),
-        [
-            ([0.0, 0.0], [1, 2], -0.001),
-            ([0.0, 0.0], [1, 2], math.inf),
-            ([0.0, 0.0], [1, 2], math.nan),
-            ([0.0, 0.0], [3, -1], 0.1),
-            ([0.0, 0.0], [1], 0.1),
-            ([0.0], [1, 2], 0.1),
-            ([], [], 0.1),
-        ],
-    )
-    def test_what_moves_nothing_is_refused(self, bias: list[float], loads: list[int], rate: float) -> None:
-        """A rate that is no size, loads that are no counts, or not one for each expert."""
-        assert refused(lambda: first.update(doubles(bias), ints(loads), rate=rate))
-        assert refused(lambda: second.moved(bias, loads, rate))
-
-    def test_loads_are_integers(self) -> None:
-        """Loads in a floating type, where counts may have been rounded, and in narrow integers are refused."""
-        for dtype in (torch.float64, torch.int32):
-            loads_E = torch.tensor([1, 2], dtype=dtype)
-            assert refused(lambda loads_E=loads_E: first.update(doubles([0.0, 0.0]), loads_E, rate=0.1))
-            assert refused(lambda loads_E=loads_E: first.router_loads([loads_E], [[0]]))
-
 
 class TestRouterLoadsPair:
     @pairs_agree
@@ -128,24 +104,6 @@ class TestRouterLoadsPair:
         summed = first.router_loads([ints(own) for own in loads], parts)
         assert [torch.int64] * ranks == [own.dtype for own in summed]
         assert second.summed_loads(loads, parts) == [own.tolist() for own in summed]
-
-    @pytest.mark.parametrize(
-        ("loads", "routers"),
-        [
-            ([[1, 2], [3, 4]], [[0]]),
-            ([[1, 2], [3, 4]], [[0, 1], [1]]),
-            ([[1, 2], [3, 4]], [[0, 1, 1]]),
-            ([[1, 2], [3, 4]], [[0, 1, 2]]),
-            ([[1, 2], [3, 4]], [[0, 1], [-1]]),
-            ([[1, 2], [3]], [[0, 1]]),
-            ([[1, 2], [3, -4]], [[0, 1]]),
-            ([[1, 2], [3, -4]], [[0], [1]]),
-        ],
-    )
-    def test_ranks_without_their_one_router_are_refused(self, loads: list[list[int]], routers: list[list[int]]) -> None:
-        """A rank in no part or two, an unknown one, loads that cannot be added or are no counts."""
-        assert refused(lambda: first.router_loads([ints(own) for own in loads], routers))
-        assert refused(lambda: second.summed_loads(loads, routers))
 
 
 KINDS = ("training", "recomputed", "evaluation", "no_grad", "forced")
@@ -184,13 +142,6 @@ class TestTrainingPair:
         if not centred:
             assert expected == bias_E.tolist()
 
-    def test_a_forward_of_another_kind_is_refused(self) -> None:
-        """Also where loads do not fit the experts, in a forward that would not count."""
-        bad: list[Forward | Update] = [Forward("test", [1, 2]), Forward("evaluation", [1]), Forward("forced", [1, -1])]
-        for event in bad:
-            assert refused(lambda event=event: first.trained(doubles([0.0, 0.0]), told([event]), rate=0.1))
-            assert refused(lambda event=event: second.after([0.0, 0.0], [event], 0.1))
-
 
 class TestGrowth:
     @pairs_agree
@@ -212,3 +163,63 @@ class TestGrowth:
             grown[dtype] = float(bias_E[0].double() - bias_E[1].double())
         assert abs(grown[torch.float32] - gap) <= allowed
         assert abs(grown[torch.bfloat16] - gap) > 1000 * allowed
+
+
+def first_update(bias: list[float], loads: Any, rate: float) -> Tensor:
+    """The first oracle's bias after one update."""
+    return first.update(doubles(bias), loads if isinstance(loads, Tensor) else ints(loads), rate=rate)
+
+
+NOUGHT = [0.0, 0.0]
+
+test_by_hand = by_hand(
+    *rows(
+        first_update,
+        lambda bias, loads, rate: second.moved(bias, list(loads), rate),
+        # Wang et al., Algorithm 1, and DeepSeek-V3, section 2.1.2: mean 2.5, signs (-, -, +, +), then back.
+        ("DeepSeek-V3", ([0.0] * 4, [5, 3, 2, 0], 0.125), [-0.125, -0.125, 0.125, 0.125]),
+        ("and a step later", ([-0.125, -0.125, 0.125, 0.125], [2, 2, 3, 3], 0.125), [0.0] * 4),
+        ("one choice beside the mean", ([0.0] * 3, [999999, 1000000, 1000001], 0.5), [0.5, 0.0, -0.5]),
+        ("moves as far as a million", ([0.0] * 3, [0, 999999, 2000001], 0.5), [0.5, 0.5, -0.5]),
+        ("on the mean nothing moves", ([0.0] * 3, [2**62 // 3] * 3, 0.5), [0.0] * 3),
+        *((f"a rate of {rate} is no size", (NOUGHT, [1, 2], rate), REFUSED) for rate in (-0.001, math.inf, math.nan)),
+        ("loads that are no counts", (NOUGHT, [3, -1], 0.1), REFUSED),
+        ("fewer loads than experts", (NOUGHT, [1], 0.1), REFUSED),
+        ("more loads than experts", ([0.0], [1, 2], 0.1), REFUSED),
+        ("no experts", ([], [], 0.1), REFUSED),
+    ),
+    *rows(
+        lambda loads, routers: first.router_loads([ints(own) for own in loads], routers),
+        second.summed_loads,
+        *(
+            (f"{loads} of routers {routers}", (loads, routers), REFUSED)
+            for loads, routers in [
+                ([[1, 2], [3, 4]], [[0]]),
+                ([[1, 2], [3, 4]], [[0, 1], [1]]),
+                ([[1, 2], [3, 4]], [[0, 1, 1]]),
+                ([[1, 2], [3, 4]], [[0, 1, 2]]),
+                ([[1, 2], [3, 4]], [[0, 1], [-1]]),
+                ([[1, 2], [3]], [[0, 1]]),
+                ([[1, 2], [3, -4]], [[0, 1]]),
+                ([[1, 2], [3, -4]], [[0], [1]]),
+            ]
+        ),
+    ),
+    *rows(
+        lambda event: first.trained(doubles(NOUGHT), told([event]), rate=0.1),
+        lambda event: second.after(NOUGHT, [event], 0.1),
+        ("a forward of another kind", (Forward("test", [1, 2]),), REFUSED),
+        ("loads of fewer experts in a forward that would not count", (Forward("evaluation", [1]),), REFUSED),
+        ("loads below 0 in a forward that would not count", (Forward("forced", [1, -1]),), REFUSED),
+    ),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_loads_are_integers(dtype: torch.dtype) -> None:
+    """Loads in a floating type, where counts may have been rounded, and in narrow integers are refused."""
+    loads_E = torch.tensor([1, 2], dtype=dtype)
+    with pytest.raises(ValueError, match=r"\w"):
+        first.update(doubles(NOUGHT), loads_E, rate=0.1)
+    with pytest.raises(ValueError, match=r"\w"):
+        first.router_loads([loads_E], [[0]])

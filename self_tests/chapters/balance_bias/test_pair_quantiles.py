@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_conformance.reference.balance_bias import quantiles as first
 from self_tests.chapters.balance_bias import second
-from self_tests.chapters.losses.test_pair_refusals import refused
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -113,136 +113,102 @@ class TestPair:
         assert [second.cutoff(row, bias, 2) for row in scores_TE.double().tolist()] == cut_T.tolist()
 
 
-class TestByHand:
-    # z = s - b of six tokens, b = (0, 1/2, -1/4); K = 1: cutoffs are the second highest.
-    #   s  (1, 1/4, 1/8)   z (1, -1/4, 3/8)    a 3/8    d (5/8, -1/8, -1/4)
-    #      (1/2, 3/4, 0)     (1/2, 1/4, 1/4)   a 1/4      (1/4, 1/2, -1/4)
-    #      (3/4, 1, 1/4)     (3/4, 1/2, 1/2)   a 1/2      (1/4, 1/2, -1/4)
-    #      (0, 1/2, 1)       (0, 0, 5/4)       a 0        (0, 1/2, 1)
-    SCORES = ((1.0, 0.25, 0.125), (0.5, 0.75, 0.0), (0.75, 1.0, 0.25), (0.0, 0.5, 1.0))
-    BIAS = (0.0, 0.5, -0.25)
+def first_range(parts: Any, bias: list[float], slots: int, masks: Any = None, memory: float = 0.0) -> tuple[Any, ...]:
+    """What the first oracle allows, asked as the longhand is."""
+    return first.quantile_bounds(parts, doubles(bias), top_k=slots, padding=masks, memory=memory)
 
-    def both(self, tokens: int, **options: float) -> tuple[list[float], list[float]]:
-        """Bounds of both oracles for the first tokens of the table, which must be the same."""
-        scores_TE, bias = np.array(self.SCORES[:tokens]), list(self.BIAS)
-        low_E, high_E = first.quantile_bounds([torch.tensor(scores_TE)], doubles(bias), top_k=1, **options)
-        assert second.legal_range([scores_TE], bias, 1, **options) == (low_E.tolist(), high_E.tolist())
-        return low_E.tolist(), high_E.tolist()
 
-    def test_cutoffs(self) -> None:
-        """The second highest of each row; for K = 2 the lowest."""
-        scores_TE, bias_E = torch.tensor(self.SCORES), doubles(list(self.BIAS))
-        assert [0.375, 0.25, 0.5, 0.0] == first.cutoffs(scores_TE, bias_E, top_k=1).tolist()
-        assert [-0.25, 0.25, 0.5, 0.0] == first.cutoffs(scores_TE, bias_E, top_k=2).tolist()
-        assert [0.375, 0.25, 0.5, 0.0] == [second.cutoff(row, self.BIAS, 1) for row in self.SCORES]
+def in_doubles(oracle: Any) -> Any:
+    """An oracle that is given lists."""
+    return lambda *lists: oracle(*map(doubles, lists))
 
-    def test_a_whole_share(self) -> None:
-        """Three tokens, one each: between the second and the first of d, for one expert a tie."""
+
+# z = s - b of six tokens, b = (0, 1/2, -1/4); K = 1: cutoffs are the second highest.
+#   s  (1, 1/4, 1/8)   z (1, -1/4, 3/8)    a 3/8    d (5/8, -1/8, -1/4)
+#      (1/2, 3/4, 0)     (1/2, 1/4, 1/4)   a 1/4      (1/4, 1/2, -1/4)
+#      (3/4, 1, 1/4)     (3/4, 1/2, 1/2)   a 1/2      (1/4, 1/2, -1/4)
+#      (0, 1/2, 1)       (0, 0, 5/4)       a 0        (0, 1/2, 1)
+SCORES = np.array([[1.0, 0.25, 0.125], [0.5, 0.75, 0.0], [0.75, 1.0, 0.25], [0.0, 0.5, 1.0]])
+BIAS, PLAIN, INF, NAN = [0.0, 0.5, -0.25], [0.0, 0.0, 0.0], math.inf, math.nan
+ALL = np.ones(4, dtype=np.bool_)
+
+test_by_hand = by_hand(
+    *rows(
+        first_range,
+        second.legal_range,
         # d_0: 5/8 1/4 1/4; d_1: 1/2 1/2 -1/8; d_2: -1/4 three times.
-        assert ([0.25, 0.5, -0.25], [0.625, 0.5, -0.25]) == self.both(3)
-
-    def test_a_broken_share(self) -> None:
-        """Four tokens, 4/3 each: one or two are legal, so between the third and the first of d."""
+        (
+            "three tokens, one each: between the second and the first of d",
+            ([SCORES[:3]], BIAS, 1),
+            ([0.25, 0.5, -0.25], [0.625, 0.5, -0.25]),
+        ),
         # d_0: 5/8 1/4 1/4 0; d_1: 1/2 1/2 1/2 -1/8; d_2: 1 -1/4 -1/4 -1/4.
-        assert ([0.25, 0.5, -0.25], [0.625, 0.5, 1.0]) == self.both(4)
-
-    def test_a_share_below_one(self) -> None:
-        """Two tokens, 2/3 each: none or one is legal, so anything above the second of d; of one, anything."""
+        (
+            "four tokens, 4/3 each: one or two are legal, so between the third and the first",
+            ([SCORES], BIAS, 1),
+            ([0.25, 0.5, -0.25], [0.625, 0.5, 1.0]),
+        ),
         # d_0: 5/8 1/4; d_1: 1/2 -1/8; d_2: -1/4 -1/4.
-        assert ([0.25, -0.125, -0.25], [math.inf] * 3) == self.both(2)
-        assert ([-math.inf] * 3, [math.inf] * 3) == self.both(1)
-
-    def test_memory_keeps_a_part_of_the_old_bias(self) -> None:
-        """With r = 1/4 both ends are a quarter of the old bias and three quarters of the new one."""
+        (
+            "two tokens, 2/3 each: none or one is legal, so anything above the second",
+            ([SCORES[:2]], BIAS, 1),
+            ([0.25, -0.125, -0.25], [INF] * 3),
+        ),
+        ("one token: anything", ([SCORES[:1]], BIAS, 1), ([-INF] * 3, [INF] * 3)),
         # low: 0 + 3/16; 1/8 + 3/8; -1/16 - 3/16. high: 15/32; the others the same.
-        assert ([0.1875, 0.5, -0.25], [0.46875, 0.5, -0.25]) == self.both(3, memory=0.25)
-
-    def test_nothing_to_balance(self) -> None:
-        """No token, none but padding, or as many slots as experts: the bias stays."""
-        bias, scores_TE = list(self.BIAS), np.array(self.SCORES)
-        everything = np.ones(4, dtype=np.bool_)
-        for step in (
-            Step([], [], bias, 1),
-            Step([scores_TE], [everything], bias, 1),
-            Step([scores_TE], [None], bias, 3),
-        ):
-            assert (bias, bias) == first_bounds(step, 0.5)
-            assert (bias, bias) == second.legal_range(step.parts, bias, step.slots, step.masks, 0.5)
-
-    def test_distance(self) -> None:
-        """Bounds [0, 1] and [2, 3]: what is between after a shift is legal, what is not misses by half the rest."""
-        # b' = (5, 7): gap 2, legal. (5, 8.5): gap 3.5 of at most 3: 1/4. (5, 5.5): gap 1/2 of at least 1: 1/4.
-        low, high = [0.0, 2.0], [1.0, 3.0]
-        for new, expected in [([5.0, 7.0], 0.0), ([5.0, 8.0], 0.0), ([5.0, 8.5], 0.25), ([5.0, 5.5], 0.25)]:
-            assert expected == first.outside(doubles(new), doubles(low), doubles(high))
-            assert expected == second.missed(new, low, high)
-        open_low, open_high = [-math.inf, 2.0], [math.inf, 3.0]
-        assert 0.0 == first.outside(doubles([9.0, -9.0]), doubles(open_low), doubles(open_high))
-        assert 0.0 == second.missed([9.0, -9.0], open_low, open_high)
-
-
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("parts", "masks", "slots", "memory"),
-        [
-            ([np.zeros((2, 3))], None, 0, 0.0),
-            ([np.zeros((2, 3))], None, 4, 0.0),
-            ([np.zeros((2, 3))], None, 1, 1.0),
-            ([np.zeros((2, 3))], None, 1, -0.1),
-            ([np.zeros((2, 3))], None, 1, math.nan),
-            ([np.zeros((2, 4))], None, 1, 0.0),
-            ([np.zeros((2, 3)), np.zeros((1, 2))], None, 1, 0.0),
-            ([np.array([[0.0, math.nan, 0.0]])], None, 1, 0.0),
-            ([np.array([[0.0, -math.inf, 0.0]])], None, 1, 0.0),
-            ([np.zeros((2, 3))], [None, None], 1, 0.0),
-            ([np.zeros((2, 3))], [np.array([True])], 1, 0.0),
-            ([np.zeros((2, 3))], [np.array([0, 1])], 1, 0.0),
-        ],
-    )
-    def test_of_bounds(self, parts: list[Floats], masks: list[Bools | None] | None, slots: int, memory: float) -> None:
-        """Slots or a memory that there are not, scores without order or of other shapes, masks that do not fit."""
-        tensors = [torch.tensor(part) for part in parts]
-        padding = None if masks is None else [None if mask is None else torch.from_numpy(mask) for mask in masks]
-        bias = [0.0, 0.5, -0.25]
-        assert refused(
-            lambda: first.quantile_bounds(tensors, doubles(bias), top_k=slots, padding=padding, memory=memory)
-        )
-        assert refused(lambda: second.legal_range(parts, bias, slots, masks, memory))
-
-    @pytest.mark.parametrize(("tokens", "slots"), [(2, 3), (0, 1)])
-    @pytest.mark.parametrize("value", [math.inf, math.nan])
-    def test_of_a_bias_that_nothing_moves(self, tokens: int, slots: int, value: float) -> None:
-        """K = E, or no token, would hand the bias on as it is: it has to be finite all the same."""
-        scores_TE, bias = np.zeros((tokens, 3)), [0.0, value, 0.0]
-        assert refused(lambda: first.quantile_bounds([torch.tensor(scores_TE)], doubles(bias), top_k=slots))
-        assert refused(lambda: second.legal_range([scores_TE], bias, slots))
-
-    @pytest.mark.parametrize(
-        ("scores", "bias", "slots"),
-        [
-            ([0.0, 1.0, 2.0], [0.0, 0.0, 0.0], 0),
-            ([0.0, 1.0, 2.0], [0.0, 0.0, 0.0], 3),
-            ([0.0, 1.0, 2.0], [0.0, 0.0], 1),
-            ([0.0, 1.0, math.nan], [0.0, 0.0, 0.0], 1),
-            ([0.0, 1.0, -math.inf], [0.0, 0.0, 0.0], 1),
-            ([0.0, 1.0, 2.0], [0.0, math.inf, 0.0], 1),
-        ],
-    )
-    def test_of_cutoffs(self, scores: list[float], bias: list[float], slots: int) -> None:
-        """No best expert left out, or numbers that have no order."""
-        assert refused(lambda: first.cutoffs(doubles(scores)[None, :], doubles(bias), top_k=slots))
-        assert refused(lambda: second.cutoff(scores, bias, slots))
-
-    @pytest.mark.parametrize(
-        ("new", "low", "high"),
-        [
-            ([0.0, math.nan], [0.0, 0.0], [1.0, 1.0]),
-            ([0.0, math.inf], [0.0, 0.0], [1.0, math.inf]),
-            ([0.0], [0.0, 0.0], [1.0, 1.0]),
-            ([0.0, 0.0], [0.0, 2.0], [1.0, 1.0]),
-        ],
-    )
-    def test_of_distances(self, new: list[float], low: list[float], high: list[float]) -> None:
-        """A bias that is not finite, bounds of other shapes or the wrong way round."""
-        assert refused(lambda: first.outside(doubles(new), doubles(low), doubles(high)))
-        assert refused(lambda: second.missed(new, low, high))
+        (
+            "a memory of 1/4 keeps a quarter of the old bias",
+            ([SCORES[:3]], BIAS, 1),
+            {"memory": 0.25},
+            ([0.1875, 0.5, -0.25], [0.46875, 0.5, -0.25]),
+        ),
+        ("without a token the bias stays", ([], BIAS, 1), {"memory": 0.5}, (BIAS, BIAS)),
+        ("with nothing but padding the bias stays", ([SCORES], BIAS, 1, [ALL]), {"memory": 0.5}, (BIAS, BIAS)),
+        ("with K = E the bias stays", ([SCORES], BIAS, 3), {"memory": 0.5}, (BIAS, BIAS)),
+        *(
+            (f"bounds of {name}", question, REFUSED)
+            for name, question in [
+                ("K = 0", ([np.zeros((2, 3))], BIAS, 0)),
+                ("K > E", ([np.zeros((2, 3))], BIAS, 4)),
+                *((f"memory {r}", ([np.zeros((2, 3))], BIAS, 1, None, r)) for r in (1.0, -0.1, NAN)),
+                ("another E", ([np.zeros((2, 4))], BIAS, 1)),
+                ("another E in one part", ([np.zeros((2, 3)), np.zeros((1, 2))], BIAS, 1)),
+                *((f"score {bad}", ([np.array([[0.0, bad, 0.0]])], BIAS, 1)) for bad in (NAN, -INF)),
+                ("more masks than parts", ([np.zeros((2, 3))], BIAS, 1, [None, None])),
+                ("a mask of fewer tokens", ([np.zeros((2, 3))], BIAS, 1, [np.array([True])])),
+                ("a mask of numbers", ([np.zeros((2, 3))], BIAS, 1, [np.array([0, 1])])),
+                # K = E, or no token, would hand the bias on as it is.
+                *(
+                    (f"{T} tokens, K = {K}, bias {bad}", ([np.zeros((T, 3))], [0.0, bad, 0.0], K))
+                    for T, K in [(2, 3), (0, 1)]
+                    for bad in (INF, NAN)
+                ),
+            ]
+        ),
+    ),
+    *rows(
+        lambda scores, bias, slots: first.cutoffs(doubles(scores)[None, :], doubles(bias), top_k=slots)[0].item(),
+        second.cutoff,
+        ("K = 1: the second highest", ([1.0, 0.25, 0.125], BIAS, 1), 0.375),
+        ("K = 2: the lowest", ([1.0, 0.25, 0.125], BIAS, 2), -0.25),
+        ("no slots have no cutoff", ([0.0, 1.0, 2.0], PLAIN, 0), REFUSED),
+        ("no best expert is left out", ([0.0, 1.0, 2.0], PLAIN, 3), REFUSED),
+        ("biases of fewer experts", ([0.0, 1.0, 2.0], [0.0, 0.0], 1), REFUSED),
+        ("a score of NaN", ([0.0, 1.0, NAN], PLAIN, 1), REFUSED),
+        ("a score of -inf", ([0.0, 1.0, -INF], PLAIN, 1), REFUSED),
+        ("a bias of infinity", ([0.0, 1.0, 2.0], [0.0, INF, 0.0], 1), REFUSED),
+    ),
+    *rows(
+        in_doubles(first.outside),
+        second.missed,
+        ("a gap of 2 is legal", ([5.0, 7.0], [0.0, 2.0], [1.0, 3.0]), 0.0),
+        ("a gap of 3 at most", ([5.0, 8.0], [0.0, 2.0], [1.0, 3.0]), 0.0),
+        ("a gap of 3.5 misses by half the rest", ([5.0, 8.5], [0.0, 2.0], [1.0, 3.0]), 0.25),
+        ("a gap of 1/2 of at least 1", ([5.0, 5.5], [0.0, 2.0], [1.0, 3.0]), 0.25),
+        ("open ends", ([9.0, -9.0], [-INF, 2.0], [INF, 3.0]), 0.0),
+        ("a bias of NaN", ([0.0, NAN], [0.0, 0.0], [1.0, 1.0]), REFUSED),
+        ("a bias of infinity under an open end", ([0.0, INF], [0.0, 0.0], [1.0, INF]), REFUSED),
+        ("bounds of more experts", ([0.0], [0.0, 0.0], [1.0, 1.0]), REFUSED),
+        ("bounds the wrong way round", ([0.0, 0.0], [0.0, 2.0], [1.0, 1.0]), REFUSED),
+    ),
+)
