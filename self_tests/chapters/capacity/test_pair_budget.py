@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import combinations, product
 from typing import Any
 
@@ -17,7 +16,8 @@ from self_tests.chapters.capacity.second import limits as second_capacity
 from self_tests.chapters.capacity.second import receive_budget as second
 from self_tests.chapters.exchange.second import deliveries as second_exchange
 from self_tests.chapters.exchange.second.deliveries import Pair
-from self_tests.oracles.asked_twice import assert_agree, assert_refused
+from self_tests.oracles.asked_twice import assert_agree
+from self_tests.oracles.by_hand import by_hand, refusals, rows
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -36,24 +36,6 @@ class TestWorstCase:
         }
         top_k, held = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 5))
         assert_agree(first.worst_case_rows, second.worst_case_rows, tokens, top_k, held, **options)
-
-    @pytest.mark.parametrize(
-        ("question", "options", "expected"),
-        [
-            (([2, 5], 3, 4), {}, 21),
-            (([2, 5], 3, 2), {}, 14),
-            (([2, 5], 3, 2), {"equal_sizes": True}, 20),
-            (([2, 5], 3, 2), {"per_token": True}, 7),
-            (([2, 5], 3, 2), {"per_token": True, "equal_sizes": True}, 10),
-            (([2, 5], 3, 4), {"alignment": 8}, 49),
-            (([1, 0], 2, 4), {"alignment": 8}, 16),  # two rows: two of four experts are filled up
-            (([0, 0], 3, 4), {"alignment": 8, "equal_sizes": True}, 0),
-        ],
-    )
-    def test_by_hand(self, question: tuple[list[int], int, int], options: dict[str, Any], expected: int) -> None:
-        """T_r min(K, N) for every source rank, and at most p - 1 more for every expert that has a row."""
-        found = assert_agree(first.worst_case_rows, second.worst_case_rows, *question, **options)
-        assert expected == found
 
     @pytest.mark.parametrize(
         ("tokens", "top_k", "held", "experts"), [(3, 2, 2, 4), (2, 3, 2, 4), (3, 1, 2, 3), (2, 2, 3, 4)]
@@ -126,93 +108,6 @@ class TestBudgets:
         )
         assert not {tuple(slot) for slot in needless} & {pair[:3] for pair in delivered if pair in wanted}
 
-    @pytest.mark.parametrize(
-        ("delivered", "budgets", "alignment", "expected"),
-        [
-            ([0, 1, 2, 3], [3, 1], 1, [True, True]),
-            ([0, 1, 3], [3, 1], 1, [False, True]),  # dropped with room for all
-            ([0, 1, 3], [2, 1], 1, [True, True]),
-            ([0, 3], [2, 1], 1, [True, True]),  # more than need be, once over
-            ([0, 1, 2, 3], [2, 1], 1, [False, True]),  # one beyond the budget
-            ([0, 1, 3], [3, 1], 2, [True, True]),  # experts 0 and 1 want 2 and 1: four places of two
-            ([0, 1, 2, 3], [3, 1], 2, [True, True]),  # filled up they do not fit, but the rows do
-            ([0, 1, 3], [4, 2], 2, [False, True]),
-            ([0, 1, 2], [3, 1], 1, [True, False]),
-            ([0, 0, 1, 2, 3], [9, 1], 1, [False, True]),
-            ([], [0, 0], 1, [True, True]),
-        ],
-    )
-    def test_deliveries_by_hand(
-        self, delivered: list[int], budgets: list[int], alignment: int, expected: list[bool]
-    ) -> None:
-        """Rank 0 is wanted by three rows, two for expert 0 and one for expert 1; rank 1 by one row for expert 2."""
-        # Pair: source, token, slot, destination, expert
-        wanted = [Pair(0, 0, 0, 0, 0), Pair(0, 1, 0, 0, 0), Pair(1, 0, 0, 0, 1), Pair(1, 0, 1, 1, 2)]
-        got = [wanted[i] for i in delivered]
-        found = assert_agree(first.legal_deliveries, second.legal_deliveries, got, wanted, budgets, alignment=alignment)
-        assert expected == found
-
-    @pytest.mark.parametrize(
-        ("delivered", "budgets", "expected"),
-        [
-            ([0, 1, 2, 3], [2, 2], [True, True]),
-            ([0, 1], [1, 2], [True, True]),  # rank 0 is full: its slot goes on neither shard
-            ([0, 1, 3], [1, 2], [False, False]),  # half a slot
-            ([0, 1], [2, 2], [False, False]),  # nobody is full
-        ],
-    )
-    def test_shards_by_hand(self, delivered: list[int], budgets: list[int], expected: list[bool]) -> None:
-        """Two tokens for one expert that is cut over ranks 0 and 1."""
-        wanted = [Pair(0, token, 0, rank, 0) for token in range(2) for rank in range(2)]
-        got = [wanted[i] for i in delivered]
-        found = assert_agree(first.legal_deliveries, second.legal_deliveries, got, wanted, budgets)
-        assert expected == found
-
-    @pytest.mark.parametrize(
-        ("delivered", "budgets", "alignment", "expected"),
-        [
-            ([], [2, 1], 1, [0, 1, 2, 3]),  # each would fit alone
-            ([0], [2, 1], 1, [1, 2, 3]),
-            ([0, 2, 3], [2, 1], 1, []),
-            ([0, 1], [3, 0], 1, [2]),
-            ([0, 1], [3, 0], 2, []),  # expert 0 has two places, and expert 1 would begin two more
-            ([0], [2, 2], 2, [1, 3]),  # the second place of expert 0 is still free
-            ([], [0, 0], 1, []),
-        ],
-    )
-    def test_room_left_by_hand(
-        self, delivered: list[int], budgets: list[int], alignment: int, expected: list[int]
-    ) -> None:
-        """Rank 0 is wanted by two rows for expert 0 and one for expert 1; rank 1 by one row for expert 2."""
-        wanted = [Pair(0, 0, 0, 0, 0), Pair(0, 1, 0, 0, 0), Pair(1, 0, 0, 0, 1), Pair(1, 0, 1, 1, 2)]
-        got = [wanted[i] for i in delivered]
-        found = assert_agree(first.fitting_slots, second.fitting_slots, got, wanted, budgets, alignment=alignment)
-        assert [list(wanted[i][:3]) for i in expected] == found
-
-    @pytest.mark.parametrize(
-        ("delivered", "budgets", "expected"),
-        [
-            ([0, 1], [2, 2], [2]),
-            ([0, 1], [1, 2], []),  # rank 1 alone has room
-            ([0, 1, 2], [2, 2], []),  # half a slot is not dropped
-        ],
-    )
-    def test_room_of_all_shards_by_hand(self, delivered: list[int], budgets: list[int], expected: list[int]) -> None:
-        """Two tokens for one expert that is cut over ranks 0 and 1."""
-        wanted = [Pair(0, token, 0, rank, 0) for token in range(2) for rank in range(2)]
-        got = [wanted[i] for i in delivered]
-        found = assert_agree(first.fitting_slots, second.fitting_slots, got, wanted, budgets)
-        assert [list(wanted[i][:3]) for i in expected] == found
-
-    def test_a_stray_row_is_blamed_on_its_receiver(self) -> None:
-        """A row that rank 1 did not ask for leaves rank 0, which got its own, blameless."""
-        wanted = [Pair(0, 0, 0, 0, 0)]
-        got = [*wanted, Pair(0, 0, 0, 1, 0)]
-        found = assert_agree(first.legal_deliveries, second.legal_deliveries, got, wanted, [5, 5])
-        assert [True, False] == found
-        found = assert_agree(first.legal_deliveries, second.legal_deliveries, [], wanted, [1, 0])
-        assert [False, True] == found  # one row fits a budget of one: nothing is filled up unasked
-
     @pairs_agree
     @given(st.integers(0, 10**6))
     def test_delivered_slots_agree(self, seed: int) -> None:
@@ -230,7 +125,7 @@ class TestBudgets:
 
 IDS = np.array([[1, -1], [0, 1]])
 PAIR = Pair(0, 1, 0, 0, 0)
-BAD: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+BAD = {
     **{
         f"buffer for {question} {options}": (
             first.worst_case_rows,
@@ -279,11 +174,71 @@ BAD: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...], di
 }
 
 
-class TestRefusals:
-    """What has no answer is refused by both."""
+# Rank 0 is wanted by three rows, two for expert 0 and one for expert 1; rank 1 by one row for expert 2.
+WANTED = [Pair(0, 0, 0, 0, 0), Pair(0, 1, 0, 0, 0), Pair(1, 0, 0, 0, 1), Pair(1, 0, 1, 1, 2)]
+# Two tokens for one expert that is cut over ranks 0 and 1.
+SHARDS = [Pair(0, token, 0, rank, 0) for token in range(2) for rank in range(2)]
 
-    @pytest.mark.parametrize("name", BAD)
-    def test_refused(self, name: str) -> None:
-        """A question without an answer raises in both oracles."""
-        one, other, question, options = BAD[name]
-        assert_refused(one, other, *question, **options)
+
+def got(rows_of: list[int], budgets: list[int], alignment: int = 1, wanted: list[Pair] = WANTED) -> tuple[Any, ...]:
+    """Some of the wanted rows, and what each rank has room for."""
+    return ([wanted[i] for i in rows_of], wanted, budgets), {"alignment": alignment}
+
+
+def left(*rows_of: int, wanted: list[Pair] = WANTED) -> list[tuple[int, int, int]]:
+    """Source, token and slot of these."""
+    return [wanted[i][:3] for i in rows_of]
+
+
+test_by_hand = by_hand(
+    # T_r min(K, N) for every source rank, and at most p - 1 more for every expert that has a row.
+    *rows(
+        first.worst_case_rows,
+        second.worst_case_rows,
+        ("fewer experts than slots", ([2, 5], 3, 2), 14),
+        ("as many rows as tokens", ([2, 5], 3, 2), {"per_token": True}, 7),
+        ("as many rows as the largest rank's tokens", ([2, 5], 3, 2), {"per_token": True, "equal_sizes": True}, 10),
+        ("two rows: two of four experts are filled up", ([1, 0], 2, 4), {"alignment": 8}, 16),
+        ("no tokens", ([0, 0], 3, 4), {"alignment": 8, "equal_sizes": True}, 0),
+    ),
+    *rows(
+        first.legal_deliveries,
+        second.legal_deliveries,
+        ("all rows", *got([0, 1, 2, 3], [3, 1]), [True, True]),
+        ("dropped with room for all", *got([0, 1, 3], [3, 1]), [False, True]),
+        ("one too many is dropped", *got([0, 1, 3], [2, 1]), [True, True]),
+        ("more than need be, once over", *got([0, 3], [2, 1]), [True, True]),
+        ("one beyond the budget", *got([0, 1, 2, 3], [2, 1]), [False, True]),
+        ("experts 0 and 1 want four places of two", *got([0, 1, 3], [3, 1], 2), [True, True]),
+        ("filled up they do not fit, but the rows do", *got([0, 1, 2, 3], [3, 1], 2), [True, True]),
+        ("four places of two fit", *got([0, 1, 3], [4, 2], 2), [False, True]),
+        ("rank 1 drops with room", *got([0, 1, 2], [3, 1]), [True, False]),
+        ("a row twice", *got([0, 0, 1, 2, 3], [9, 1]), [False, True]),
+        ("no room at all", *got([], [0, 0]), [True, True]),
+        ("both shards of both tokens", *got([0, 1, 2, 3], [2, 2], wanted=SHARDS), [True, True]),
+        ("rank 0 is full: its slot goes on neither shard", *got([0, 1], [1, 2], wanted=SHARDS), [True, True]),
+        ("half a slot", *got([0, 1, 3], [1, 2], wanted=SHARDS), [False, False]),
+        ("nobody is full", *got([0, 1], [2, 2], wanted=SHARDS), [False, False]),
+        (
+            "a stray row is blamed on its receiver",
+            ([PAIR, PAIR._replace(destination=1)], [PAIR], [5, 5]),
+            [True, False],
+        ),
+        ("one row fits a budget of one: nothing is filled up unasked", ([], [PAIR], [1, 0]), [False, True]),
+    ),
+    *rows(
+        first.fitting_slots,
+        second.fitting_slots,
+        ("each would fit alone", *got([], [2, 1]), left(0, 1, 2, 3)),
+        ("each would fit beside the first", *got([0], [2, 1]), left(1, 2, 3)),
+        ("no room is left", *got([0, 2, 3], [2, 1]), []),
+        ("room on rank 0 alone", *got([0, 1], [3, 0]), left(2)),
+        ("expert 0 has two places, and expert 1 would begin two more", *got([0, 1], [3, 0], 2), []),
+        ("the second place of expert 0 is still free", *got([0], [2, 2], 2), left(1, 3)),
+        ("room for none", *got([], [0, 0]), []),
+        ("room for both shards", *got([0, 1], [2, 2], wanted=SHARDS), left(2, wanted=SHARDS)),
+        ("rank 1 alone has room", *got([0, 1], [1, 2], wanted=SHARDS), []),
+        ("half a slot is not dropped", *got([0, 1, 2], [2, 2], wanted=SHARDS), []),
+    ),
+    *refusals(BAD),
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,8 @@ from self_tests.chapters.capacity.second import drops as second_drops
 from self_tests.chapters.capacity.second import limits as second
 from self_tests.chapters.routing.second import routes as second_routing
 from self_tests.oracles.agreement import assert_close, floats
-from self_tests.oracles.asked_twice import assert_agree, assert_refused
+from self_tests.oracles.asked_twice import assert_agree
+from self_tests.oracles.by_hand import by_hand, refusals
 
 Floats = NDArray[np.float64]
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
@@ -108,7 +108,7 @@ class TestThroughScores:
 
 
 IDS, KEPT, WEIGHTS = np.array([[1, -1], [0, 1]]), np.array([[True, False], [False, True]]), np.full((2, 2), 0.5)
-BAD: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+BAD = {
     "id -2": (first.loads, second.loads, (np.array([[-2]]), 3), {}),
     "id E": (first.loads, second.loads, (np.array([[3]]), 3), {}),
     "no experts": (first.loads, second.loads, (np.zeros((0, 1), dtype=int), 0), {}),
@@ -168,12 +168,6 @@ BAD: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...], di
 class TestRefusals:
     """What has no answer is refused by both."""
 
-    @pytest.mark.parametrize("name", BAD)
-    def test_refused(self, name: str) -> None:
-        """A question without an answer raises in both oracles."""
-        one, other, question, options = BAD[name]
-        assert_refused(one, other, *question, **options)
-
     def test_kept_is_of_bools(self) -> None:
         """Ones and zeros are no bools for the first oracle, which would combine them bit by bit."""
         with pytest.raises(ValueError, match="bool"):
@@ -184,3 +178,6 @@ class TestRefusals:
         nothing = np.where(IDS < 0, math.nan, 0.25)
         options: dict[str, Any] = {"capacity": 1, "policy": "weight", "weights_TK": nothing, "errors_TK": nothing}
         assert_agree(first_drops.legal_drop, second_drops.legal_drop, KEPT, IDS, 3, **options)
+
+
+test_by_hand = by_hand(*refusals(BAD))

@@ -14,6 +14,7 @@ from self_tests.chapters.capacity.second import limits as second
 from self_tests.chapters.capacity.second.drops import Policy
 from self_tests.chapters.capacity.test_pair import POLICIES, Drop, drops, pairs_agree
 from self_tests.oracles.asked_twice import assert_agree
+from self_tests.oracles.by_hand import by_hand, rows
 
 
 class TestDropsByRank:
@@ -44,43 +45,28 @@ class TestDropsByRank:
             one = second_drops.legal_drops_by_rank([kept[r]], [ids[r]], 5, **by_itself)
             assert [alone] == one
 
-    def test_by_hand(self) -> None:
-        """Two experts, factor 1: four tokens give two places, two one; a place more, or a shared mean, is wrong."""
-        ids, few = np.array([[0], [0], [0], [1]]), np.array([[0], [0]])
-        for kept_four, kept_two, expected in [
-            ([1, 1, 0, 1], [1, 0], [True, True]),
-            ([1, 1, 1, 1], [1, 0], [False, True]),  # ceil(6 / 2) = 3 of the group's mean
-            ([1, 1, 0, 1], [1, 1], [True, False]),
-        ]:
-            kept = [np.array(column, dtype=bool)[:, None] for column in (kept_four, kept_two)]
-            found = assert_agree(
-                first_drops.legal_drops_by_rank,
-                second_drops.legal_drops_by_rank,
-                kept,
-                [ids, few],
-                2,
-                factor=1.0,
-                policy="position",
-            )
-            assert expected == found
 
-    def test_one_capacity_for_all_experts_of_a_rank(self) -> None:
-        """With 2 or 3 places legal, two of four for one expert and three of three for another are not one capacity."""
-        # K T / E = 6 / 3 = 2 exactly, so 2 or 3. Expert 0 has four slots, expert 1 has two.
-        ids_TK = np.array([[0], [0], [0], [0], [1], [1]])
-        for kept, expected in [([1, 1, 0, 0, 1, 1], True), ([1, 1, 1, 0, 1, 1], True), ([1, 1, 1, 1, 1, 1], False)]:
-            kept_TK = np.array(kept, dtype=bool)[:, None]
-            options: dict[str, Any] = {"factor": 1.0, "policy": "any"}
-            question = ([kept_TK], [ids_TK], 3)
-            found = assert_agree(
-                first_drops.legal_drops_by_rank, second_drops.legal_drops_by_rank, *question, **options
-            )
-            assert [expected] == found
-        # Four tokens chose each of two experts of three, of 8: x = 8 / 3 * 9 / 8 = 3, so 3 or 4; never one of each.
-        ids_TK = np.array([[0], [0], [0], [0], [1], [1], [1], [1]])
-        kept_TK = np.array([1, 1, 1, 0, 1, 1, 1, 1], dtype=bool)[:, None]
-        options = {"factor": 9 / 8, "policy": "any"}
-        found = assert_agree(
-            first_drops.legal_drops_by_rank, second_drops.legal_drops_by_rank, [kept_TK], [ids_TK], 3, **options
-        )
-        assert [False] == found
+def kept(*ranks: str) -> list[Any]:
+    """Of every rank's one slot per token, which are kept."""
+    return [np.array([[mark == "+"] for mark in rank]) for rank in ranks]
+
+
+ALONE, BOTH = np.array([[0], [0], [0], [0], [1], [1]]), np.array([[0], [0], [0], [0], [1], [1], [1], [1]])
+FOUR_AND_TWO = [np.array([[0], [0], [0], [1]]), np.array([[0], [0]])]
+MEAN: dict[str, Any] = {"factor": 1.0, "policy": "any"}
+
+test_by_hand = by_hand(
+    *rows(
+        first_drops.legal_drops_by_rank,
+        second_drops.legal_drops_by_rank,
+        # Two experts, factor 1: four tokens give two places, two one.
+        ("each rank by its own tokens", (kept("++-+", "+-"), FOUR_AND_TWO, 2), MEAN, [True, True]),
+        ("ceil(6 / 2) = 3 of the group's mean", (kept("++++", "+-"), FOUR_AND_TWO, 2), MEAN, [False, True]),
+        # K T / E = 6 / 3 = 2 exactly, so 2 or 3.
+        ("two of four, and two", (kept("++--++"), [ALONE], 3), MEAN, [True]),
+        ("three of four, and two", (kept("+++-++"), [ALONE], 3), MEAN, [True]),
+        ("four of four", (kept("++++++"), [ALONE], 3), MEAN, [False]),
+        # x = 8 / 3 * 9 / 8 = 3, so 3 or 4; never one of each.
+        ("one capacity for all experts", (kept("+++-++++"), [BOTH], 3), {**MEAN, "factor": 9 / 8}, [False]),
+    )
+)
