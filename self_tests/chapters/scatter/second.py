@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from self_tests.chapters.exchange.second import layer
 from self_tests.chapters.exchange.second.layer import Gradients, Tokens
 
-from .experts import SwiGLU
+from self_tests.chapters.experts.second import SwiGLU
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

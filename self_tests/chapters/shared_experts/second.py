@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from self_tests.chapters.exchange.second import layer
 
-from .experts import SwiGLU, sigmoid, swiglu_row
+from self_tests.chapters.experts.second import SwiGLU, sigmoid, swiglu_row
 
 Floats = NDArray[np.float64]
 
