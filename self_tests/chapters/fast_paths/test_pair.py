@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +15,7 @@ from torch import Tensor
 from moe_conformance.reference.fast_paths import equal_splits as first
 from self_tests.chapters.fast_paths.second import equal_splits as second
 from self_tests.oracles.agreement import assert_close, floats
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -38,8 +38,8 @@ def paddings(draw: st.DrawFn) -> Padding:
     split, D = max(pieces, default=0) + draw(st.sampled_from([0, 0, 1, 3])), draw(st.integers(0, 3))
     random = np.random.default_rng(draw(st.integers(0, 10**6)))
     padded_PD = random.normal(size=(len(pieces) * split, D))
-    for piece, rows in enumerate(pieces):
-        padded_PD[piece * split + rows : (piece + 1) * split] = draw(st.sampled_from([np.nan, np.inf, 7.0]))
+    for piece, filled in enumerate(pieces):
+        padded_PD[piece * split + filled : (piece + 1) * split] = draw(st.sampled_from([np.nan, np.inf, 7.0]))
     return Padding(pieces, split, random.normal(size=(sum(pieces), D)), padded_PD)
 
 
@@ -67,50 +67,6 @@ class TestPaddingPair:
         assert expected.tolist() == rows_RD.tolist()
         (d_padded_PD,) = torch.autograd.grad(rows_RD, padded_PD, floats(case.rows_RD))
         assert_close(second.compact_backward(case.rows_RD, case.pieces, case.split), d_padded_PD)
-
-    @pytest.mark.parametrize(
-        ("pieces", "split", "shape"),
-        [
-            ([2, -1], 3, (1, 2)),
-            ([2, 3], 2, (5, 2)),
-            ([2, 3], -1, (5, 2)),
-            ([2, 3], 3, (6, 2)),
-            ([2, 3], 3, (4, 2)),
-            ([2, 3], 3, (5,)),
-            ([2, 3], 3, (5, 2, 1)),
-            ([], 3, (1, 2)),
-        ],
-    )
-    def test_pieces_that_do_not_fit_are_refused_by_both(
-        self, pieces: list[int], split: int, shape: tuple[int, ...]
-    ) -> None:
-        """A negative piece, one larger than the split, other numbers of rows, rows that are not (R, D)."""
-        with pytest.raises(ValueError, match=r"\w"):
-            second.pad(np.zeros(shape), pieces, split)
-        with pytest.raises(ValueError, match=r"\w"):
-            first.pad(torch.zeros(shape), pieces, split)
-
-    @pytest.mark.parametrize(
-        ("pieces", "split", "shape"),
-        [
-            ([2, -1], 3, (6, 2)),
-            ([2, 3], 2, (4, 2)),
-            ([0, 0], -1, (0, 2)),
-            ([2, 3], 3, (5, 2)),
-            ([2, 3], 3, (7, 2)),
-            ([2, 3], 3, (6,)),
-            ([2, 3], 3, (6, 2, 1)),
-            ([], 3, (3, 2)),
-        ],
-    )
-    def test_places_that_do_not_fit_are_refused_by_both(
-        self, pieces: list[int], split: int, shape: tuple[int, ...]
-    ) -> None:
-        """A negative piece, one larger than the split, other numbers of places, places that are not (P, D)."""
-        with pytest.raises(ValueError, match=r"\w"):
-            second.compact(np.zeros(shape), pieces, split)
-        with pytest.raises(ValueError, match=r"\w"):
-            first.compact(torch.zeros(shape), pieces, split)
 
 
 class Exchange(NamedTuple):
@@ -168,8 +124,8 @@ class TestExchangePair:
             received = first.uneven_exchange(leaves, splits_WW)
         torch.autograd.backward(list(received), tensors(case.upstream))
         expected = second.uneven_exchange_backward(case.upstream, case.splits_WW)
-        for rows, leaf in zip(expected, leaves, strict=True):
-            assert rows.tolist() == ([] if leaf.grad is None else leaf.grad.tolist())
+        for gradient, leaf in zip(expected, leaves, strict=True):
+            assert gradient.tolist() == ([] if leaf.grad is None else leaf.grad.tolist())
 
     @pairs_agree
     @given(exchanges(), st.lists(st.integers(0, 5), min_size=4, max_size=4))
@@ -182,48 +138,71 @@ class TestExchangePair:
         for ranks in (drawn[:W], [case.split] * W, [smallest - 1] * W, [smallest] * W, own, [smallest + 1, *own][:W]):
             assert second.lawful_splits(ranks, case.splits_WW) == first.lawful_splits(ranks, splits_WW)
 
-    @pytest.mark.parametrize(
-        ("rows", "splits"),
-        [
-            ([(3, 2), (3, 2)], np.array([[1, 2], [0, 4]])),
-            ([(3, 2), (4, 2), (0, 2)], np.array([[1, 2], [0, 4]])),
-            ([(3, 2)], np.array([[1, 2], [0, 4]])),
-            ([(3, 2), (4, 1)], np.array([[1, 2], [0, 4]])),
-            ([(3, 2), (4, 2)], np.array([[4, -1], [0, 4]])),
-            ([(3, 2), (4, 2)], np.array([[1, 2], [0, 4]], dtype=np.int32)),
-            ([(3, 2), (4, 2)], np.array([[1, 2, 0], [0, 4, 0]])),
-            ([(3, 2), (4, 2)], np.array([3, 4])),
-            ([], np.zeros((0, 0), dtype=np.int64)),
-        ],
-    )
-    def test_an_exchange_that_does_not_fit_is_refused_by_both(self, rows: Any, splits: Any) -> None:
-        """Other rows than are sent, other ranks, another width, splits that are none."""
-        arrays, given_rows = [np.zeros(shape) for shape in rows], [torch.zeros(shape) for shape in rows]
-        for call in (
-            lambda: second.uneven_exchange(arrays, splits),
-            lambda: second.equal_exchange(arrays, splits, 4),
-            lambda: first.uneven_exchange(given_rows, torch.from_numpy(splits)),
-            lambda: first.equal_exchange(given_rows, torch.from_numpy(splits), 4),
-        ):
-            with pytest.raises(ValueError, match=r"\w"):
-                call()
 
-    @pytest.mark.parametrize("splits", [np.zeros((0, 0), np.int64), np.ones((2, 3), np.int64), np.full((1, 1), -1)])
-    def test_splits_that_are_none_are_refused_by_both(self, splits: Ints) -> None:
-        """No rank, not square, less than no rows; nor a word on the splits of other ranks."""
-        for call in (
-            lambda: second.smallest_split(splits),
-            lambda: first.smallest_split(torch.from_numpy(splits)),
-            lambda: second.lawful_splits([3] * 3, np.ones((2, 2), np.int64)),
-            lambda: first.lawful_splits([3] * 3, torch.ones(2, 2, dtype=torch.int64)),
-        ):
-            with pytest.raises(ValueError, match=r"\w"):
-                call()
+def not_fitting(name: str, *table: tuple[list[int], int, tuple[int, ...]]) -> list[tuple[Any, ...]]:
+    """Rows of a shape that are not those of these pieces, or pieces that are not those of this split."""
+    return [
+        (f"{name} {pieces} in {split}: {shape}", (np.zeros(shape), pieces, split), REFUSED)
+        for pieces, split, shape in table
+    ]
 
-    def test_a_split_too_small_is_refused_by_both(self) -> None:
-        """The largest piece has four rows; three would cut it."""
-        arrays, splits = [np.zeros((3, 2)), np.zeros((4, 2))], np.array([[1, 2], [0, 4]])
-        with pytest.raises(ValueError, match="3"):
-            second.equal_exchange(arrays, splits, 3)
-        with pytest.raises(ValueError, match="3"):
-            first.equal_exchange([torch.from_numpy(rows) for rows in arrays], torch.from_numpy(splits), 3)
+
+THREE_AND_FOUR, SPLITS = [(3, 2), (4, 2)], np.array([[1, 2], [0, 4]])
+NO_EXCHANGE = [
+    (f"rows {shapes} of splits {splits.tolist()}", ([np.zeros(shape) for shape in shapes], splits))
+    for shapes, splits in [
+        ([(3, 2), (3, 2)], SPLITS),
+        ([(3, 2), (4, 2), (0, 2)], SPLITS),
+        ([(3, 2)], SPLITS),
+        ([(3, 2), (4, 1)], SPLITS),
+        (THREE_AND_FOUR, np.array([[4, -1], [0, 4]])),
+        (THREE_AND_FOUR, SPLITS.astype(np.int32)),
+        (THREE_AND_FOUR, np.array([[1, 2, 0], [0, 4, 0]])),
+        (THREE_AND_FOUR, np.array([3, 4])),
+        ([], np.zeros((0, 0), dtype=np.int64)),
+    ]
+]
+
+test_by_hand = by_hand(
+    *rows(
+        first.pad,
+        second.pad,
+        *not_fitting(
+            "pieces",
+            ([2, -1], 3, (1, 2)), ([2, 3], 2, (5, 2)), ([2, 3], -1, (5, 2)), ([2, 3], 3, (6, 2)), ([2, 3], 3, (4, 2)),
+            ([2, 3], 3, (5,)), ([2, 3], 3, (5, 2, 1)), ([], 3, (1, 2)),
+        ),
+    ),
+    *rows(
+        first.compact,
+        second.compact,
+        *not_fitting(
+            "places",
+            ([2, -1], 3, (6, 2)), ([2, 3], 2, (4, 2)), ([0, 0], -1, (0, 2)), ([2, 3], 3, (5, 2)), ([2, 3], 3, (7, 2)),
+            ([2, 3], 3, (6,)), ([2, 3], 3, (6, 2, 1)), ([], 3, (3, 2)),
+        ),
+    ),
+    *rows(
+        first.uneven_exchange,
+        second.uneven_exchange,
+        *((f"uneven: {name}", question, REFUSED) for name, question in NO_EXCHANGE),
+    ),
+    *rows(
+        first.equal_exchange,
+        second.equal_exchange,
+        *((f"equal: {name}", (*question, 4), REFUSED) for name, question in NO_EXCHANGE),
+        ("three would cut a piece of four", ([np.zeros(shape) for shape in THREE_AND_FOUR], SPLITS, 3), REFUSED),
+    ),
+    *rows(
+        first.smallest_split,
+        second.smallest_split,
+        ("no rank", (np.zeros((0, 0), np.int64),), REFUSED),
+        ("splits that are not square", (np.ones((2, 3), np.int64),), REFUSED),
+        ("less than no rows", (np.full((1, 1), -1),), REFUSED),
+    ),
+    *rows(
+        first.lawful_splits,
+        second.lawful_splits,
+        ("splits of other ranks", ([3] * 3, np.ones((2, 2), np.int64)), REFUSED),
+    ),
+)  # fmt: skip

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_conformance.reference.fast_paths import choices as first
+from moe_conformance.reference.fast_paths import present
 from self_tests.chapters.fast_paths.second import choices as second
+from self_tests.chapters.fast_paths.second import present as second_present
 from self_tests.oracles.agreement import assert_close, floats
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -68,25 +71,6 @@ class TestRoundRobinPair:
                 compared += 1
         assert compared > 50
 
-    @pytest.mark.parametrize("sizes", [(0, 2, 5, 2), (0, 0, 4, 2), (0, 5, 4, 2), (0, 1, 4, 0), (-2, 2, 4, 2)])
-    def test_sizes_that_make_no_round_robin_are_refused_by_both(self, sizes: tuple[int, int, int, int]) -> None:
-        """Experts that do not spread, K outside 1 to E, no rank, an offset below 0."""
-        with pytest.raises(ValueError, match=r"\w"):
-            second.round_robin_shortcut(*sizes)
-        with pytest.raises(ValueError, match=r"\w"):
-            first.round_robin_shortcut(*sizes)
-
-    @pytest.mark.parametrize(
-        ("rank", "sizes"), [(0, (1, 2, 4, 2)), (0, (0, 1, 4, 2)), (2, (0, 2, 4, 2)), (-1, (0, 2, 4, 2))]
-    )
-    def test_no_rows_without_the_shortcut(self, rank: int, sizes: tuple[int, int, int, int]) -> None:
-        """Where it does not hold, or for a rank that is not there, both refuse."""
-        names = dict(zip(("offset", "top_k", "experts", "ep"), sizes, strict=True))
-        with pytest.raises(ValueError, match=r"\w"):
-            second.round_robin_rows(np.zeros((3, 2)), rank, **names)
-        with pytest.raises(ValueError, match=r"\w"):
-            first.round_robin_rows(torch.zeros(3, 2), rank, **names)
-
 
 class TestBatchPair:
     @pytest.mark.parametrize("held", [0, 1, 3])
@@ -108,16 +92,6 @@ class TestBatchPair:
         row = torch.tensor([[1.0, 2.0, 3.0]])
         assert [[[1.0, 2.0, 3.0]] * 3] * 2 == first.as_batch(row.expand(6, 3), 2, 3).tolist()
 
-    @pytest.mark.parametrize(
-        ("shape", "held", "each"), [((6, 2), 2, 2), ((6, 2), 4, 2), ((4, 2), -2, -2), ((6,), 3, 2), ((3, 2, 2), 3, 2)]
-    )
-    def test_rows_that_do_not_fit_are_refused_by_both(self, shape: tuple[int, ...], held: int, each: int) -> None:
-        """R other than N n, negative sizes, rows that are not (R, D)."""
-        with pytest.raises(ValueError, match=r"\w"):
-            second.as_batch(np.zeros(shape), held, each)
-        with pytest.raises(ValueError, match=r"\w"):
-            first.as_batch(torch.zeros(shape), held, each)
-
 
 class TestCountsPair:
     @pairs_agree
@@ -126,13 +100,6 @@ class TestCountsPair:
         """Both take the shortcut for the same counts."""
         rows = 4 if counts is None else sum(counts)
         assert second.equal_counts(counts, rows) == first.equal_counts(counts, rows)
-
-    @pytest.mark.parametrize(("counts", "rows"), [([3, 3], 7), ([3, 3], 5), ([], 1), ([2, -2], 0), ([-1, -1], -2)])
-    def test_counts_that_do_not_add_up_are_refused_by_both(self, counts: list[int], rows: int) -> None:
-        """Whatever else they are."""
-        for oracle in (second, first):
-            with pytest.raises(ValueError, match=r"\w"):
-                oracle.equal_counts(counts, rows)
 
     @pairs_agree
     @given(st.lists(st.booleans()))
@@ -146,8 +113,65 @@ class TestCountsPair:
         """Both count the same hits and misses."""
         assert second.look_up_counts(events) == first.look_up_counts(events)
 
-    def test_an_unknown_event_is_refused_by_both(self) -> None:
-        """A cache is looked up, its weight changed, its counters reset."""
-        for oracle in (second, first):
-            with pytest.raises(ValueError, match="drop"):
-                oracle.look_up_counts(["look_up", "drop"])
+
+class TestSegments:
+    @pairs_agree
+    @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 99)), max_size=6))
+    def test_rows_are_those_of_their_experts_in_order(self, held: list[tuple[int, int]]) -> None:
+        """For any counts, those of no row and of no expert included."""
+        counts, experts = [count for count, _ in held], [expert for _, expert in held]
+        assert second_present.expert_of_each_row(counts, experts) == present.segments(counts, experts).tolist()
+
+    @pytest.mark.parametrize(("counts", "experts"), [([1, -1], [0, 1]), ([1], [0, 1])])
+    def test_what_counts_no_rows_is_refused(self, counts: list[int], experts: list[int]) -> None:
+        """A negative count, and another number of counts than of experts."""
+        with pytest.raises(ValueError, match="are no rows of the experts"):
+            present.segments(counts, experts)
+
+
+def of_rank(oracle: Any) -> Any:
+    """The rows of a rank: offset, top_k, experts and ep come last."""
+    names = ("offset", "top_k", "experts", "ep")
+    return lambda x_TD, rank, *sizes: oracle.round_robin_rows(x_TD, rank, **dict(zip(names, sizes, strict=True)))
+
+
+test_by_hand = by_hand(
+    *rows(
+        first.round_robin_shortcut,
+        second.round_robin_shortcut,
+        *(
+            (f"offset, K, E, ep {sizes} make no round robin", sizes, REFUSED)
+            for sizes in [(0, 2, 5, 2), (0, 0, 4, 2), (0, 5, 4, 2), (0, 1, 4, 0), (-2, 2, 4, 2)]
+        ),
+    ),
+    *rows(
+        of_rank(first),
+        of_rank(second),
+        ("an odd offset", (np.zeros((3, 2)), 0, 1, 2, 4, 2), REFUSED),
+        ("fewer slots than experts of a rank", (np.zeros((3, 2)), 0, 0, 1, 4, 2), REFUSED),
+        ("rank 2 of 2", (np.zeros((3, 2)), 2, 0, 2, 4, 2), REFUSED),
+        ("rank -1", (np.zeros((3, 2)), -1, 0, 2, 4, 2), REFUSED),
+    ),
+    *rows(
+        first.as_batch,
+        second.as_batch,
+        *(
+            (f"{shape} as {held} times {each}", (np.zeros(shape), held, each), REFUSED)
+            for shape, held, each in [((6, 2), 2, 2), ((6, 2), 4, 2), ((4, 2), -2, -2), ((6,), 3, 2), ((3, 2, 2), 3, 2)]
+        ),
+    ),
+    *rows(
+        first.equal_counts,
+        second.equal_counts,
+        *(
+            (f"counts {counts} of {n} rows", (counts, n), REFUSED)
+            for counts, n in [([3, 3], 7), ([3, 3], 5), ([], 1), ([2, -2], 0), ([-1, -1], -2)]
+        ),
+    ),
+    *rows(
+        first.look_up_counts,
+        second.look_up_counts,
+        ("counters reset leave the cache warm", (["look_up", "change", "look_up", "reset", "look_up"],), (1, 0)),
+        ("an unknown event", (["look_up", "drop"],), REFUSED),
+    ),
+)

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from moe_conformance.reference.permute import orders as first
 from moe_conformance.reference.permute import padded_segments
 from self_tests.chapters.permute import second
-from self_tests.oracles.agreement import check_refused, ints
+from self_tests.oracles.agreement import ints
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -50,42 +51,6 @@ class TestOtherOrders:
         held = {(name, e): float(10 * e + place) for place, name in enumerate(("a", "b")) for e in range(0, E, 2)}
         made = first.relabel_parameters({key: torch.tensor(value) for key, value in held.items()}, ints(names))
         assert second.renamed_parameters(held, names) == {key: value.item() for key, value in made.items()}
-
-    def test_no_permutation_no_order(self) -> None:
-        """Too short, too long, a place twice, a place that does not exist."""
-        for order in [[0], [0, 1, 2], [0, 0], [1, 2], [-1, 0]]:
-            check_refused(
-                lambda order=order: first.reorder_tokens(torch.ones(2, 3), ints(order)),
-                lambda order=order: second.tokens_in_order([1, 2], order),
-            )
-            check_refused(
-                lambda order=order: first.relabel_parameters({}, ints([*order, 5])),
-                lambda order=order: second.renamed_parameters({}, [*order, 5]),
-            )
-        values = [[1, 2], [3, 4]]
-        for order, slots in [
-            ([0, 0], [[0, 1], [0, 1]]),
-            ([0, 1], [[0, 1], [1, 1]]),
-            ([0, 1], [[0, 1]]),
-            ([1, 0], [[0], [0]]),
-        ]:
-            check_refused(
-                lambda order=order, slots=slots: first.reorder_slots(ints(values), ints(order), ints(slots)),
-                lambda order=order, slots=slots: second.slots_in_order(values, order, slots),
-            )
-
-    def test_unknown_experts_have_no_new_number(self) -> None:
-        """An id of -2, or of E, and parameters of expert E or -1."""
-        for expert in (-2, 3):
-            check_refused(
-                lambda expert=expert: first.relabel(ints([[expert]]), ints([2, 0, 1])),
-                lambda expert=expert: second.renamed([[expert]], [2, 0, 1]),
-            )
-        for expert in (-1, 3):
-            check_refused(
-                lambda expert=expert: first.relabel_parameters({("a", expert): torch.ones(1)}, ints([2, 0, 1])),
-                lambda expert=expert: second.renamed_parameters({("a", expert): 1}, [2, 0, 1]),
-            )
 
 
 def rows_of(made: first.Rows) -> list[second.Row]:
@@ -158,32 +123,64 @@ class TestSegments:
         assert second.starts(counts) == list(padded_segments.segment_starts(counts))
         assert second.is_padding(counts, rows) == padded_segments.padding_rows(counts, rows).tolist()
 
-    def test_bad_segments_are_refused(self) -> None:
-        """Experts twice or negative, ids below -1, multiples below 1, counts that do not fit."""
-        ids = [np.array([[0, 1]]), np.array([[-1, 1]])]
-        low = [np.array([[0, -2]])]
-        for arrays, held, multiple in [(ids, [0, 0], 1), (ids, [-1], 1), (low, [0], 1), (ids, [0], 0), (ids, [0], -2)]:
-            check_refused(
-                lambda arrays=arrays, held=held, multiple=multiple: first.expert_major(
-                    [torch.from_numpy(array) for array in arrays], held, multiple=multiple
-                ),
-                lambda arrays=arrays, held=held, multiple=multiple: second.segments(arrays, held, multiple),
-            )
-        for claimed, rows, multiple in [([4], [4, 0], 4), ([4], [4], 0), ([4], [-1], 4)]:
-            check_refused(
-                lambda claimed=claimed, rows=rows, multiple=multiple: padded_segments.legal_counts(
-                    claimed, rows, multiple
-                ),
-                lambda claimed=claimed, rows=rows, multiple=multiple: second.counts_are_legal(claimed, rows, multiple),
-            )
-        for counts, rows in [([4], [5]), ([4], [-1]), ([4, 4], [4])]:
-            check_refused(
-                lambda counts=counts, rows=rows: padded_segments.padding_rows(counts, rows),
-                lambda counts=counts, rows=rows: second.is_padding(counts, rows),
-            )
-        check_refused(lambda: padded_segments.segment_starts([2, -1]), lambda: second.starts([2, -1]))
-
     def test_columns_of_different_length_are_no_rows(self) -> None:
         """The first oracle keeps rows in columns, which must be equally long."""
         with pytest.raises(ValueError, match=r"."):
             first.in_order(first.Rows(ints([0]), ints([0, 1]), ints([0]), ints([0])))
+
+
+ORDERS, TURNED, IDS = [[0], [0, 1, 2], [0, 0], [1, 2], [-1, 0]], [2, 0, 1], [np.array([[0, 1]]), np.array([[-1, 1]])]
+
+test_by_hand = by_hand(
+    *rows(
+        lambda values, order: first.reorder_tokens(ints(values), ints(order)),
+        second.tokens_in_order,
+        *((f"tokens in order {order}", ([1, 2], order), REFUSED) for order in ORDERS),
+    ),
+    *rows(
+        lambda held, names: first.relabel_parameters(held, ints(names)),
+        second.renamed_parameters,
+        *((f"parameters named {order}, 5", ({}, [*order, 5]), REFUSED) for order in ORDERS),
+        *((f"parameters of expert {e} of 3", ({("a", e): torch.ones(1)}, TURNED), REFUSED) for e in (-1, 3)),
+    ),
+    *rows(
+        lambda values, order, slots: first.reorder_slots(ints(values), ints(order), ints(slots)),
+        second.slots_in_order,
+        *(
+            (f"slots {slots} of tokens {order}", ([[1, 2], [3, 4]], order, slots), REFUSED)
+            for order, slots in [
+                ([0, 0], [[0, 1], [0, 1]]),
+                ([0, 1], [[0, 1], [1, 1]]),
+                ([0, 1], [[0, 1]]),
+                ([1, 0], [[0], [0]]),
+            ]
+        ),
+    ),
+    *rows(
+        lambda ids, names: first.relabel(ints(ids), ints(names)),
+        second.renamed,
+        *((f"id {expert} of 3", ([[expert]], TURNED), REFUSED) for expert in (-2, 3)),
+    ),
+    *rows(
+        lambda ids, held, multiple: first.expert_major(ids, held, multiple=multiple),
+        second.segments,
+        ("an expert twice", (IDS, [0, 0], 1), REFUSED),
+        ("expert -1", (IDS, [-1], 1), REFUSED),
+        ("id -2", ([np.array([[0, -2]])], [0], 1), REFUSED),
+        *((f"multiples of {multiple}", (IDS, [0], multiple), REFUSED) for multiple in (0, -2)),
+    ),
+    *rows(
+        padded_segments.legal_counts,
+        second.counts_are_legal,
+        *(
+            (f"counts {claimed} of {pairs} rows, multiples of {multiple}", (claimed, pairs, multiple), REFUSED)
+            for claimed, pairs, multiple in [([4], [4, 0], 4), ([4], [4], 0), ([4], [-1], 4)]
+        ),
+    ),
+    *rows(
+        padded_segments.padding_rows,
+        second.is_padding,
+        *((f"{n} rows in {made}", (made, n), REFUSED) for made, n in [([4], [5]), ([4], [-1]), ([4, 4], [4])]),
+    ),
+    *rows(padded_segments.segment_starts, second.starts, ("a count of -1", ([2, -1],), REFUSED)),
+)

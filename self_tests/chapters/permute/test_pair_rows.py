@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +14,8 @@ from numpy.typing import NDArray
 
 from moe_conformance.reference.permute import reorder, row_index
 from self_tests.chapters.permute import second
-from self_tests.oracles.agreement import assert_close, check_refused, floats, ints
+from self_tests.oracles.agreement import assert_close, floats, ints
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -66,24 +70,6 @@ class TestRowIndex:
         assert_close(expected_out, dout)
         assert_close(expected_weights, dweights, addend=1.0)
 
-    def test_bad_indices_are_refused(self) -> None:
-        """An index of floats or in two dimensions; numbers of rows that differ; fewer than no token."""
-        x, w = torch.ones(2, 3), torch.ones(2)
-        for index in (torch.tensor([0.0, 1.0]), torch.tensor([[0, 1]]), torch.tensor([0, 1], dtype=torch.int32)):
-            with pytest.raises(ValueError, match="int64"):
-                row_index.gather(x, index)
-            with pytest.raises(ValueError, match=r"int64|\(R,\)"):
-                row_index.scatter(x, index, w, 2)
-        for index, weights, tokens in [([0], [1.0, 1.0], 2), ([0, 1], [1.0], 2), ([0, 1], [1.0, 1.0], -1)]:
-            check_refused(
-                lambda index=index, weights=weights, tokens=tokens: row_index.scatter(
-                    x, ints(index), torch.tensor(weights), tokens
-                ),
-                lambda index=index, weights=weights, tokens=tokens: second.scattered(
-                    np.ones((2, 3)), index, weights, tokens
-                ),
-            )
-
 
 @st.composite
 def counts_of_segments(draw: st.DrawFn) -> Ints:
@@ -111,21 +97,51 @@ class TestReordering:
         assert tensor.tolist() == reorder.to_source_major(made, torch.from_numpy(counts)).tolist()
         assert rows == second.by_source(there, counts)
 
-    def test_bad_counts_are_refused(self) -> None:
-        """Negative, of one dimension, of floats, or of another number of rows."""
-        for counts in ([[1, -1]], [[3, -1]], [1, 1]):
-            check_refused(
-                lambda counts=counts: reorder.reorder_positions(ints(counts)),
-                lambda counts=counts: second.positions(np.array(counts)),
-            )
-        with pytest.raises(ValueError, match="int64"):
-            reorder.reorder_positions(torch.ones(1, 1))
-        rows, counts = [7, 8], [[1, 2]]
-        check_refused(
-            lambda: reorder.to_expert_major(ints(rows), ints(counts)),
-            lambda: second.by_expert(rows, np.array(counts)),
+
+def counted(oracle: Callable[..., Any], array: Callable[[Any], Any]) -> Callable[..., Any]:
+    """An oracle whose last argument is an array of counts."""
+    return lambda *question: oracle(*question[:-1], array(question[-1]))
+
+
+def first_scatter(index: Any, weights: list[float], tokens: int) -> Any:
+    """Two rows of ones added to their tokens."""
+    return row_index.scatter(torch.ones(2, 3), ints(index), torch.tensor(weights), tokens)
+
+
+test_by_hand = by_hand(
+    *rows(
+        first_scatter,
+        lambda index, weights, tokens: second.scattered(np.ones((2, 3)), index, weights, tokens),
+        ("fewer indices than rows", ([0], [1.0, 1.0], 2), REFUSED),
+        ("fewer weights than rows", ([0, 1], [1.0], 2), REFUSED),
+        ("fewer than no token", ([0, 1], [1.0, 1.0], -1), REFUSED),
+    ),
+    *rows(
+        counted(reorder.reorder_positions, ints),
+        counted(second.positions, np.array),
+        *((f"counts {counts}", (counts,), REFUSED) for counts in ([[1, -1]], [[3, -1]], [1, 1])),
+    ),
+    *(
+        row
+        for one, other in [
+            (reorder.to_expert_major, second.by_expert),
+            (reorder.to_source_major, second.by_source),
+        ]
+        for row in rows(
+            lambda values, counts, one=one: one(ints(values), ints(counts)),
+            counted(other, np.array),
+            (f"{other.__name__}: counts of another number of rows", ([7, 8], [[1, 2]]), REFUSED),
         )
-        check_refused(
-            lambda: reorder.to_source_major(ints(rows), ints(counts)),
-            lambda: second.by_source(rows, np.array(counts)),
-        )
+    ),
+)
+
+
+@pytest.mark.parametrize("index", [torch.tensor([0.0]), torch.tensor([[0]]), torch.tensor([0], dtype=torch.int32)])
+def test_what_is_no_index_is_refused(index: torch.Tensor) -> None:
+    """An index of floats, in two dimensions or of narrow integers; nor are counts floats."""
+    with pytest.raises(ValueError, match="int64"):
+        row_index.gather(torch.ones(1, 3), index)
+    with pytest.raises(ValueError, match=r"int64|\(R,\)"):
+        row_index.scatter(torch.ones(1, 3), index, torch.ones(1), 2)
+    with pytest.raises(ValueError, match="int64"):
+        reorder.reorder_positions(torch.ones(1, 1))

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from moe_conformance.reference.routing import jitter as first
 from self_tests.chapters.routing.second import jitter as second
-from self_tests.oracles.agreement import assert_close, check_refused, floats
+from self_tests.oracles.agreement import assert_close, floats
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 Floats = NDArray[np.float64]
@@ -43,18 +44,6 @@ class TestLogits:
         for expected, actual in zip(second.jittered_logits_backward(*case), gradients, strict=True):
             assert_close(expected, actual, addend=5.0)
 
-    @pytest.mark.parametrize(
-        "shapes",
-        [((2, 3), (2, 4), (5, 3)), ((2, 3), (1, 3), (5, 3)), ((2, 3), (2, 3), (5, 4)), ((2, 3), (2, 1), (5, 3)),
-         ((2, 3), (2, 3), (3, 5)), ((2, 3), (2, 3), (5, 1))],
-    )  # fmt: skip
-    def test_refused(self, shapes: tuple[tuple[int, int], ...]) -> None:
-        """Nothing is broadcast."""
-        check_refused(
-            lambda: first.jittered_logits(*(torch.zeros(shape) for shape in shapes)),
-            lambda: second.jittered_logits(*(np.zeros(shape) for shape in shapes)),
-        )
-
 
 class TestSeenFactors:
     @pairs_agree
@@ -74,71 +63,8 @@ class TestSeenFactors:
         assert_close(expected, actual)
         assert_close(factors_TD[:, columns], actual)
 
-    @pytest.mark.parametrize(
-        ("logits", "x", "columns"),
-        [
-            ((2, 2), np.ones((2, 3)), [0, 3]),
-            ((2, 2), np.ones((2, 3)), [0, -1]),
-            ((2, 2), np.ones((2, 3)), [1, 1]),
-            ((2, 2), np.ones((2, 3)), [1]),
-            ((1, 2), np.ones((2, 3)), [1, 2]),
-            ((2, 1), np.array([[1.0, 0.0], [1.0, 1.0]]), [1]),
-            ((2, 1), np.array([[1.0, 1.0], [1.0, math.inf]]), [1]),
-            ((2, 1), np.array([[1.0, 1.0], [1.0, math.nan]]), [1]),
-        ],
-    )
-    def test_refused(self, logits: tuple[int, int], x: Floats, columns: list[int]) -> None:
-        """Columns that are not there or read twice, and tokens that show no factor."""
-        check_refused(
-            lambda: first.seen_factors(torch.ones(logits), torch.from_numpy(x), columns),
-            lambda: second.seen_factors(np.ones(logits), x, columns),
-        )
-
-
-UNIT = 2.0**-10
-HIGH = 1.25 + 4 * UNIT * 1.25  # all of it exact
-LOW = 0.75 - 4 * UNIT * 1.25
-
 
 class TestLegalFactors:
-    @pytest.mark.parametrize(
-        ("factor", "eps", "unit", "expected"),
-        [
-            (HIGH, 0.25, UNIT, True),
-            (math.nextafter(HIGH, 2.0), 0.25, UNIT, False),
-            (LOW, 0.25, UNIT, True),
-            (math.nextafter(LOW, 0.0), 0.25, UNIT, False),
-            (1.25, 0.25, 0.0, True),
-            (math.nextafter(1.25, 2.0), 0.25, 0.0, False),
-            (0.75, 0.25, 0.0, True),
-            (math.nextafter(0.75, 0.0), 0.25, 0.0, False),
-            (1.0, 0.0, UNIT, True),
-            (math.nextafter(1.0, 2.0), 0.0, UNIT, False),
-            (math.nextafter(1.0, 0.0), 0.0, UNIT, False),
-            (0.0, 1.0, 0.0, True),
-            (2.0, 1.0, 0.0, True),
-            (-UNIT, 1.0, 0.0, False),
-            (-UNIT * 8, 1.0, UNIT, True),
-            (-1.0, 0.25, UNIT, False),
-            (math.nan, 1.0, UNIT, False),
-            (math.inf, 1.0, UNIT, False),
-            (-math.inf, 1.0, UNIT, False),
-        ],
-    )
-    def test_by_hand(self, factor: float, eps: float, unit: float, expected: bool) -> None:
-        """At the bounds exactly, and one step beside them; without jitter 1 alone."""
-        factors = np.array([[1.0, factor]])
-        assert [[True, expected]] == second.legal_factors(factors, eps, unit=unit).tolist()
-        assert [[True, expected]] == first.legal_factors(floats(factors), eps, unit=unit).tolist()
-
-    @pytest.mark.parametrize(("eps", "unit"), [(-0.1, 0.0), (1.1, 0.0), (math.nan, 0.0), (0.1, -UNIT), (0.1, math.nan)])
-    def test_refused(self, eps: float, unit: float) -> None:
-        """Jitter beyond 100 % and roundoff below 0."""
-        check_refused(
-            lambda: first.legal_factors(torch.ones(1), eps, unit=unit),
-            lambda: second.legal_factors(np.ones(1), eps, unit=unit),
-        )
-
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     @pytest.mark.parametrize("eps", [1e-2, 0.5, 1.0])
     def test_rounded_jitter_is_legal(self, dtype: torch.dtype, eps: float) -> None:
@@ -162,18 +88,6 @@ class TestDeviations:
         assert list(second.deviations(factors_TN, eps)) == pytest.approx(list(actual), rel=1e-9, abs=1e-9)
         assert (T == 1, N == 1) == (actual.along_tokens == 0.0, actual.along_columns == 0.0)
 
-    def test_by_hand(self) -> None:
-        """With u = ((1, -1/2, 0), (1/2, 1, -1)), eps = 1/2."""
-        # Sum 1, n = 6: 1 / sqrt(6 / 3). Squares 1 + 1/4 + 0 + 1/4 + 1 + 1 = 3.5, less 2: 1.5 / sqrt(6 * 4 / 45).
-        # Down: 1/2 - 1/2 + 0 = 0. Across: -1/2 + 0 + 1/2 - 1 = -1, four pairs: -1 / sqrt(4 / 9) = -1.5.
-        factors = np.array([[1.5, 0.75, 1.0], [1.25, 1.5, 0.5]])
-        expected = [1 / math.sqrt(2), 1.5 / math.sqrt(8 / 15), 0.0, -1.5]
-        for made in (second.deviations(factors, 0.5), first.deviations(floats(factors), 0.5)):
-            assert expected == pytest.approx(list(made), rel=1e-14)
-            assert -1.5 == pytest.approx(made.along_columns)
-        turned = first.deviations(floats(factors.T), 0.5)
-        assert [0.0, -1.5] == pytest.approx([turned.along_columns, turned.along_tokens])
-
     @pytest.mark.parametrize(
         ("change", "field"),
         [
@@ -191,18 +105,91 @@ class TestDeviations:
         found = {name for name, value in made._asdict().items() if abs(value) > 8.0}
         assert (set() if field is None else {field}) == found & ({field} if field else set(made._fields))
 
-    @pytest.mark.parametrize(
-        ("factors", "eps"),
-        [
-            (np.ones((2, 3)), 0.0),
-            (np.ones((2, 3)), -0.1),
-            (np.ones((2, 3)), math.nan),
-            (np.ones((0, 3)), 0.1),
-            (np.ones((2, 0)), 0.1),
-            (np.array([[1.0, math.nan]]), 0.1),
-            (np.array([[1.0, -math.inf]]), 0.1),
-        ],
-    )
-    def test_refused(self, factors: Floats, eps: float) -> None:
-        """No jitter, no factor, or one that is no number."""
-        check_refused(lambda: first.deviations(floats(factors), eps), lambda: second.deviations(factors, eps))
+
+def of_ones(*shapes: tuple[int, int]) -> tuple[Floats, ...]:
+    """Arrays of these shapes."""
+    return tuple(np.ones(shape) for shape in shapes)
+
+
+def beside(oracle: Any) -> Callable[[float, float, float], Any]:
+    """Whether a factor is legal, beside one that is."""
+    return lambda factor, eps, unit: oracle([1.0, factor], eps, unit)
+
+
+UNIT, NEXT, INF, NAN = 2.0**-10, math.nextafter, math.inf, math.nan
+HIGH, LOW = 1.25 + 4 * UNIT * 1.25, 0.75 - 4 * UNIT * 1.25  # all of it exact
+# u = ((1, -1/2, 0), (1/2, 1, -1)), eps = 1/2. Sum 1, n = 6: 1 / sqrt(6 / 3). Squares 3.5, less 2:
+# 1.5 / sqrt(6 * 4 / 45). Down: 0. Across: -1/2 + 0 + 1/2 - 1 = -1, four pairs: -1 / sqrt(4 / 9).
+FACTORS, MEAN, VARIANCE = np.array([[1.5, 0.75, 1.0], [1.25, 1.5, 0.5]]), 1 / math.sqrt(2), 1.5 / math.sqrt(8 / 15)
+
+test_by_hand = by_hand(
+    *rows(
+        first.jittered_logits,
+        second.jittered_logits,
+        *(
+            (f"nothing is broadcast: {shapes}", of_ones(*shapes), REFUSED)
+            for shapes in [
+                ((2, 3), (2, 4), (5, 3)),
+                ((2, 3), (1, 3), (5, 3)),
+                ((2, 3), (2, 3), (5, 4)),
+                ((2, 3), (2, 1), (5, 3)),
+                ((2, 3), (2, 3), (3, 5)),
+                ((2, 3), (2, 3), (5, 1)),
+            ]
+        ),
+    ),
+    *rows(
+        first.seen_factors,
+        second.seen_factors,
+        ("column 3 of 3", (*of_ones((2, 2), (2, 3)), [0, 3]), REFUSED),
+        ("column -1", (*of_ones((2, 2), (2, 3)), [0, -1]), REFUSED),
+        ("a column read twice", (*of_ones((2, 2), (2, 3)), [1, 1]), REFUSED),
+        ("fewer columns than experts", (*of_ones((2, 2), (2, 3)), [1]), REFUSED),
+        ("logits of fewer tokens", (*of_ones((1, 2), (2, 3)), [1, 2]), REFUSED),
+        *(
+            (f"a token of {bad}", (np.ones((2, 1)), np.array([[1.0, bad], [1.0, 1.0]]), [1]), REFUSED)
+            for bad in (0.0, INF, NAN)
+        ),
+    ),
+    *rows(
+        beside(lambda factors, eps, unit: first.legal_factors(floats(np.array(factors)), eps, unit=unit)),
+        beside(lambda factors, eps, unit: second.legal_factors(np.array([factors]), eps, unit=unit)[0]),
+        *(
+            (f"{factor!r} for eps {eps}, roundoff {unit}", (factor, eps, unit), [True, legal])
+            for factor, eps, unit, legal in [
+                (HIGH, 0.25, UNIT, True),
+                (NEXT(HIGH, 2.0), 0.25, UNIT, False),
+                (LOW, 0.25, UNIT, True),
+                (NEXT(LOW, 0.0), 0.25, UNIT, False),
+                (1.25, 0.25, 0.0, True),
+                (NEXT(1.25, 2.0), 0.25, 0.0, False),
+                (0.75, 0.25, 0.0, True),
+                (NEXT(0.75, 0.0), 0.25, 0.0, False),
+                (1.0, 0.0, UNIT, True),
+                (NEXT(1.0, 2.0), 0.0, UNIT, False),
+                (NEXT(1.0, 0.0), 0.0, UNIT, False),
+                (0.0, 1.0, 0.0, True),
+                (2.0, 1.0, 0.0, True),
+                (-UNIT, 1.0, 0.0, False),
+                (-UNIT * 8, 1.0, UNIT, True),
+                (-1.0, 0.25, UNIT, False),
+                (NAN, 1.0, UNIT, False),
+                (INF, 1.0, UNIT, False),
+                (-INF, 1.0, UNIT, False),
+            ]
+        ),
+        *(
+            (f"no factor for eps {eps}, roundoff {unit}", (1.0, eps, unit), REFUSED)
+            for eps, unit in [(-0.1, 0.0), (1.1, 0.0), (NAN, 0.0), (0.1, -UNIT), (0.1, NAN)]
+        ),
+    ),
+    *rows(
+        first.deviations,
+        second.deviations,
+        ("deviations", (FACTORS, 0.5), [MEAN, VARIANCE, 0.0, -1.5]),
+        ("deviations, turned", (FACTORS.T.copy(), 0.5), [MEAN, VARIANCE, -1.5, 0.0]),
+        *((f"eps {eps}", (np.ones((2, 3)), eps), REFUSED) for eps in (0.0, -0.1, NAN)),
+        *((f"factors of shape {shape}", (np.ones(shape), 0.1), REFUSED) for shape in [(0, 3), (2, 0)]),
+        *((f"a factor {bad}", (np.array([[1.0, bad]]), 0.1), REFUSED) for bad in (NAN, -INF)),
+    ),
+)

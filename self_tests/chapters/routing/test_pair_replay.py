@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,8 @@ from moe_conformance.reference.routing import routes as first_routing
 from self_tests.chapters.routing.second import replay as second
 from self_tests.chapters.routing.second.replay import Asked, Place
 from self_tests.chapters.routing.second.routes import Kind
-from self_tests.oracles.agreement import assert_close, check_refused, floats
+from self_tests.oracles.agreement import assert_close, floats
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 KINDS: tuple[Kind, ...] = ("softmax", "softmax_topk", "sigmoid", "sqrtsoftplus")
@@ -77,38 +77,6 @@ class TestWeights:
             again = first.replayed_weights(logits, routed.ids_TK, score=score, normalise=normalise, scale=2.5)
             assert routed.weights_TK.tolist() == again.tolist()
 
-    @pytest.mark.parametrize(
-        ("score", "normalise", "ids", "expected"),
-        [
-            # Logits (0, log 3, log 4): exp is (1, 3, 4), sum 8; softmax (1/8, 3/8, 1/2); scale 8.
-            ("softmax", False, [2, -1, 0], [4.0, 0.0, 1.0]),
-            ("softmax", True, [2, -1, 0], [6.4, 0.0, 1.6]),
-            ("softmax_topk", False, [-1, 1, 0], [0.0, 6.0, 2.0]),
-            ("softmax_topk", False, [-1, -1, 0], [0.0, 0.0, 8.0]),
-            # sigmoid(0) = 1/2, sigmoid(log 3) = 3/4, sigmoid(log 4) = 4/5
-            ("sigmoid", False, [0, 1, -1], [4.0, 6.0, 0.0]),
-            ("sigmoid", True, [0, 1, -1], [3.2, 4.8, 0.0]),
-            ("sigmoid", True, [-1, 2, -1], [0.0, 8.0, 0.0]),
-            ("sigmoid", True, [-1, -1, -1], [0.0, 0.0, 0.0]),
-            ("softmax_topk", True, [-1, -1, -1], [0.0, 0.0, 0.0]),
-        ],
-    )
-    def test_by_hand(self, score: Kind, normalise: bool, ids: list[int], expected: list[float]) -> None:
-        """One token whose exponentials are 1, 3 and 4."""
-        logits, recorded = np.array([[0.0, math.log(3.0), math.log(4.0)]]), np.array([ids])
-        options: dict[str, Any] = {"score": score, "normalise": normalise, "scale": 8.0}
-        found = second.replayed_weights(logits, recorded, **options)
-        assert expected == pytest.approx(found[0].tolist(), rel=1e-14)
-        made = first.replayed_weights(floats(logits), torch.from_numpy(recorded), **options)
-        assert expected == pytest.approx(made[0].tolist(), rel=1e-14)
-
-    def test_without_a_scale_by_hand(self) -> None:
-        """The score itself, neither normalised nor scaled: sigmoid(log 3) = 3/4."""
-        logits, ids = np.array([[math.log(3.0), 0.0]]), np.array([[0, -1]])
-        assert [0.75, 0.0] == pytest.approx(second.replayed_weights(logits, ids, score="sigmoid")[0].tolist())
-        made = first.replayed_weights(floats(logits), torch.from_numpy(ids), score="sigmoid")
-        assert [0.75, 0.0] == pytest.approx(made[0].tolist())
-
     @pytest.mark.parametrize("score", KINDS)
     @pytest.mark.parametrize("everything", [True, False])
     def test_recorded_experts_that_are_all_masked_weigh_nothing(self, score: Kind, everything: bool) -> None:
@@ -121,29 +89,6 @@ class TestWeights:
             assert [[0.0] * 3] == expected.tolist() == actual.tolist()
             (gradient,) = torch.autograd.grad(actual, leaf, torch.ones(1, 3).double())
             assert [[0.0] * 3] == gradient.tolist()
-
-    @pytest.mark.parametrize(
-        ("logits", "ids"),
-        [
-            ([[0.0, 1.0]], [[2]]),
-            ([[0.0, 1.0]], [[-2]]),
-            ([[0.0, 1.0]], [[1, 1]]),
-            ([[0.0, 1.0]], [[0, -1, 0]]),
-            ([[0.0, math.nan]], [[0]]),
-            ([[0.0, math.inf]], [[0]]),
-            ([[0.0, math.nan]], [[-1]]),
-            ([[0.0, 1.0], [0.0, math.nan]], [[0], [-1]]),
-            ([[0.0, 1.0]] * 2, [[0]]),
-            ([[0.0, 1.0]], [[0]] * 2),
-        ],
-    )
-    @pytest.mark.parametrize("score", KINDS)
-    def test_refused(self, logits: list[list[float]], ids: list[list[int]], score: Kind) -> None:
-        """Ids that are no experts or one twice, logits without scores, another number of tokens."""
-        check_refused(
-            lambda: first.replayed_weights(torch.tensor(logits).double(), torch.tensor(ids), score=score),
-            lambda: second.replayed_weights(np.array(logits), np.array(ids), score=score),
-        )
 
 
 def recorded_at(calls: tuple[Place, ...]) -> list[tuple[Place, NDArray[np.int64]]]:
@@ -171,58 +116,103 @@ class TestCalls:
         assert [[[10 * layer + m, -1]] for layer, m in reversed(calls)] == [ids.tolist() for ids in actual]
         assert set(calls) == set(records)
 
-    @pytest.mark.parametrize(
-        ("schedule", "layers"),
-        [
-            ("F0 B1", [1]),
-            ("B0 F0", [1]),
-            ("F0 F0", [1]),
-            ("F0 B0 B0", [1]),
-            ("F0 X0", [1]),
-            ("F", [1]),
-            ("F0B0", [1]),
-            ("f0", [1]),
-            ("F-1", [1]),
-            ("F0", [3, 1]),
-            ("F0", [1, 1]),
-            ("F0", [-1, 1]),
-            ("", [2, 2]),
-        ],
+
+def replayed(ids: list[int], score: Kind, *, normalise: bool = False) -> tuple[Any, ...]:
+    """One token whose exponentials are 1, 3 and 4, scale 8."""
+    logits = np.array([[0.0, math.log(3.0), math.log(4.0)]])
+    return (logits, np.array([ids])), {"score": score, "normalise": normalise, "scale": 8.0}
+
+
+def first_record(routes: list[tuple[Place, NDArray[np.int64]]]) -> list[Place]:
+    """The places that the first oracle keeps."""
+    return sorted(first.record([(place, torch.from_numpy(ids)) for place, ids in routes]))
+
+
+def first_replay(records: dict[Place, NDArray[np.int64]], *asked: tuple[Place, int, int]) -> Any:
+    """What the first oracle replays."""
+    return first.replay(
+        {at: torch.from_numpy(ids) for at, ids in records.items()}, [first.Asked(*one) for one in asked]
     )
-    def test_no_schedule(self, schedule: str, layers: list[int]) -> None:
-        """Both refuse passes that are none, come twice or too early, and layers that do not ascend."""
-        check_refused(lambda: first.routing_calls(schedule, layers), lambda: second.routing_calls(schedule, layers))
 
 
-IDS = np.array([[3, 0], [2, -1]])
+IDS, EMPTY, NAN = np.array([[3, 0], [2, -1]]), np.zeros((0, 2), dtype=np.int64), math.nan
+OTHERWISE = [IDS[:1], IDS[:, :1], IDS[:, ::-1].copy(), np.where(IDS == -1, 1, IDS), IDS.reshape(1, 4)]
 
-
-class TestRecords:
-    @pytest.mark.parametrize(
-        "again", [IDS[:1], IDS[:, :1], IDS[:, ::-1].copy(), np.where(IDS == -1, 1, IDS), IDS.reshape(1, 4)]
-    )
-    def test_a_place_that_routes_otherwise_is_refused(self, again: NDArray[np.int64]) -> None:
-        """Other ids, another order of slots, other tokens; also when it is the last of three."""
-        routes = [((1, 0), IDS), ((1, 1), again), ((1, 0), IDS.copy()), ((1, 0), again)]
-        in_torch = [(place, torch.from_numpy(ids)) for place, ids in routes]
-        assert {(1, 0), (1, 1)} == set(second.record(routes[:3])) == set(first.record(in_torch[:3]))
-        check_refused(lambda: first.record(in_torch), lambda: second.record(routes))
-
-    @pytest.mark.parametrize("asked", [((0, 1), 2, 2), ((1, 1), 2, 2), ((1, 0), 1, 2), ((1, 0), 2, 1), ((1, 0), 2, 3)])
-    def test_a_replay_without_its_record_is_refused(self, asked: tuple[Place, int, int]) -> None:
-        """The place swapped, another microbatch, other tokens, other slots: also after a right one."""
-        right = ((1, 0), 2, 2)
-        check_refused(
-            lambda: first.replay({(1, 0): torch.from_numpy(IDS)}, [first.Asked(*right), first.Asked(*asked)]),
-            lambda: second.replay({(1, 0): IDS}, [Asked(*right), Asked(*asked)]),
-        )
-
-    def test_no_tokens_replay_nothing(self) -> None:
-        """An empty record is a record, and no calls ask for nothing."""
-        empty = np.zeros((0, 2), dtype=np.int64)
-        answers: list[Callable[[], Any]] = [
-            lambda: second.replay(second.record([((0, 0), empty)]), [Asked((0, 0), 0, 2)]),
-            lambda: first.replay(first.record([((0, 0), torch.from_numpy(empty))]), [first.Asked((0, 0), 0, 2)]),
-        ]
-        assert [(0, 2), (0, 2)] == [tuple(answer()[0].shape) for answer in answers]
-        assert () == second.replay({}, []) == first.replay({}, [])
+test_by_hand = by_hand(
+    *rows(
+        first.replayed_weights,
+        second.replayed_weights,
+        ("shares of all", *replayed([2, -1, 0], "softmax"), [[4.0, 0.0, 1.0]]),
+        ("shares of all, normalised", *replayed([2, -1, 0], "softmax", normalise=True), [[6.4, 0.0, 1.6]]),
+        ("shares of the recorded", *replayed([-1, 1, 0], "softmax_topk"), [[0.0, 6.0, 2.0]]),
+        ("the share of one", *replayed([-1, -1, 0], "softmax_topk"), [[0.0, 0.0, 8.0]]),
+        ("sigmoids 1/2 and 3/4", *replayed([0, 1, -1], "sigmoid"), [[4.0, 6.0, 0.0]]),
+        ("sigmoids, normalised", *replayed([0, 1, -1], "sigmoid", normalise=True), [[3.2, 4.8, 0.0]]),
+        ("one sigmoid, normalised", *replayed([-1, 2, -1], "sigmoid", normalise=True), [[0.0, 8.0, 0.0]]),
+        *(
+            (f"empty slots weigh 0, {score}", *replayed([-1] * 3, score, normalise=True), [[0.0] * 3])
+            for score in ("sigmoid", "softmax_topk")
+        ),
+        (
+            "neither normalised nor scaled",
+            (np.array([[math.log(3.0), 0.0]]), np.array([[0, -1]])),
+            {"score": "sigmoid"},
+            [[0.75, 0.0]],
+        ),
+        *(
+            (f"{score} of {logits}, {ids}", (np.array(logits), np.array(ids)), {"score": score}, REFUSED)
+            for score in KINDS
+            for logits, ids in [
+                ([[0.0, 1.0]], [[2]]),
+                ([[0.0, 1.0]], [[-2]]),
+                ([[0.0, 1.0]], [[1, 1]]),
+                ([[0.0, 1.0]], [[0, -1, 0]]),
+                ([[0.0, NAN]], [[0]]),
+                ([[0.0, math.inf]], [[0]]),
+                ([[0.0, NAN]], [[-1]]),
+                ([[0.0, 1.0], [0.0, NAN]], [[0], [-1]]),
+                ([[0.0, 1.0]] * 2, [[0]]),
+                ([[0.0, 1.0]], [[0]] * 2),
+            ]
+        ),
+    ),
+    *rows(
+        first.routing_calls,
+        second.routing_calls,
+        # Passes that are none, come twice or too early, and layers that do not ascend.
+        *(
+            (f"schedule {schedule!r} of layers {layers}", (schedule, layers), REFUSED)
+            for schedule, layers in [
+                *((wrong, [1]) for wrong in ("F0 B1", "B0 F0", "F0 F0", "F0 B0 B0", "F0 X0", "F", "F0B0", "f0", "F-1")),
+                ("F0", [3, 1]),
+                ("F0", [1, 1]),
+                ("F0", [-1, 1]),
+                ("", [2, 2]),
+            ]
+        ),
+    ),
+    *rows(
+        first_record,
+        lambda routes: sorted(second.record(routes)),
+        ("a place may route as before", ([((1, 0), IDS), ((1, 1), EMPTY), ((1, 0), IDS.copy())],), [(1, 0), (1, 1)]),
+        *(
+            (
+                f"but not as {again.tolist()}",
+                ([((1, 0), IDS), ((1, 1), again), ((1, 0), IDS), ((1, 0), again)],),
+                REFUSED,
+            )
+            for again in OTHERWISE
+        ),
+    ),
+    *rows(
+        first_replay,
+        lambda records, *asked: second.replay(records, [Asked(*one) for one in asked]),
+        ("an empty record is a record", ({(0, 0): EMPTY}, ((0, 0), 0, 2)), [EMPTY]),
+        ("no calls ask for nothing", ({},), []),
+        # The place swapped, another microbatch, other tokens, other slots: also after a right one.
+        *(
+            (f"no record for {asked}", ({(1, 0): IDS}, ((1, 0), 2, 2), asked), REFUSED)
+            for asked in [((0, 1), 2, 2), ((1, 1), 2, 2), ((1, 0), 1, 2), ((1, 0), 2, 1), ((1, 0), 2, 3)]
+        ),
+    ),
+)

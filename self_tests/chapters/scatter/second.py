@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from self_tests.chapters.exchange.second import layer
 from self_tests.chapters.exchange.second.layer import Gradients, Tokens
-
 from self_tests.chapters.experts.second import SwiGLU
 
 Floats = NDArray[np.float64]

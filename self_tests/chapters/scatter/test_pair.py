@@ -21,6 +21,7 @@ from self_tests.chapters.exchange.second.layer import Tokens
 from self_tests.chapters.experts.second import SwiGLU
 from self_tests.chapters.scatter import second
 from self_tests.oracles.agreement import assert_close, floats
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -83,42 +84,6 @@ class TestScatterPair:
         actual = first.scatter_add_bound(*arrays, unit_roundoff)
         assert_close(expected, actual)
         assert (expected == 0).tolist() == (actual == 0).tolist()
-
-    @pytest.mark.parametrize(
-        ("out", "index", "src"),
-        [
-            ((3, 2), np.array([0, 3]), (2, 2)),
-            ((3, 2), np.array([-1, 0]), (2, 2)),
-            ((0, 2), np.array([0]), (1, 2)),
-            ((3, 2), np.array([0, 1]), (3, 2)),
-            ((3, 2), np.array([0, 1]), (1, 2)),
-            ((3, 2), np.array([0, 1]), (2, 1)),
-            ((3, 1), np.array([0, 1]), (2, 3)),
-            ((3, 2), np.array([0, 1], dtype=np.int32), (2, 2)),
-            ((3, 2), np.array([0.0, 1.0]), (2, 2)),
-            ((3, 2), np.array([[0], [1]]), (2, 2)),
-        ],
-    )
-    def test_what_does_not_fit_is_refused_by_both(self, out: Any, index: Any, src: Any) -> None:
-        """A row that is not there, other numbers of rows or columns, an index that is not int64 (J,)."""
-        arrays = (np.zeros(out), index, np.zeros(src))
-        tensors = (torch.zeros(out), torch.from_numpy(index), torch.zeros(src))
-        for oracle, inputs in ((second, arrays), (first, tensors)):
-            calls: list[Callable[..., Any]] = [oracle.scatter_add, lambda *a, o=oracle: o.scatter_add_bound(*a, 0.1)]
-            for call in calls:
-                with pytest.raises(ValueError, match=r"\w"):
-                    call(*inputs)
-
-    @pytest.mark.parametrize("unit_roundoff", [0.0, -0.1, 1.0, 0.25])
-    def test_a_roundoff_that_bounds_nothing_is_refused_by_both(self, unit_roundoff: float) -> None:
-        """A roundoff is in (0, 1), and with three addends of one row below 1 / 4."""
-        case = Case(np.ones((1, 1)), np.zeros(3, dtype=np.int64), np.ones((3, 1)), np.ones((1, 1)))
-        with pytest.raises(ValueError, match=r"\w"):
-            second.scatter_add_bound(*case[:3], unit_roundoff)
-        with pytest.raises(ValueError, match=r"\w"):
-            first.scatter_add_bound(
-                floats(case.out_ND), torch.from_numpy(case.index_J), floats(case.src_JD), unit_roundoff
-            )
 
 
 class TestByHand:
@@ -241,3 +206,32 @@ class TestGradModes:
             assert not oracle.records_gradient([], [])
             with pytest.raises(ValueError, match="set_grad"):
                 oracle.records_gradient(["no_grad", "set_grad"], [True])
+
+
+NO_SUM = [
+    (f"{out} + {src} at {index.tolist()} of {index.dtype}", (np.zeros(out), index, np.zeros(src)))
+    for out, index, src in [
+        ((3, 2), np.array([0, 3]), (2, 2)),
+        ((3, 2), np.array([-1, 0]), (2, 2)),
+        ((0, 2), np.array([0]), (1, 2)),
+        ((3, 2), np.array([0, 1]), (3, 2)),
+        ((3, 2), np.array([0, 1]), (1, 2)),
+        ((3, 2), np.array([0, 1]), (2, 1)),
+        ((3, 1), np.array([0, 1]), (2, 3)),
+        ((3, 2), np.array([0, 1], dtype=np.int32), (2, 2)),
+        ((3, 2), np.array([0.0, 1.0]), (2, 2)),
+        ((3, 2), np.array([[0], [1]]), (2, 2)),
+    ]
+]
+THREE = np.ones((1, 1)), np.zeros(3, dtype=np.int64), np.ones((3, 1))
+
+test_by_hand = by_hand(
+    *rows(first.scatter_add, second.scatter_add, *((name, question, REFUSED) for name, question in NO_SUM)),
+    *rows(
+        first.scatter_add_bound,
+        second.scatter_add_bound,
+        *((f"bound of {name}", (*question, 0.1), REFUSED) for name, question in NO_SUM),
+        # A roundoff is in (0, 1), and with three addends of one row below 1 / 4.
+        *((f"a roundoff of {unit}", (*THREE, unit), REFUSED) for unit in (0.0, -0.1, 1.0, 0.25)),
+    ),
+)

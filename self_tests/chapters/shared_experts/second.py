@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from self_tests.chapters.exchange.second import layer
-
 from self_tests.chapters.experts.second import SwiGLU, sigmoid, swiglu_row
 
 Floats = NDArray[np.float64]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +10,8 @@ from numpy.typing import NDArray
 
 from moe_conformance.reference.thd import context_shares, packed_rows, packed_sequences
 from self_tests.chapters.token_padding import second
-from self_tests.oracles.agreement import check_refused, ints
+from self_tests.oracles.agreement import ints
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 Floats = NDArray[np.float64]
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
@@ -60,17 +60,6 @@ class TestLengths:
         made = packed_sequences.judge_lengths(lengths, ints(real), ints(padded), multiple)
         assert second.judged_lengths(lengths, real, padded, multiple) == made
 
-    def test_bad_lengths_are_refused(self) -> None:
-        """Negative lengths, multiples and sizes below one."""
-        check_refused(lambda: packed_sequences.padded_lengths([2, -1], 2), lambda: second.next_multiple(-1, 2))
-        check_refused(lambda: packed_sequences.padded_lengths([2], 0), lambda: second.next_multiple(2, 0))
-        check_refused(lambda: packed_sequences.cumulative([2, -1]), lambda: second.running_sums([2, -1]))
-        for tp, cp in [(0, 1), (1, 0)]:
-            check_refused(
-                lambda tp=tp, cp=cp: packed_sequences.length_multiple(tp=tp, cp=cp, sequence_parallel=True),
-                lambda tp=tp, cp=cp: second.divider(tp, cp, sequence_parallel=True),
-            )
-
 
 @st.composite
 def packs(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
@@ -93,20 +82,6 @@ class TestPacks:
         assert (
             expected == [row not in second.laid_out(lengths, room).gaps for row in range(padded[-1])] + [False] * tail
         )
-
-    @pytest.mark.parametrize(
-        ("real", "padded"),
-        [([], []), ([0, 2], [0, 2, 4]), ([1, 2], [0, 2]), ([0, 2], [1, 3]), ([0, 2, 1], [0, 2, 4]),
-         ([0, 3], [0, 2]), ([0, 0], [0, -1])],
-    )  # fmt: skip
-    def test_lists_that_describe_no_pack_are_refused(self, real: list[int], padded: list[int]) -> None:
-        """Empty, of different lengths, not from 0, descending, a sequence longer than its room."""
-        check_refused(lambda: packed_rows.real_rows(ints(real), ints(padded)), lambda: second.real_rows(real, padded))
-
-    def test_packs_that_do_not_hold_their_sequences_are_refused(self) -> None:
-        """Fewer rows than the lists say."""
-        real, padded = ints([0, 2]), ints([0, 3])
-        check_refused(lambda: packed_rows.real_rows(real, padded, 2), lambda: second.real_rows([0, 2], [0, 3], 2))
 
 
 class TestContextShares:
@@ -137,16 +112,48 @@ class TestContextShares:
         assert (fault == "none") == verdict
         assert verdict == context_shares.is_partition([ints(share) for share in shares], padded[-1])
 
-    @pytest.mark.parametrize(("length", "cp"), [(6, 2), (2, 2), (-4, 2), (4, 0), (-1, 1)])
-    def test_sequences_that_do_not_divide_are_refused(self, length: int, cp: int) -> None:
-        """Not a multiple of 2 cp, negative, or no rank."""
-        check_refused(lambda: context_shares.context_share(length, cp), lambda: second.places_by_cp_rank(length, cp))
 
-    @pytest.mark.parametrize("padded", [[], [4, 8], [0, 8, 4], [0, 6]])
-    def test_lists_that_do_not_divide_are_refused(self, padded: list[int]) -> None:
-        """Empty, not from 0, descending, a length that cp = 2 does not divide."""
-        check_refused(lambda: context_shares.context_rows(ints(padded), 2), lambda: second.rows_by_cp_rank(padded, 2))
-
-    def test_no_rank_holds_no_pack(self) -> None:
-        """A cp of zero is refused even where there is nothing to hold."""
-        check_refused(lambda: context_shares.context_rows(ints([0]), 0), lambda: second.rows_by_cp_rank([0], 0))
+test_by_hand = by_hand(
+    *rows(
+        lambda length, multiple: packed_sequences.padded_lengths([2, length], multiple),
+        second.next_multiple,
+        ("a length of -1", (-1, 2), REFUSED),
+        ("multiples of 0", (2, 0), REFUSED),
+    ),
+    *rows(packed_sequences.cumulative, second.running_sums, ("lengths 2 and -1", ([2, -1],), REFUSED)),
+    *rows(
+        lambda tp, cp: packed_sequences.length_multiple(tp=tp, cp=cp, sequence_parallel=True),
+        lambda tp, cp: second.divider(tp, cp, sequence_parallel=True),
+        ("tp 0", (0, 1), REFUSED),
+        ("cp 0", (1, 0), REFUSED),
+    ),
+    *rows(
+        lambda real, padded, *room: packed_rows.real_rows(ints(real), ints(padded), *room),
+        second.real_rows,
+        # Empty, of different lengths, not from 0, descending, a sequence longer than its room, fewer rows than told.
+        *(
+            (f"pack {lists}", lists, REFUSED)
+            for lists in [
+                ([], []),
+                ([0, 2], [0, 2, 4]),
+                ([1, 2], [0, 2]),
+                ([0, 2], [1, 3]),
+                ([0, 2, 1], [0, 2, 4]),
+                ([0, 3], [0, 2]),
+                ([0, 0], [0, -1]),
+                ([0, 2], [0, 3], 2),
+            ]
+        ),
+    ),
+    *rows(
+        context_shares.context_share,
+        second.places_by_cp_rank,
+        *((f"length, cp {sizes}", sizes, REFUSED) for sizes in [(6, 2), (2, 2), (-4, 2), (4, 0), (-1, 1)]),
+    ),
+    *rows(
+        lambda padded, cp: context_shares.context_rows(ints(padded), cp),
+        second.rows_by_cp_rank,
+        *((f"pack {padded} over cp 2", (padded, 2), REFUSED) for padded in ([], [4, 8], [0, 8, 4], [0, 6])),
+        ("no rank holds no pack", ([0], 0), REFUSED),
+    ),
+)
