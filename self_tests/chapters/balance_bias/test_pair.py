@@ -173,9 +173,7 @@ def first_update(bias: list[float], loads: Any, rate: float) -> Tensor:
 NOUGHT = [0.0, 0.0]
 
 test_by_hand = by_hand(
-    *rows(
-        first_update,
-        lambda bias, loads, rate: second.moved(bias, list(loads), rate),
+    *rows(first_update, lambda bias, loads, rate: second.moved(bias, list(loads), rate),
         # Wang et al., Algorithm 1, and DeepSeek-V3, section 2.1.2: mean 2.5, signs (-, -, +, +), then back.
         ("DeepSeek-V3", ([0.0] * 4, [5, 3, 2, 0], 0.125), [-0.125, -0.125, 0.125, 0.125]),
         ("and a step later", ([-0.125, -0.125, 0.125, 0.125], [2, 2, 3, 3], 0.125), [0.0] * 4),
@@ -188,20 +186,13 @@ test_by_hand = by_hand(
         ("more loads than experts", ([0.0], [1, 2], 0.1), REFUSED),
         ("no experts", ([], [], 0.1), REFUSED),
     ),
-    *rows(
-        lambda loads, routers: first.router_loads([ints(own) for own in loads], routers),
-        second.summed_loads,
+    *rows(lambda loads, routers: first.router_loads([ints(own) for own in loads], routers), second.summed_loads,
         *(
             (f"{loads} of routers {routers}", (loads, routers), REFUSED)
             for loads, routers in [
-                ([[1, 2], [3, 4]], [[0]]),
-                ([[1, 2], [3, 4]], [[0, 1], [1]]),
-                ([[1, 2], [3, 4]], [[0, 1, 1]]),
-                ([[1, 2], [3, 4]], [[0, 1, 2]]),
-                ([[1, 2], [3, 4]], [[0, 1], [-1]]),
-                ([[1, 2], [3]], [[0, 1]]),
-                ([[1, 2], [3, -4]], [[0, 1]]),
-                ([[1, 2], [3, -4]], [[0], [1]]),
+                ([[1, 2], [3, 4]], [[0]]), ([[1, 2], [3, 4]], [[0, 1], [1]]), ([[1, 2], [3, 4]], [[0, 1, 1]]),
+                ([[1, 2], [3, 4]], [[0, 1, 2]]), ([[1, 2], [3, 4]], [[0, 1], [-1]]), ([[1, 2], [3]], [[0, 1]]),
+                ([[1, 2], [3, -4]], [[0, 1]]), ([[1, 2], [3, -4]], [[0], [1]]),
             ]
         ),
     ),
@@ -212,7 +203,7 @@ test_by_hand = by_hand(
         ("loads of fewer experts in a forward that would not count", (Forward("evaluation", [1]),), REFUSED),
         ("loads below 0 in a forward that would not count", (Forward("forced", [1, -1]),), REFUSED),
     ),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32])

@@ -133,43 +133,27 @@ BIAS, PLAIN, INF, NAN = [0.0, 0.5, -0.25], [0.0, 0.0, 0.0], math.inf, math.nan
 ALL = np.ones(4, dtype=np.bool_)
 
 test_by_hand = by_hand(
-    *rows(
-        first_range,
-        second.legal_range,
+    *rows(first_range, second.legal_range,
         # d_0: 5/8 1/4 1/4; d_1: 1/2 1/2 -1/8; d_2: -1/4 three times.
-        (
-            "three tokens, one each: between the second and the first of d",
-            ([SCORES[:3]], BIAS, 1),
-            ([0.25, 0.5, -0.25], [0.625, 0.5, -0.25]),
-        ),
+        ("three tokens, one each: between the second and the first of d", ([SCORES[:3]], BIAS, 1),
+         ([0.25, 0.5, -0.25], [0.625, 0.5, -0.25])),
         # d_0: 5/8 1/4 1/4 0; d_1: 1/2 1/2 1/2 -1/8; d_2: 1 -1/4 -1/4 -1/4.
-        (
-            "four tokens, 4/3 each: one or two are legal, so between the third and the first",
-            ([SCORES], BIAS, 1),
-            ([0.25, 0.5, -0.25], [0.625, 0.5, 1.0]),
-        ),
+        ("four tokens, 4/3 each: one or two are legal, so between the third and the first", ([SCORES], BIAS, 1),
+         ([0.25, 0.5, -0.25], [0.625, 0.5, 1.0])),
         # d_0: 5/8 1/4; d_1: 1/2 -1/8; d_2: -1/4 -1/4.
-        (
-            "two tokens, 2/3 each: none or one is legal, so anything above the second",
-            ([SCORES[:2]], BIAS, 1),
-            ([0.25, -0.125, -0.25], [INF] * 3),
-        ),
+        ("two tokens, 2/3 each: none or one is legal, so anything above the second", ([SCORES[:2]], BIAS, 1),
+         ([0.25, -0.125, -0.25], [INF] * 3)),
         ("one token: anything", ([SCORES[:1]], BIAS, 1), ([-INF] * 3, [INF] * 3)),
         # low: 0 + 3/16; 1/8 + 3/8; -1/16 - 3/16. high: 15/32; the others the same.
-        (
-            "a memory of 1/4 keeps a quarter of the old bias",
-            ([SCORES[:3]], BIAS, 1),
-            {"memory": 0.25},
-            ([0.1875, 0.5, -0.25], [0.46875, 0.5, -0.25]),
-        ),
+        ("a memory of 1/4 keeps a quarter of the old bias", ([SCORES[:3]], BIAS, 1), {"memory": 0.25},
+         ([0.1875, 0.5, -0.25], [0.46875, 0.5, -0.25])),
         ("without a token the bias stays", ([], BIAS, 1), {"memory": 0.5}, (BIAS, BIAS)),
         ("with nothing but padding the bias stays", ([SCORES], BIAS, 1, [ALL]), {"memory": 0.5}, (BIAS, BIAS)),
         ("with K = E the bias stays", ([SCORES], BIAS, 3), {"memory": 0.5}, (BIAS, BIAS)),
         *(
             (f"bounds of {name}", question, REFUSED)
             for name, question in [
-                ("K = 0", ([np.zeros((2, 3))], BIAS, 0)),
-                ("K > E", ([np.zeros((2, 3))], BIAS, 4)),
+                ("K = 0", ([np.zeros((2, 3))], BIAS, 0)), ("K > E", ([np.zeros((2, 3))], BIAS, 4)),
                 *((f"memory {r}", ([np.zeros((2, 3))], BIAS, 1, None, r)) for r in (1.0, -0.1, NAN)),
                 ("another E", ([np.zeros((2, 4))], BIAS, 1)),
                 ("another E in one part", ([np.zeros((2, 3)), np.zeros((1, 2))], BIAS, 1)),
@@ -180,8 +164,7 @@ test_by_hand = by_hand(
                 # K = E, or no token, would hand the bias on as it is.
                 *(
                     (f"{T} tokens, K = {K}, bias {bad}", ([np.zeros((T, 3))], [0.0, bad, 0.0], K))
-                    for T, K in [(2, 3), (0, 1)]
-                    for bad in (INF, NAN)
+                    for T, K in [(2, 3), (0, 1)] for bad in (INF, NAN)
                 ),
             ]
         ),
@@ -198,9 +181,7 @@ test_by_hand = by_hand(
         ("a score of -inf", ([0.0, 1.0, -INF], PLAIN, 1), REFUSED),
         ("a bias of infinity", ([0.0, 1.0, 2.0], [0.0, INF, 0.0], 1), REFUSED),
     ),
-    *rows(
-        in_doubles(first.outside),
-        second.missed,
+    *rows(in_doubles(first.outside), second.missed,
         ("a gap of 2 is legal", ([5.0, 7.0], [0.0, 2.0], [1.0, 3.0]), 0.0),
         ("a gap of 3 at most", ([5.0, 8.0], [0.0, 2.0], [1.0, 3.0]), 0.0),
         ("a gap of 3.5 misses by half the rest", ([5.0, 8.5], [0.0, 2.0], [1.0, 3.0]), 0.25),
@@ -211,4 +192,4 @@ test_by_hand = by_hand(
         ("bounds of more experts", ([0.0], [0.0, 0.0], [1.0, 1.0]), REFUSED),
         ("bounds the wrong way round", ([0.0, 0.0], [0.0, 2.0], [1.0, 1.0]), REFUSED),
     ),
-)
+)  # fmt: skip

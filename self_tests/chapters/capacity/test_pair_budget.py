@@ -192,18 +192,14 @@ def left(*rows_of: int, wanted: list[Pair] = WANTED) -> list[tuple[int, int, int
 
 test_by_hand = by_hand(
     # T_r min(K, N) for every source rank, and at most p - 1 more for every expert that has a row.
-    *rows(
-        first.worst_case_rows,
-        second.worst_case_rows,
+    *rows(first.worst_case_rows, second.worst_case_rows,
         ("fewer experts than slots", ([2, 5], 3, 2), 14),
         ("as many rows as tokens", ([2, 5], 3, 2), {"per_token": True}, 7),
         ("as many rows as the largest rank's tokens", ([2, 5], 3, 2), {"per_token": True, "equal_sizes": True}, 10),
         ("two rows: two of four experts are filled up", ([1, 0], 2, 4), {"alignment": 8}, 16),
         ("no tokens", ([0, 0], 3, 4), {"alignment": 8, "equal_sizes": True}, 0),
     ),
-    *rows(
-        first.legal_deliveries,
-        second.legal_deliveries,
+    *rows(first.legal_deliveries, second.legal_deliveries,
         ("all rows", *got([0, 1, 2, 3], [3, 1]), [True, True]),
         ("dropped with room for all", *got([0, 1, 3], [3, 1]), [False, True]),
         ("one too many is dropped", *got([0, 1, 3], [2, 1]), [True, True]),
@@ -219,16 +215,10 @@ test_by_hand = by_hand(
         ("rank 0 is full: its slot goes on neither shard", *got([0, 1], [1, 2], wanted=SHARDS), [True, True]),
         ("half a slot", *got([0, 1, 3], [1, 2], wanted=SHARDS), [False, False]),
         ("nobody is full", *got([0, 1], [2, 2], wanted=SHARDS), [False, False]),
-        (
-            "a stray row is blamed on its receiver",
-            ([PAIR, PAIR._replace(destination=1)], [PAIR], [5, 5]),
-            [True, False],
-        ),
+        ("a stray row is its receiver's fault", ([PAIR, PAIR._replace(destination=1)], [PAIR], [5, 5]), [True, False]),
         ("one row fits a budget of one: nothing is filled up unasked", ([], [PAIR], [1, 0]), [False, True]),
     ),
-    *rows(
-        first.fitting_slots,
-        second.fitting_slots,
+    *rows(first.fitting_slots, second.fitting_slots,
         ("each would fit alone", *got([], [2, 1]), left(0, 1, 2, 3)),
         ("each would fit beside the first", *got([0], [2, 1]), left(1, 2, 3)),
         ("no room is left", *got([0, 2, 3], [2, 1]), []),
@@ -241,4 +231,4 @@ test_by_hand = by_hand(
         ("half a slot is not dropped", *got([0, 1, 2], [2, 2], wanted=SHARDS), []),
     ),
     *refusals(BAD),
-)
+)  # fmt: skip

@@ -180,4 +180,4 @@ class TestRefusals:
         assert_agree(first_drops.legal_drop, second_drops.legal_drop, KEPT, IDS, 3, **options)
 
 
-test_by_hand = by_hand(*refusals(BAD))
+test_by_hand = by_hand(*refusals(BAD))  # fmt: skip

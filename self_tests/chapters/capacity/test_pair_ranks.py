@@ -56,9 +56,7 @@ FOUR_AND_TWO = [np.array([[0], [0], [0], [1]]), np.array([[0], [0]])]
 MEAN: dict[str, Any] = {"factor": 1.0, "policy": "any"}
 
 test_by_hand = by_hand(
-    *rows(
-        first_drops.legal_drops_by_rank,
-        second_drops.legal_drops_by_rank,
+    *rows(first_drops.legal_drops_by_rank, second_drops.legal_drops_by_rank,
         # Two experts, factor 1: four tokens give two places, two one.
         ("each rank by its own tokens", (kept("++-+", "+-"), FOUR_AND_TWO, 2), MEAN, [True, True]),
         ("ceil(6 / 2) = 3 of the group's mean", (kept("++++", "+-"), FOUR_AND_TWO, 2), MEAN, [False, True]),
@@ -69,4 +67,4 @@ test_by_hand = by_hand(
         # x = 8 / 3 * 9 / 8 = 3, so 3 or 4; never one of each.
         ("one capacity for all experts", (kept("+++-++++"), [BOTH], 3), {**MEAN, "factor": 9 / 8}, [False]),
     )
-)
+)  # fmt: skip

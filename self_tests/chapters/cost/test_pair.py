@@ -134,45 +134,30 @@ def one(question: Any) -> tuple[Any]:
 
 
 test_by_hand = by_hand(
-    *rows(
-        first.pair_rows,
-        second.pair_rows,
+    *rows(first.pair_rows, second.pair_rows,
         ("rows by pair", FOUR, [[0, 1, 3, 2], [2, 0, 0, 0], [0, 0, 0, 0], [1, 1, 2, 0]]),
         ("rows by pair, to shards", TWO_BY_TWO, [[0, 2, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]]),
         *NOT_HELD,
     ),
-    *rows(
-        first.least_rows,
-        second.least_rows,
+    *rows(first.least_rows, second.least_rows,
         ("rows by token and rank", FOUR, [[0, 1, 2, 2], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0]]),
         ("rows by token, to shards", TWO_BY_TWO, [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]]),
         *NOT_HELD,
     ),
-    *rows(
-        first.all_gather_rows,
-        second.all_gather_rows,
+    *rows(first.all_gather_rows, second.all_gather_rows,
         ("gathered", ([3, 1, 0, 2], [[2, 0, 3, 1]]), [[0, 3, 3, 3], [1, 0, 1, 1], [0, 0, 0, 0], [2, 2, 2, 0]]),
         ("gathered in groups", ([1] * 4, [[0, 1], [2, 3]]), [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]]),
     ),
-    *rows(
-        first.place_rows,
-        second.place_rows,
-        (
-            "places",
-            ([2, 2, 2, 5], [[0, 1, 2], [3]], [1, 2, 1, 4]),
-            [[0, 4, 2, 0], [2, 0, 2, 0], [2, 4, 0, 0], [0, 0, 0, 0]],
-        ),
+    *rows(first.place_rows, second.place_rows,
+        ("places", ([2, 2, 2, 5], [[0, 1, 2], [3]], [1, 2, 1, 4]),
+         [[0, 4, 2, 0], [2, 0, 2, 0], [2, 4, 0, 0], [0, 0, 0, 0]]),
     ),
-    *rows(
-        first.ratio,
-        second.ratio,
+    *rows(first.ratio, second.ratio,
         *((f"{n} of {least} rows", (n, least), ratio) for n, least, ratio in [(7, 3, 7 / 3), (2, 2, 1.0), (0, 0, 1.0)]),
         *((f"{n} of {least} rows", (n, least), REFUSED) for n, least in [(1, 2), (-1, -1), (0, -1), (-1, 0)]),
     ),
     # Bits to whole bytes, four bytes for each block that is begun, then the alignment.
-    *rows(
-        first_bytes.row_bytes,
-        second_bytes.row_bytes,
+    *rows(first_bytes.row_bytes, second_bytes.row_bytes,
         ("DeepSeek-V3's rows", (7168, 8, 128), 7168 + 56 * 4),
         ("rows without scales", (7168, 16, None), 14336),
         ("a block that is begun", (129, 8, 128), 129 + 8),
@@ -186,42 +171,25 @@ test_by_hand = by_hand(
         ("alignment 0", (8, 8, None), {"alignment": 0}, REFUSED),
     ),
     # Each expert's rows up to the multiple, and a multiple more for each expert.
-    *rows(
-        first_bytes.most_rows,
-        second_bytes.most_rows,
+    *rows(first_bytes.most_rows, second_bytes.most_rows,
         *(
             (f"{rows_N} in multiples of {multiple}", (rows_N, multiple), most)
             for rows_N, multiple, most in [
-                ([], 4, 0),
-                ([1, 4, 5], 4, 8 + 8 + 12),
-                ([3, 7], 1, 12),
-                ([8], 8, 16),
-                ([9], 8, 24),
-                ([1, -1], 2, REFUSED),
-                ([1], 0, REFUSED),
-                ([1], -2, REFUSED),
+                ([], 4, 0), ([1, 4, 5], 4, 8 + 8 + 12), ([3, 7], 1, 12), ([8], 8, 16), ([9], 8, 24),
+                ([1, -1], 2, REFUSED), ([1], 0, REFUSED), ([1], -2, REFUSED),
             ]
         ),
     ),
-    *rows(
-        first_calls.legal_calls,
-        second_calls.legal_calls,
+    *rows(first_calls.legal_calls, second_calls.legal_calls,
         *(
             (f"{calls} calls of {ranks} ranks", (calls, ranks), legal)
             for calls, ranks, legal in [
-                (0, 1, True),
-                (1, 1, False),
-                (0, 2, True),
-                (9, 2, True),
-                (-1, 2, REFUSED),
-                (0, 0, REFUSED),
+                (0, 1, True), (1, 1, False), (0, 2, True), (9, 2, True), (-1, 2, REFUSED), (0, 0, REFUSED),
                 (1, -1, REFUSED),
             ]
         ),
     ),
-    *rows(
-        first_calls.same_calls,
-        second_calls.same_calls,
+    *rows(first_calls.same_calls, second_calls.same_calls,
         ("one number of one rank", one([[3]]), True),
         ("one number for all cases and ranks", one([[3, 3], [3, 3, 3]]), True),
         ("the last rank makes another", one([[3, 3], [3, 4]]), False),
@@ -231,9 +199,7 @@ test_by_hand = by_hand(
         *((f"calls {calls}", one(calls), REFUSED) for calls in ([], [[]], [[1], []])),
     ),
     # Five rows out and three back, with seven bytes beside them that are not needed again.
-    *rows(
-        moved(first_calls),
-        moved(second_calls),
+    *rows(moved(first_calls), moved(second_calls),
         ("as many rows", ((5, 3, 7), (5, 3, 0)), True),
         ("fewer rows", ((5, 3, 7), (4, 2, 0)), True),
         ("more in dispatch", ((5, 3, 7), (6, 3, 0)), False),
@@ -251,9 +217,7 @@ test_by_hand = by_hand(
         ),
     ),
     # From the second step on, all are alike.
-    *rows(
-        first_calls.settled,
-        second_calls.settled,
+    *rows(first_calls.settled, second_calls.settled,
         ("the first step may differ", one(["abc", "ab", "ab"]), True),
         ("the last may not", one(["ab", "ab", "abc"]), False),
         ("the second may not", one(["ab", "abc", "ab", "ab"]), False),
@@ -265,9 +229,7 @@ test_by_hand = by_hand(
         *((f"{len(steps)} steps", one(steps), REFUSED) for steps in ([], ["ab"], ["ab", "ab"])),
     ),
     # What every step leaves: growing once, or in some steps, is none.
-    *rows(
-        first_calls.growth,
-        second_calls.growth,
+    *rows(first_calls.growth, second_calls.growth,
         ("in every step", one([900, 930, 961, 991]), 30),
         ("in the first more than after it", one([900, 5000, 5030, 5060]), 30),
         ("in some steps", one([900, 930, 930, 960]), 0),
@@ -277,24 +239,14 @@ test_by_hand = by_hand(
         ("growth in no step", one([]), REFUSED),
     ),
     # Within the replicas of the expert, all or some.
-    *rows(
-        first_calls.legal_reduction,
-        second_calls.legal_reduction,
+    *rows(first_calls.legal_reduction, second_calls.legal_reduction,
         *(
             (f"{group} of replicas {replicas}", (group, replicas), legal)
             for group, replicas, legal in [
-                ([1, 3], [3, 1], True),
-                ([1, 3], [1, 3, 5], True),
-                ([1], [1, 3], True),
-                ([1, 2], [1, 3], False),
-                ([1, 3, 5], [1, 3], False),
-                ([2], [2], True),
-                ([2, 1], [2], False),
-                ([0, 1, 2, 3], [1, 3], False),
-                ([], [1], REFUSED),
-                ([1], [], REFUSED),
-                ([], [], REFUSED),
+                ([1, 3], [3, 1], True), ([1, 3], [1, 3, 5], True), ([1], [1, 3], True), ([1, 2], [1, 3], False),
+                ([1, 3, 5], [1, 3], False), ([2], [2], True), ([2, 1], [2], False), ([0, 1, 2, 3], [1, 3], False),
+                ([], [1], REFUSED), ([1], [], REFUSED), ([], [], REFUSED),
             ]
         ),
     ),
-)
+)  # fmt: skip

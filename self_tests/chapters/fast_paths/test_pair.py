@@ -164,45 +164,33 @@ NO_EXCHANGE = [
 ]
 
 test_by_hand = by_hand(
-    *rows(
-        first.pad,
-        second.pad,
+    *rows(first.pad, second.pad,
         *not_fitting(
             "pieces",
             ([2, -1], 3, (1, 2)), ([2, 3], 2, (5, 2)), ([2, 3], -1, (5, 2)), ([2, 3], 3, (6, 2)), ([2, 3], 3, (4, 2)),
             ([2, 3], 3, (5,)), ([2, 3], 3, (5, 2, 1)), ([], 3, (1, 2)),
         ),
     ),
-    *rows(
-        first.compact,
-        second.compact,
+    *rows(first.compact, second.compact,
         *not_fitting(
             "places",
             ([2, -1], 3, (6, 2)), ([2, 3], 2, (4, 2)), ([0, 0], -1, (0, 2)), ([2, 3], 3, (5, 2)), ([2, 3], 3, (7, 2)),
             ([2, 3], 3, (6,)), ([2, 3], 3, (6, 2, 1)), ([], 3, (3, 2)),
         ),
     ),
-    *rows(
-        first.uneven_exchange,
-        second.uneven_exchange,
+    *rows(first.uneven_exchange, second.uneven_exchange,
         *((f"uneven: {name}", question, REFUSED) for name, question in NO_EXCHANGE),
     ),
-    *rows(
-        first.equal_exchange,
-        second.equal_exchange,
+    *rows(first.equal_exchange, second.equal_exchange,
         *((f"equal: {name}", (*question, 4), REFUSED) for name, question in NO_EXCHANGE),
         ("three would cut a piece of four", ([np.zeros(shape) for shape in THREE_AND_FOUR], SPLITS, 3), REFUSED),
     ),
-    *rows(
-        first.smallest_split,
-        second.smallest_split,
+    *rows(first.smallest_split, second.smallest_split,
         ("no rank", (np.zeros((0, 0), np.int64),), REFUSED),
         ("splits that are not square", (np.ones((2, 3), np.int64),), REFUSED),
         ("less than no rows", (np.full((1, 1), -1),), REFUSED),
     ),
-    *rows(
-        first.lawful_splits,
-        second.lawful_splits,
+    *rows(first.lawful_splits, second.lawful_splits,
         ("splits of other ranks", ([3] * 3, np.ones((2, 2), np.int64)), REFUSED),
     ),
-)  # fmt: skip
+)  # fmt: skip  # fmt: skip

@@ -136,42 +136,32 @@ def of_rank(oracle: Any) -> Any:
 
 
 test_by_hand = by_hand(
-    *rows(
-        first.round_robin_shortcut,
-        second.round_robin_shortcut,
+    *rows(first.round_robin_shortcut, second.round_robin_shortcut,
         *(
             (f"offset, K, E, ep {sizes} make no round robin", sizes, REFUSED)
             for sizes in [(0, 2, 5, 2), (0, 0, 4, 2), (0, 5, 4, 2), (0, 1, 4, 0), (-2, 2, 4, 2)]
         ),
     ),
-    *rows(
-        of_rank(first),
-        of_rank(second),
+    *rows(of_rank(first), of_rank(second),
         ("an odd offset", (np.zeros((3, 2)), 0, 1, 2, 4, 2), REFUSED),
         ("fewer slots than experts of a rank", (np.zeros((3, 2)), 0, 0, 1, 4, 2), REFUSED),
         ("rank 2 of 2", (np.zeros((3, 2)), 2, 0, 2, 4, 2), REFUSED),
         ("rank -1", (np.zeros((3, 2)), -1, 0, 2, 4, 2), REFUSED),
     ),
-    *rows(
-        first.as_batch,
-        second.as_batch,
+    *rows(first.as_batch, second.as_batch,
         *(
             (f"{shape} as {held} times {each}", (np.zeros(shape), held, each), REFUSED)
             for shape, held, each in [((6, 2), 2, 2), ((6, 2), 4, 2), ((4, 2), -2, -2), ((6,), 3, 2), ((3, 2, 2), 3, 2)]
         ),
     ),
-    *rows(
-        first.equal_counts,
-        second.equal_counts,
+    *rows(first.equal_counts, second.equal_counts,
         *(
             (f"counts {counts} of {n} rows", (counts, n), REFUSED)
             for counts, n in [([3, 3], 7), ([3, 3], 5), ([], 1), ([2, -2], 0), ([-1, -1], -2)]
         ),
     ),
-    *rows(
-        first.look_up_counts,
-        second.look_up_counts,
+    *rows(first.look_up_counts, second.look_up_counts,
         ("counters reset leave the cache warm", (["look_up", "change", "look_up", "reset", "look_up"],), (1, 0)),
         ("an unknown event", (["look_up", "drop"],), REFUSED),
     ),
-)
+)  # fmt: skip

@@ -247,29 +247,19 @@ def second_views(logits: list[float], *, top_k: int, **forced: Any) -> list[tupl
 
 
 test_by_hand = by_hand(
-    *rows(
-        first.legal_ids,
-        second.legal_ids,
+    *rows(first.legal_ids, second.legal_ids,
         ("repeated, unknown and empty slots are no route", (IDS_63, 3), [True] + [False] * 5),
-        (
-            "padding has a route or nothing but empty slots",
-            (IDS_63, 3),
-            {"padding_T": np.ones(6, dtype=bool)},
-            [True, False, False, False, True, False],
-        ),
+        ("padding has a route or nothing but empty slots", (IDS_63, 3), {"padding_T": np.ones(6, dtype=bool)},
+         [True, False, False, False, True, False]),
         ("a mask of two for one token", (ONE_ID, 3), {"padding_T": np.array([True, False])}, REFUSED),
     ),
-    *rows(
-        first.groups_used,
-        second.groups_used,
+    *rows(first.groups_used, second.groups_used,
         ("pairs of neighbours are groups", (np.array([[0, 1, 3], [4, 5, 3], [0, 2, 5]]), 6, 3), [2, 2, 3]),
         ("uneven groups", (ONE_ID, 3, 2), REFUSED),
         ("no groups", (ONE_ID, 3, 0), REFUSED),
         ("groups of no route", (ONE_ID + 3, 3, 3), REFUSED),
     ),
-    *rows(
-        first.round_robin,
-        second.round_robin,
+    *rows(first.round_robin, second.round_robin,
         ("rank 4 of five experts begins with the last", (2, 3, 5), {"rank": 4}, [[4, 0, 1], [2, 3, 4]]),
         ("T < 0", (-1, 1, 2), REFUSED),
         ("K = 0", (2, 0, 2), REFUSED),
@@ -277,9 +267,7 @@ test_by_hand = by_hand(
         ("rank -1", (2, 1, 2), {"rank": -1}, REFUSED),
     ),
     # Sums differ by at most 1, or where ranks differ in size by at most their number.
-    *rows(
-        lambda loads: first.balanced_sum([torch.tensor(loads_E) for loads_E in loads]),
-        second.balanced_sum,
+    *rows(lambda loads: first.balanced_sum([torch.tensor(loads_E) for loads_E in loads]), second.balanced_sum,
         ("sums of 3 3 2", ([[2, 1, 1], [1, 2, 1]],), True),
         ("the same remainder twice: 4 2 2", ([[2, 1, 1], [2, 1, 1]],), False),
         ("unequal ranks: 3 2 2", ([[2, 1, 1], [1, 1, 1]],), True),
@@ -289,13 +277,11 @@ test_by_hand = by_hand(
         ("no rank", ([],), REFUSED),
     ),
     *rows(  # five tokens that all choose experts 0 and 1 of four
-        first_capacity.fits,
-        second_capacity.fits,
-        ("of five rows each, ceil(10 / 4) = 3 fit", (np.array([[0, 1]] * 5), 4, 3), [3, 3, 0, 0]),
+    first_capacity.fits,
+    second_capacity.fits,
+    ("of five rows each, ceil(10 / 4) = 3 fit", (np.array([[0, 1]] * 5), 4, 3), [3, 3, 0, 0]),
     ),
-    *rows(
-        lambda logits_TE, ids_TK, gate: first_weights(logits_TE, ids_TK.numpy(), gate),
-        second.forced_weights,
+    *rows(lambda logits_TE, ids_TK, gate: first_weights(logits_TE, ids_TK.numpy(), gate), second.forced_weights,
         ("shares of all experts", weighed([1, 0], "softmax"), [[2 / 8, 1 / 8]]),
         ("shares normalised", weighed([1, 0], "softmax", normalise=True), [[2 / 3, 1 / 3]]),
         ("shares of the forced", weighed([1, 0], "softmax_topk"), [[2 / 3, 1 / 3]]),
@@ -308,61 +294,41 @@ test_by_hand = by_hand(
             (f"{kind} of {logits}, {ids}", (np.array([logits]), np.array([ids]), Gate(len(ids), kind)), REFUSED)
             for kind in KINDS
             for logits, ids in [
-                ([0.0, math.nan, 1.0], [0]),
-                ([0.0, math.inf, 1.0], [0]),
+                ([0.0, math.nan, 1.0], [0]), ([0.0, math.inf, 1.0], [0]),
                 ([-math.inf, math.nan, 1.0], [0]),  # undecided, and still no logits
-                ([0.0, 1.0, 2.0], [3]),
-                ([0.0, 1.0, 2.0], [-1]),
-                ([0.0, 1.0, 2.0], [1, 1]),
+                ([0.0, 1.0, 2.0], [3]), ([0.0, 1.0, 2.0], [-1]), ([0.0, 1.0, 2.0], [1, 1]),
             ]
         ),
     ),
-    *rows(
-        first_scores.undecided_weights,
-        second.undecided_weights,
+    *rows(first_scores.undecided_weights, second.undecided_weights,
         ("undecided id E", (LOGITS, ONE_ID + 3), REFUSED),
         ("undecided id -1", (LOGITS, ONE_ID - 1), REFUSED),
         ("undecided twice", (LOGITS, np.array([[1, 1]])), REFUSED),
     ),
-    *rows(
-        first_handed_on,
-        lambda own_TE, forced_TE: 2 * second.straight_through(own_TE, forced_TE),
+    *rows(first_handed_on, lambda own_TE, forced_TE: 2 * second.straight_through(own_TE, forced_TE),
         ("z^2 has the gradient 2 z, whatever l was", (np.array([[7.0, 9.0]]), HALVES), [[1.0, -4.0]]),
         ("T = 0 hands on an empty gradient", (np.zeros((0, 3)), np.zeros((0, 3))), np.zeros((0, 3))),
         ("logits of another shape", (LOGITS, HALVES), REFUSED),
     ),
-    *rows(
-        first_views,
-        second_views,
-        (
-            "forced logits and their choice, then the router's own",
-            ([1.0, 2.0, 3.0],),
-            {"top_k": 1, "forced_logits_TE": np.array([[9.0, 4.0, 5.0]])},
-            [([[9.0, 4.0, 5.0]], [[0]]), ([[1.0, 2.0, 3.0]], [[2]])],
-        ),
-        (
-            "the router's own choice, then forced ids",
-            ([1.0, 2.0, 3.0],),
-            {"top_k": 1, "forced_ids_TK": np.array([[1]])},
-            [([[1.0, 2.0, 3.0]], [[2]]), ([[1.0, 2.0, 3.0]], [[1]])],
-        ),
+    *rows(first_views, second_views,
+        ("forced logits and their choice, then the router's own", ([1.0, 2.0, 3.0],),
+         {"top_k": 1, "forced_logits_TE": np.array([[9.0, 4.0, 5.0]])},
+         [([[9.0, 4.0, 5.0]], [[0]]), ([[1.0, 2.0, 3.0]], [[2]])]),
+        ("the router's own choice, then forced ids", ([1.0, 2.0, 3.0],), {"top_k": 1, "forced_ids_TK": np.array([[1]])},
+         [([[1.0, 2.0, 3.0]], [[2]]), ([[1.0, 2.0, 3.0]], [[1]])]),
         *(
             (f"views of {name}", ([0.0, 0.0, 0.0],), {"top_k": 1, **options}, REFUSED)
             for name, options in [
-                ("nothing", {}),
-                ("both", {"forced_logits_TE": LOGITS, "forced_ids_TK": ONE_ID}),
+                ("nothing", {}), ("both", {"forced_logits_TE": LOGITS, "forced_ids_TK": ONE_ID}),
                 ("logits of another shape", {"forced_logits_TE": np.zeros((2, 3))}),
                 ("K > E", {"forced_logits_TE": LOGITS, "top_k": 4}),
                 ("two ids for K = 1", {"forced_ids_TK": np.array([[0, 1]])}),
-                ("two tokens", {"forced_ids_TK": np.array([[0], [1]])}),
-                ("id E", {"forced_ids_TK": ONE_ID + 3}),
+                ("two tokens", {"forced_ids_TK": np.array([[0], [1]])}), ("id E", {"forced_ids_TK": ONE_ID + 3}),
                 ("id -1", {"forced_ids_TK": ONE_ID - 1}),
             ]
         ),
     ),
-    *rows(
-        first.verdict,
-        second.verdict,
+    *rows(first.verdict, second.verdict,
         ("no strategy", ([],), "legal"),
         ("the strategy none", ([("none", None)],), "legal"),
         *((f"{name} with a number", ([(name, 1.5)],), "legal") for name in second.STRATEGIES),
@@ -372,4 +338,4 @@ test_by_hand = by_hand(
         ("one strategy twice, with none between", ([("biased", 0.5), ("none", None), ("biased", 0.5)],), "free"),
         ("a misspelt strategy", ([("radnom", None)],), "refused"),
     ),
-)
+)  # fmt: skip

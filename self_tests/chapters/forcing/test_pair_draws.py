@@ -92,15 +92,11 @@ class TestBiasDraws:
 
 
 test_by_hand = by_hand(
-    *rows(
-        first.load_margin,
-        second.load_margin,
+    *rows(first.load_margin, second.load_margin,
         *((f"margin of T, K, E = {sizes}", sizes, REFUSED) for sizes in [(-1, 1, 2), (1, 0, 2), (1, 3, 2)]),
     ),
     # At most seven standard deviations and 16 off the mean.
-    *rows(
-        lambda loads, top_k: first.legal_random_loads(torch.tensor(loads), top_k),
-        second.legal_random_loads,
+    *rows(lambda loads, top_k: first.legal_random_loads(torch.tensor(loads), top_k), second.legal_random_loads,
         ("T = 400, E = 2: sigma = 10, so 200 -+ 86", ([286, 114], 1), [True, True]),
         ("T = 400, E = 2: 87 off", ([287, 113], 1), [False, False]),
         ("T = 225, K = 4 of 5: 58 off is legal to the last bit", ([122, 195, 195, 194, 194], 4), [True] * 5),
@@ -111,18 +107,14 @@ test_by_hand = by_hand(
         ("12 off: few tokens may well meet", ([16, 0, 0, 0], 1), [True] * 4),
         *((f"loads 2 1 of K = {K}", ([2, 1], K), REFUSED) for K in (0, 2, 3)),
     ),
-    *rows(
-        first.bias_moment,
-        second.bias_moment,
+    *rows(first.bias_moment, second.bias_moment,
         # Means 2, -2, 0 of two tokens and 1, 1, 1 of two more.
         ("(4 + 4 + 0 + 3) / 6", ([np.array([[1.0, -2, 5], [3, -2, -5]]), np.ones((2, 3))],), 11 / 6),
         ("moment of none", ([],), REFUSED),
         ("moment of T = 0", ([np.zeros((0, 3))],), REFUSED),
         ("moment of two shapes", ([np.zeros((1, 3)), np.zeros((2, 3))],), REFUSED),
     ),
-    *rows(
-        first.bias_moment_bounds,
-        second.bias_moment_bounds,
+    *rows(first.bias_moment_bounds, second.bias_moment_bounds,
         ("v = -3: 9 1/4 (1 -+ 8 sqrt(2 / 512))", (-3.0, 4, 64, 8), (4.625, 13.875)),
         ("a moment is not below 0", (3.0, 4, 2, 16), (0.0, 27.75)),
         *(
@@ -130,10 +122,8 @@ test_by_hand = by_hand(
             for sizes in [(1.0, 0, 2, 3), (1.0, 2, 0, 3), (1.0, 2, 3, 0), (math.nan, 2, 3, 4)]
         ),
     ),
-    *rows(
-        first.chance_alike,
-        second.chance_alike,
+    *rows(first.chance_alike, second.chance_alike,
         ("of six pairs two more draws hit the first one's with 1 / 36", (2, 2, 4), 1 / 36),
         *((f"chance of {sizes}", sizes, REFUSED) for sizes in [(-1, 1, 2), (1, 0, 2), (1, 3, 2)]),
     ),
-)
+)  # fmt: skip

@@ -220,9 +220,7 @@ NO_ROUTES = [
 ]
 
 test_by_hand = by_hand(
-    *rows(
-        first.hot_blocks,
-        second.hot_blocks,
+    *rows(first.hot_blocks, second.hot_blocks,
         ("one token on another rank", (by_rank([[2, 3, 0], [3, 0, 1]], [[5, 2, 3]]), BLOCKS), []),
         ("another block on each source rank", (by_rank([[2, 3, 0]], [[0, 1, 5]]), BLOCKS), []),
         ("one block in all rows", (by_rank([[2], [2], [3]]), BLOCKS), [1]),
@@ -236,9 +234,7 @@ test_by_hand = by_hand(
         ("without tokens every block may be meant", ([NOBODY, NOBODY], [[0, 2], [1]]), EVEN, [0, 1]),
         *((f"hot blocks of {name}", (ids, blocks), REFUSED) for name, ids, blocks in NO_ROUTES),
     ),
-    *rows(
-        first.hot_experts,
-        second.hot_experts,
+    *rows(first.hot_experts, second.hot_experts,
         ("two rows, and one for each of the others", (by_rank([[1, 0], [1, 2]], [[0, 1], [2, 1]]), 4), [1]),
         ("one rank without the expert", (by_rank([[1, 0], [2, 1]], [[0, 1]], [[3, 0]]), 4), []),
         ("K = 1", (by_rank([[3]], [[3], [3]]), 4), [3]),
@@ -248,9 +244,7 @@ test_by_hand = by_hand(
         ("no experts", ([], 0), REFUSED),
         ("id E", (by_rank([[0, 1]]), 1), REFUSED),
     ),
-    *rows(
-        first.first_hot_ranks,
-        second.first_hot_ranks,
+    *rows(first.first_hot_ranks, second.first_hot_ranks,
         ("each forward loads the next rank", (in_turn(1, 2, 0, 1), THREE), [1]),
         ("rank 0 comes after rank 2", (in_turn(2, 0), THREE), [2]),
         ("rank 2 does not come after rank 0", (in_turn(0, 2), THREE), []),
@@ -262,9 +256,7 @@ test_by_hand = by_hand(
         ("turns of no blocks", ([], []), REFUSED),
         ("turns of id E", ([by_rank([[3, 4]])], TWO), REFUSED),
     ),
-    *rows(
-        first.hot_by_ratio,
-        second.hot_by_ratio,
+    *rows(first.hot_by_ratio, second.hot_by_ratio,
         # Three ranks, two sources of 4 tokens, K = 1. rho = 2: a = 2 * 8 / 4 = 4.
         ("rho = 2: a = 4 rows", (spread([2, 1, 1], [2, 1, 1]), THREE, 2.0), [0]),
         ("5 rows are less than two sources off", (spread([3, 1, 0], [2, 1, 1]), THREE, 2.0), [0]),
@@ -290,18 +282,14 @@ test_by_hand = by_hand(
         *((f"ratio {rho}", (by_rank([[0, 1]]), TWO, rho), REFUSED) for rho in (0.99, math.inf, math.nan)),
         ("ratio over uneven blocks", (by_rank([[0, 1]]), UNEVEN, 2.0), REFUSED),
     ),
-    *rows(
-        first_imbalance.overload,
-        second.overload,
+    *rows(first_imbalance.overload, second.overload,
         ("all K fit on one of ep = 4 ranks", (3, 12, 3), 4.0),
         ("one rank", (5, 12, 12), 1.0),
         ("K = E", (12, 12, 3), 1.0),
         ("a node of two of eight ranks: ep / q", (8, 64, 16), 4.0),
         *((f"overload of {sizes}", sizes, REFUSED) for sizes in [(0, 4, 2), (5, 4, 2), (2, 4, 0), (2, 4, 5)]),
     ),
-    *rows(
-        first_imbalance.mean_overload,
-        lambda loads, blocks: float(second.mean_overload(loads, blocks)),
+    *rows(first_imbalance.mean_overload, lambda loads, blocks: float(second.mean_overload(loads, blocks)),
         ("one rank has the mean", ([np.array([2, 1])], [[1, 0]]), 1.0),
         ("no draw", ([], TWO), REFUSED),
         ("a draw without load", ([np.array([1, 0, 0, 0]), np.zeros(4, dtype=int)], TWO), REFUSED),
@@ -322,4 +310,4 @@ test_by_hand = by_hand(
         ("with ep = 1 nothing can rise", ([[[2, 1]], [[3, 0]]], [[0, 1]]), True),
         ("one deviation", ([[[1, 2, 2, 2]]], TWO), REFUSED),
     ),
-)
+)  # fmt: skip

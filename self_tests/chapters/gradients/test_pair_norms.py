@@ -145,11 +145,8 @@ test_by_hand = by_hand(
     *rows(
         whole_and_copies,
         lambda ranks, sizes: (list(second.whole(ranks, sizes).items()), second.copies(ranks, sizes)),
-        (
-            "a router on both ranks and an expert that is cut: each element once",
-            (CUT, {"a": 2, "b": 1, "w": 2}),
-            ([("a", [4.0, -4.0]), ("b", [0.0]), ("w", [1.0, 2.0])], {"a": 1, "b": 2, "w": 2}),
-        ),
+        ("a router on both ranks and an expert that is cut: each element once", (CUT, {"a": 2, "b": 1, "w": 2}),
+         ([("a", [4.0, -4.0]), ("b", [0.0]), ("w", [1.0, 2.0])], {"a": 1, "b": 2, "w": 2})),
     ),
     *rows(
         lambda ranks, sizes: first_shards.whole(in_torch(ranks), sizes)["a"],
@@ -170,29 +167,17 @@ test_by_hand = by_hand(
         ("more values than elements", ([[Shard("a", np.array([0]), np.array([1.0, 2.0]))]], {"a": 2}), REFUSED),
         ("two dims", ([[Shard("a", np.array([[0]]), np.array([[1.0]]))]], {"a": 1}), REFUSED),
     ),
-    *rows(
-        lambda ranks: first_shards.copies(in_torch(ranks), {"a": 2}),
-        lambda ranks: second.copies(ranks, {"a": 2}),
+    *rows(lambda ranks: first_shards.copies(in_torch(ranks), {"a": 2}), lambda ranks: second.copies(ranks, {"a": 2}),
         *((f"{name} has no number of replicas", (r,), REFUSED) for name, r in [("half", HALF), ("turned", HALF[::-1])]),
         ("nothing has no number of replicas", ([[]],), REFUSED),
     ),
-    *rows(
-        as_tensors(first.norm),
-        second.norm,
+    *rows(as_tensors(first.norm), second.norm,
         *(
             (f"the {p}-norm of {values}", (two(values),), {"p": p}, expected)
             for values, p, expected in [
-                ([], 2.0, 0.0),
-                ([0.0, -0.0], 2.0, 0.0),
-                ([2.0, -3.0, 6.0], 2.0, 7.0),
-                ([2.0, -3.0, 6.0], 1.0, 11.0),
-                ([2.0, -6.0, 3.0], INF, 6.0),
-                ([3.0, 4.0, -5.0], 3.0, 6.0),
-                ([1.0, INF], 2.0, INF),
-                ([-INF, 1.0], INF, INF),
-                ([-INF, INF, NAN], 2.0, NAN),
-                ([NAN, 1.0, INF], INF, NAN),
-                ([NAN], 1.0, NAN),
+                ([], 2.0, 0.0), ([0.0, -0.0], 2.0, 0.0), ([2.0, -3.0, 6.0], 2.0, 7.0), ([2.0, -3.0, 6.0], 1.0, 11.0),
+                ([2.0, -6.0, 3.0], INF, 6.0), ([3.0, 4.0, -5.0], 3.0, 6.0), ([1.0, INF], 2.0, INF),
+                ([-INF, 1.0], INF, INF), ([-INF, INF, NAN], 2.0, NAN), ([NAN, 1.0, INF], INF, NAN), ([NAN], 1.0, NAN),
             ]
         ),
         ("a stage without parameters", ({},), 0.0),
@@ -200,63 +185,31 @@ test_by_hand = by_hand(
         *((f"p = {p} is no norm", (two([1.0]),), {"p": p}, REFUSED) for p in (0.5, 0.0, -1.0, NAN, -INF)),
     ),
     # Within 2^-20 of the exact norm, the same on every rank, and no number where it is none.
-    *rows(
-        first.legal_norms,
-        second.legal_norms,
+    *rows(first.legal_norms, second.legal_norms,
         *(
             (f"{claimed} for {exact}", (claimed, exact), legal)
             for claimed, exact, legal in [
-                ([EDGE, EDGE], NORM, True),
-                ([LOW], NORM, True),
-                ([math.nextafter(EDGE, 9.0)], NORM, False),
-                ([math.nextafter(LOW, 0.0)], NORM, False),
-                ([NORM, NORM, math.nextafter(NORM, 4.0)], NORM, False),
-                ([0.0, 0.0], 0.0, True),
-                ([0.0, -0.0], 0.0, False),
-                ([2.0**-1000], 0.0, False),
-                ([-NORM], NORM, False),
-                ([INF] * 2, NORM, False),
-                ([NAN] * 2, NORM, False),
-                ([NAN] * 2, NAN, True),
-                ([INF] * 2, NAN, True),
-                ([INF, NAN], NAN, False),
-                ([NAN] * 2, INF, True),
-                ([INF, NORM], INF, False),
-                ([1e300], INF, False),
-                ([NORM], NAN, False),
-                ([], 1.0, REFUSED),
-                ([1.0], -1.0, REFUSED),
-                ([1.0], -INF, REFUSED),
+                ([EDGE, EDGE], NORM, True), ([LOW], NORM, True), ([math.nextafter(EDGE, 9.0)], NORM, False),
+                ([math.nextafter(LOW, 0.0)], NORM, False), ([NORM, NORM, math.nextafter(NORM, 4.0)], NORM, False),
+                ([0.0, 0.0], 0.0, True), ([0.0, -0.0], 0.0, False), ([2.0**-1000], 0.0, False), ([-NORM], NORM, False),
+                ([INF] * 2, NORM, False), ([NAN] * 2, NORM, False), ([NAN] * 2, NAN, True), ([INF] * 2, NAN, True),
+                ([INF, NAN], NAN, False), ([NAN] * 2, INF, True), ([INF, NORM], INF, False), ([1e300], INF, False),
+                ([NORM], NAN, False), ([], 1.0, REFUSED), ([1.0], -1.0, REFUSED), ([1.0], -INF, REFUSED),
             ]
         ),
     ),
     # min(1, max_norm / (norm + eps)), and 1 for a norm of zero, where the formula would change something.
-    *rows(
-        factor(first),
-        factor(second),
+    *rows(factor(first), factor(second),
         *(
             (f"norm, largest, eps {sizes}", sizes, expected)
             for sizes, expected in [
-                ((8.0, 2.0, 0.0), 0.25),
-                ((8.0, 8.0, 0.0), 1.0),
-                ((8.0, 9.0, 1e-6), 1.0),
-                ((8.0, 8.0, 1e-6), 8.0 / 8.000001),
-                ((2.0**-20, 2.0**-20, 2.0**-20), 0.5),
-                ((2.0**-20, 2.0**-19, 2.0**-20), 1.0),
-                ((1e-30, 1.0, 0.0), 1.0),
-                ((5.0, 0.0, 0.0), 0.0),
-                ((0.0, 0.0, 0.0), 1.0),
-                ((0.0, 0.0, 1e-6), 1.0),
-                ((0.0, 1e-9, 1e-6), 1.0),
-                ((1e300, INF, 0.0), 1.0),
-                ((-1.0, 1.0, 0.0), REFUSED),
-                ((NAN, 1.0, 0.0), REFUSED),
-                ((INF, 1.0, 0.0), REFUSED),
-                ((1.0, -1e-9, 0.0), REFUSED),
-                ((1.0, NAN, 0.0), REFUSED),
-                ((1.0, 1.0, -1e-9), REFUSED),
-                ((1.0, 1.0, 1.1e-6), REFUSED),
-                ((1.0, 1.0, NAN), REFUSED),
+                ((8.0, 2.0, 0.0), 0.25), ((8.0, 8.0, 0.0), 1.0), ((8.0, 9.0, 1e-6), 1.0),
+                ((8.0, 8.0, 1e-6), 8.0 / 8.000001), ((2.0**-20, 2.0**-20, 2.0**-20), 0.5),
+                ((2.0**-20, 2.0**-19, 2.0**-20), 1.0), ((1e-30, 1.0, 0.0), 1.0), ((5.0, 0.0, 0.0), 0.0),
+                ((0.0, 0.0, 0.0), 1.0), ((0.0, 0.0, 1e-6), 1.0), ((0.0, 1e-9, 1e-6), 1.0), ((1e300, INF, 0.0), 1.0),
+                ((-1.0, 1.0, 0.0), REFUSED), ((NAN, 1.0, 0.0), REFUSED), ((INF, 1.0, 0.0), REFUSED),
+                ((1.0, -1e-9, 0.0), REFUSED), ((1.0, NAN, 0.0), REFUSED), ((1.0, 1.0, -1e-9), REFUSED),
+                ((1.0, 1.0, 1.1e-6), REFUSED), ((1.0, 1.0, NAN), REFUSED),
             ]
         ),
     ),
@@ -268,4 +221,4 @@ test_by_hand = by_hand(
         ("norm + eps <= max_norm", (CLIPPED, 7.0), [[[2.0], [-3.0]], [6.0, 0.0]]),
         *((f"what ranks do with {bad} is free", (two([1.0, bad]), 1.0), REFUSED) for bad in (NAN, INF)),
     ),
-)
+)  # fmt: skip

@@ -145,24 +145,14 @@ NO_TOKEN_LOSS = [(f"{name}, {kind}", case, kind) for name, case in NO_LOSS for k
 NO_TOKEN_LOSS += [(f"no expert left, {kind}", MASKED, kind) for kind in ("softmax", "softmax_topk")]
 
 test_by_hand = by_hand(
-    *rows(
-        first_auxiliary,
-        second_auxiliary,
+    *rows(first_auxiliary, second_auxiliary,
         ("Switch Transformer, equations 4 to 6", (SWITCH, "softmax"), (667 / 640, [3 / 64, -3 / 128, -3 / 128])),
-        (
-            "GShard, section 2.2: E^2 l_aux of the first choices",
-            (GSHARD, "softmax"),
-            (
-                16 * 22 / 288,
-                [4 / 3 * p * d for p, d in [(1 / 2, 7 / 24), (1 / 4, -3 / 8), (1 / 8, -1 / 24), (1 / 8, -3 / 8)]],
-            ),
-        ),
+        ("GShard, section 2.2: E^2 l_aux of the first choices", (GSHARD, "softmax"),
+         (16 * 22 / 288,
+          [4 / 3 * p * d for p, d in [(1 / 2, 7 / 24), (1 / 4, -3 / 8), (1 / 8, -1 / 24), (1 / 8, -3 / 8)]])),
         ("DeepSeek-V3's tokens as one sequence", (DEEPSEEK, "sigmoid"), ONE_SEQUENCE),
-        (
-            "root of softplus",
-            (SOFTPLUS, "sqrtsoftplus"),
-            (1.6, [0.8 * -math.expm1(-0.25) * -0.8, 0.2 * -math.expm1(-4.0) * 0.2]),
-        ),
+        ("root of softplus", (SOFTPLUS, "sqrtsoftplus"),
+         (1.6, [0.8 * -math.expm1(-0.25) * -0.8, 0.2 * -math.expm1(-4.0) * 0.2])),
         *(
             (f"{kind} is charged over all experts", (EIGHTHS, kind), (21 / 16, [-21 / 128, 6 / 128, 15 / 128]))
             for kind in ("softmax", "softmax_topk")  # LOSS-02
@@ -170,9 +160,7 @@ test_by_hand = by_hand(
         ("balanced counts have no gradient", (EVEN, "softmax"), (1.0, [0.0] * 6)),
         *((f"{name}, {kind}", (case, kind), REFUSED) for name, case, kind in NO_TOKEN_LOSS),
     ),
-    *rows(
-        lambda case, kind: first_auxiliary(case, kind)[0],
-        lambda case, kind: second_auxiliary(case, kind)[0],
+    *rows(lambda case, kind: first_auxiliary(case, kind)[0], lambda case, kind: second_auxiliary(case, kind)[0],
         *(
             (f"{name} cost the coefficient, {kind}", (case, kind), 1.0)
             for name, case in [("balanced counts", EVEN), ("equal shares", EQUAL), ("all experts chosen", ALL_CHOSEN)]
@@ -182,25 +170,14 @@ test_by_hand = by_hand(
         ("sequences that are balanced in sum", (LEANING, "softmax"), 1.0),
         ("scores that do not lean as choices do", (NOT_LEANING, "softmax"), 2 * (2 / 3 * 0.34 + 1 / 3 * 0.66)),
     ),
-    *rows(
-        first_sequence,
-        second_sequence,
-        (
-            "DeepSeek-V3, equations 17 to 20",
-            (DEEPSEEK, np.array([7, 7, 4, 4]), "sigmoid"),
-            (1.3375, [0.016, -0.036, -0.004, -0.006]),
-        ),
-        (
-            "DeepSeek-V3 with sequences interleaved",
-            (MIXED, np.array([7, 4, 7, 4]), "sigmoid"),
-            (1.3375, [0.016, -0.036, -0.004, -0.006]),
-        ),
+    *rows(first_sequence, second_sequence,
+        ("DeepSeek-V3, equations 17 to 20", (DEEPSEEK, np.array([7, 7, 4, 4]), "sigmoid"),
+         (1.3375, [0.016, -0.036, -0.004, -0.006])),
+        ("DeepSeek-V3 with sequences interleaved", (MIXED, np.array([7, 4, 7, 4]), "sigmoid"),
+         (1.3375, [0.016, -0.036, -0.004, -0.006])),
         ("one sequence is the microbatch", (DEEPSEEK, np.array([3] * 4), "sigmoid"), ONE_SEQUENCE),
-        (
-            "each sequence on one of two experts",
-            (LEANING, np.array([0, 0, 1, 1]), "softmax"),
-            (1.5, [0.09375, -0.09375]),
-        ),
+        ("each sequence on one of two experts", (LEANING, np.array([0, 0, 1, 1]), "softmax"),
+         (1.5, [0.09375, -0.09375])),
         *((f"sequence: {name}, {kind}", (case, LABELS_2, kind), REFUSED) for name, case, kind in NO_TOKEN_LOSS),
         ("fewer sequences than have tokens", (TWO, np.array([0, 1]), "softmax", 1), REFUSED),
         ("labels of fewer tokens", (TWO, np.array([4]), "softmax"), REFUSED),
@@ -209,20 +186,11 @@ test_by_hand = by_hand(
     ),
     # m = 1: f (3/4, 1/4), P = 5/8: L = 2 (15/32 + 3/32). m = 2: f (4/7, 3/7), P = 5/12: L = 2 (20 + 21) / 84;
     # forgetful: f (1/3, 2/3), L = 2 (5 + 14) / 36. Gradient of m for a token: 2 / T p_e (f_e - f.p).
-    *rows(
-        first_step,
-        second_step,
-        (
-            "fractions are carried over",
-            ([dealt([0], [0, 0, 1]), dealt([1], [1, 0])], "softmax"),
-            [(9 / 8, [3 / 64, -3 / 64]), (41 / 42, [2 / 112, -2 / 112])],
-        ),
-        (
-            "fractions of the microbatch alone",
-            ([dealt([0], [0, 0, 1]), dealt([1], [1, 0])], "softmax"),
-            {"remembers": False},
-            [(9 / 8, [3 / 64, -3 / 64]), (19 / 18, [-1 / 24, 1 / 24])],
-        ),
+    *rows(first_step, second_step,
+        ("fractions are carried over", ([dealt([0], [0, 0, 1]), dealt([1], [1, 0])], "softmax"),
+         [(9 / 8, [3 / 64, -3 / 64]), (41 / 42, [2 / 112, -2 / 112])]),
+        ("fractions of the microbatch alone", ([dealt([0], [0, 0, 1]), dealt([1], [1, 0])], "softmax"),
+         {"remembers": False}, [(9 / 8, [3 / 64, -3 / 64]), (19 / 18, [-1 / 24, 1 / 24])]),
         *((f"step: {name}, {kind}", ([[case]], kind), REFUSED) for name, case, kind in NO_TOKEN_LOSS),
         ("no group", ([[]], "softmax"), REFUSED),
         ("groups in the first microbatch alone", ([[TWO], []], "softmax"), REFUSED),
@@ -230,28 +198,16 @@ test_by_hand = by_hand(
         ("another number of slots", ([[TWO, TWO._replace(ids_TK=IDS_2[:, :1])]], "softmax"), REFUSED),
         ("another number of experts", ([[TWO], [TWO._replace(logits_TE=np.zeros((2, 4)))]], "softmax"), REFUSED),
     ),
-    *rows(
-        first_z_loss,
-        second_z_loss,
+    *rows(first_z_loss, second_z_loss,
         # Z = 3 log 2 and 2 log 2. Token 0: 2/2 * 3 log 2 * (1/8, 2/8, 5/8).
-        (
-            "ST-MoE: (1/B) sum of (log sum exp)^2",
-            (np.log(np.array([[1.0, 2.0, 5.0], [1.0, 1.0, 2.0]])),),
-            (6.5 * LOG2**2, [3 * LOG2 / 8, 6 * LOG2 / 8, 15 * LOG2 / 8]),
-        ),
+        ("ST-MoE: (1/B) sum of (log sum exp)^2", (np.log(np.array([[1.0, 2.0, 5.0], [1.0, 1.0, 2.0]])),),
+         (6.5 * LOG2**2, [3 * LOG2 / 8, 6 * LOG2 / 8, 15 * LOG2 / 8])),
         ("a constant shifts Z", (np.full((2, 4), 1.5),), ((2 * LOG2 + 1.5) ** 2, [(2 * LOG2 + 1.5) / 4] * 4)),
-        (
-            "-inf adds nothing",
-            (np.array([[0.0] * 4 + [-INF]] * 2),),
-            ((2 * LOG2) ** 2, [2 * LOG2 / 4] * 4 + [0.0]),
-        ),
+        ("-inf adds nothing", (np.array([[0.0] * 4 + [-INF]] * 2),), ((2 * LOG2) ** 2, [2 * LOG2 / 4] * 4 + [0.0])),
         *((f"z-loss of {value}", (np.array([[0.0] * 3, [value] * 3]),), REFUSED) for value in (math.nan, INF, -INF)),
         *(
-            (
-                f"z-loss beside padding of {value}",
-                (np.array([[0.0] * 3, [value] * 3]), np.array([False, True])),
-                (math.log(3) ** 2, [2 * math.log(3) / 3] * 3),
-            )
+            (f"z-loss beside padding of {value}", (np.array([[0.0] * 3, [value] * 3]), np.array([False, True])),
+             (math.log(3) ** 2, [2 * math.log(3) / 3] * 3))
             for value in (math.nan, INF, -INF)
         ),
     ),
@@ -272,36 +228,26 @@ test_by_hand = by_hand(
         ("no experts to choose", (LOGITS_2, 0), REFUSED),
         ("more than there are", (LOGITS_2, 4), REFUSED),
     ),
-    *rows(
-        first.normalised_scores,
-        lambda logits_TE, kind: second.shares(kind, logits_TE),
+    *rows(first.normalised_scores, lambda logits_TE, kind: second.shares(kind, logits_TE),
         *(
-            (
-                f"a sum that underflows, {kind} of {logit}",
-                (np.array([[logit] * 3, [0.0, 0.0, -INF]]), kind),
-                [[0.0] * 3, [0.5, 0.5, 0.0]],
-            )
-            for kind in ("sigmoid", "sqrtsoftplus")
-            for logit in (-INF, -1600.0)
+            (f"a sum that underflows, {kind} of {logit}", (np.array([[logit] * 3, [0.0, 0.0, -INF]]), kind),
+             [[0.0] * 3, [0.5, 0.5, 0.0]])
+            for kind in ("sigmoid", "sqrtsoftplus") for logit in (-INF, -1600.0)
         ),
         # Two sigmoids of exp(-230.5) add up to 1.6e-100, two of exp(-231.5) to 5.7e-101.
         ("a sum of 1.6e-100", (np.array([[-230.5, -230.5]]), "sigmoid"), [[0.5, 0.5]]),
         ("a sum of 5.7e-101", (np.array([[-231.5, -231.5]]), "sigmoid"), [[0.0, 0.0]]),
     ),
-    *rows(
-        first_over_ranks.whole,
-        second_scaling.put_together,
+    *rows(first_over_ranks.whole, second_scaling.put_together,
         *(
             (name, ([np.array(part) for part in parts], [np.array(at) for at in places]), REFUSED)
             for name, parts, places in [
-                ("parts of no rank", [], []),
-                ("places of no rank", [[1.0, 2.0]], []),
-                ("fewer places than rows", [[1.0, 2.0]], [[0]]),
-                ("a place that is missing", [[1.0, 2.0]], [[0, 2]]),
+                ("parts of no rank", [], []), ("places of no rank", [[1.0, 2.0]], []),
+                ("fewer places than rows", [[1.0, 2.0]], [[0]]), ("a place that is missing", [[1.0, 2.0]], [[0, 2]]),
                 ("a negative place", [[1.0, 2.0]], [[0, -1]]),
                 ("copies that differ", [[1.0, 2.0], [3.0]], [[0, 1], [1]]),
                 ("copies that differ on one rank", [[1.0, 2.0]], [[0, 0]]),
             ]
         ),
     ),
-)
+)  # fmt: skip

@@ -174,21 +174,15 @@ LAYERS = [None, np.array([[1.0, 2.0], [3.0, 6.0]]), None, np.array([[0.0, 4.0], 
 TRAINED = ["training", "evaluation", "recomputed", "no_grad", "training", "recomputed", "recomputed"]
 
 test_by_hand = by_hand(
-    *rows(
-        first.mean_gradient,
-        second.mean,
+    *rows(first.mean_gradient, second.mean,
         ("an empty microbatch counts: 9 / 3", (STEP,), [3.0]),
         *((f"mean of {name}", (table,), REFUSED) for name, table in HOLES),
     ),
-    *rows(
-        lambda table, scale: first.sum_gradient(table, scale=scale),
-        second.scaled_sum,
+    *rows(lambda table, scale: first.sum_gradient(table, scale=scale), second.scaled_sum,
         ("9 / 2", (STEP, 0.5), [4.5]),
         *((f"sum of {name}", (table, 1.0), REFUSED) for name, table in HOLES),
     ),
-    *rows(
-        first.token_gradient,
-        second.by_tokens,
+    *rows(first.token_gradient, second.by_tokens,
         ("(5*1 + 0*2 + 3*6) / 8", (STEP, [[5], [0], [3]]), [2.875]),
         ("equal numbers of tokens make it the mean", (STEP, [[7], [7], [7]]), [3.0]),
         ("no token at all", (STEP, [[0], [0], [0]]), [0.0]),
@@ -198,22 +192,15 @@ test_by_hand = by_hand(
             for valid in [[[1, 2]], [[1], [2], [3]], [[1, 1], [1, 1]], [[1], [-1]], []]
         ),
     ),
-    *rows(
-        first.router_gradients,
-        second.through_router,
+    *rows(first.router_gradients, second.through_router,
         *(
             (f"shapes {x}, {router}, {dlogits}", (np.ones(x), np.ones(router), np.ones(dlogits)), REFUSED)
             for x, router, dlogits in [
-                ((2, 3), (5, 4), (2, 5)),
-                ((2, 3), (5, 3), (1, 5)),
-                ((2, 3), (5, 3), (2, 1)),
-                ((2, 3), (5, 3), (5, 2)),
+                ((2, 3), (5, 4), (2, 5)), ((2, 3), (5, 3), (1, 5)), ((2, 3), (5, 3), (2, 1)), ((2, 3), (5, 3), (5, 2)),
             ]
         ),
     ),
-    *rows(
-        lambda layers, coefficient=None: first_reports.reported(layers, coefficient=coefficient),
-        second.report,
+    *rows(lambda layers, coefficient=None: first_reports.reported(layers, coefficient=coefficient), second.report,
         ("layers without a router are in no mean", (LAYERS,), 3.0),
         ("divided by the coefficient", (LAYERS, 0.5), 6.0),
         ("a coefficient of 0", ([np.ones((2, 3))], 0.0), REFUSED),
@@ -222,9 +209,7 @@ test_by_hand = by_hand(
         ("no group", ([np.ones((2, 0))],), REFUSED),
         ("layers that differ", ([np.ones((2, 3)), None, np.ones((3, 2))],), REFUSED),
     ),
-    *rows(
-        first_reports.training_forwards,
-        second.counted_forwards,
+    *rows(first_reports.training_forwards, second.counted_forwards,
         ("a forward that runs twice is one", (TRAINED,), [0, 4]),
     ),
-)
+)  # fmt: skip

@@ -164,44 +164,28 @@ PLACES = np.zeros((3, 5), dtype=np.bool_)
 PLACES[0, 1] = PLACES[2, 4] = True
 
 test_by_hand = by_hand(
-    *rows(
-        first_measure,
-        second_measure,
+    *rows(first_measure, second_measure,
         *(
-            (
-                f"ep {ep}, etp {etp} in perfect balance",
-                (on_each(ep, etp),),
-                ((2 * W,) * W, Fraction(2 * W), Fraction(1)),
-            )
+            (f"ep {ep}, etp {etp} in perfect balance", (on_each(ep, etp),),
+             ((2 * W,) * W, Fraction(2 * W), Fraction(1)))
             for ep, etp, W in [(1, 1, 1), (1, 4, 4), (2, 1, 2), (3, 2, 6)]
         ),
         ("all K on one of ep 4: 4", (on_rank_2(3, 2),), ((0, 0, 40, 0), Fraction(10), Fraction(4))),
         ("K = N on one of ep 4: 4", (on_rank_2(3, 3),), ((0, 0, 60, 0), Fraction(15), Fraction(4))),
         ("K > N on one of ep 4: E / K", (on_rank_2(2, 3),), ((20, 0, 40, 0), Fraction(15), Fraction(8, 3))),
-        (
-            "10 and 100 tokens with even loads are balanced",
-            (plain([table([[0, 1]] * 10, 2), table([[0, 1]] * 100, 2)], [[0], [1]], 2),),
-            ((110, 110), Fraction(110), Fraction(1)),
-        ),
-        (
-            "padding is neither load nor token: 88 / 87, not 88 / 256",
-            (PADDED,),
-            ((88, 86), Fraction(87), Fraction(88, 87)),
-        ),
+        ("10 and 100 tokens with even loads are balanced",
+         (plain([table([[0, 1]] * 10, 2), table([[0, 1]] * 100, 2)], [[0], [1]], 2),),
+         ((110, 110), Fraction(110), Fraction(1))),
+        ("padding is neither load nor token: 88 / 87, not 88 / 256", (PADDED,),
+         ((88, 86), Fraction(87), Fraction(88, 87))),
         ("no pair is dropped: 3 / 3", (on_two(HALF),), ((3, 3), Fraction(3), Fraction(1))),
         ("a dropped pair leaves the balance: 2 / 3", (on_two(TWO_THIRDS),), ((2, 2), Fraction(3), Fraction(2, 3))),
         ("all pairs dropped: 0", (on_two([[-1, -1]] * 3),), ((0, 0), Fraction(3), Fraction(0))),
         ("no tokens: 0", (on_two([]),), ((0, 0), Fraction(0), Fraction(0))),
-        (
-            "of copies one counts",
-            (in_sets([0, 1])._replace(held=[[0, 1], [1, 0]], ep=1),),
-            ((3, 3), Fraction(4), Fraction(3, 4)),
-        ),
-        (
-            "ranks that are no copies count each",
-            (in_sets([0], [1])._replace(held=[[0, 1]] * 2, ep=1),),
-            ((6, 6), Fraction(8), Fraction(3, 4)),
-        ),
+        ("of copies one counts", (in_sets([0, 1])._replace(held=[[0, 1], [1, 0]], ep=1),),
+         ((3, 3), Fraction(4), Fraction(3, 4))),
+        ("ranks that are no copies count each", (in_sets([0], [1])._replace(held=[[0, 1]] * 2, ep=1),),
+         ((6, 6), Fraction(8), Fraction(3, 4))),
         # Parts that do not fit together have no overload.
         ("no rank", (plain([], [], 1),), REFUSED),
         ("ep of nobody", (plain([IDS], [[0, 1]], 0),), REFUSED),
@@ -228,9 +212,7 @@ test_by_hand = by_hand(
         ("ids of 32 bits", (plain([IDS.astype(np.int32)], [[0, 1]], 1),), REFUSED),
         ("ids of one dim", (plain([IDS[0]], [[0, 1]], 1),), REFUSED),
     ),
-    *rows(
-        first.tokens_brought,
-        second.tokens_brought,
+    *rows(first.tokens_brought, second.tokens_brought,
         ("(S, B) = (3, 5) less their padding", ([3, 5], PLACES), 13),
         ("a lone row is one token", ([],), 1),
         ("a negative dim", ([2, -1],), REFUSED),
@@ -238,13 +220,11 @@ test_by_hand = by_hand(
         ("padding of other places", ([2, 3], np.zeros(5, np.bool_)), REFUSED),
         ("padding that is no truth value", ([3], np.zeros(3, np.int64)), REFUSED),
     ),
-    *rows(
-        lambda exact, terms, growth: first_report.allowed_error(exact, terms, growth=growth),
-        second.allowed_error,
+    *rows(lambda exact, terms, growth: first_report.allowed_error(exact, terms, growth=growth), second.allowed_error,
         ("less than no terms", (Fraction(1), -1, Fraction(1)), REFUSED),
         ("less than no growth", (Fraction(1), 0, Fraction(-1, 2)), REFUSED),
     ),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("pairs", "balanced"), [((), 1), ((2, -1), 1), ((2, 1), -1), ((0, 1), 0)])

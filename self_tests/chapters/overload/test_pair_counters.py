@@ -82,34 +82,24 @@ CASE = [
 ]
 
 test_by_hand = by_hand(
-    *rows(
-        first_counts,
-        second.expert_counts,
+    *rows(first_counts, second.expert_counts,
         ("padding, evaluation and repeats do not count", (CASE, 4), [1, 0, 4, 0]),
         ("an expert that is not there", ([routed("forward", 0, [[0, 3]])], 3), REFUSED),
         ("an id below -1", ([routed("alone", 0, [[0, -2]])], 3), REFUSED),
-        (
-            "an expert that is not there, beside padding",
-            ([routed("forward", 0, [[0, 3], [1, 4]], [True, False])], 3),
-            REFUSED,
-        ),
+        ("an expert that is not there, beside padding", ([routed("forward", 0, [[0, 3], [1, 4]], [True, False])], 3),
+         REFUSED),
         ("no expert at all", ([routed("forward", 0, [])], 0), REFUSED),
         ("ids of one dim", ([RoutedPass("forward", 0, np.zeros(2, dtype=np.int64))], 3), REFUSED),
         ("ids of 32 bits", ([RoutedPass("forward", 0, np.zeros((1, 2), dtype=np.int32))], 3), REFUSED),
         ("padding of another T", ([routed("forward", 0, [[0, 1]], [True, False])], 3), REFUSED),
-        (
-            "padding that is not bool",
-            ([RoutedPass("forward", 0, np.zeros((1, 2), np.int64), np.zeros(1, np.int64))], 3),
-            REFUSED,
-        ),
+        ("padding that is not bool", ([RoutedPass("forward", 0, np.zeros((1, 2), np.int64), np.zeros(1, np.int64))], 3),
+         REFUSED),
     ),
-    *rows(
-        first_trace,
-        second.trace,
+    *rows(first_trace, second.trace,
         ("every forward pass has one record", (CASE,), {"a": [{0, 2}, {2}], "b": [{1}], "c": [{2}, {0, 3}], "d": []}),
         *(
             (f"{one} and {other} of one label", ([routed(kind, 7, [[0, 1]]) for kind in (one, other)],), REFUSED)
             for one, other in [("forward", "forward"), ("alone", "forward"), ("evaluation", "alone")]
         ),
     ),
-)
+)  # fmt: skip

@@ -137,63 +137,36 @@ EMPTY = [at(0, 0, [0, 0], 0), at(0, 1, [3, 1], 2)]
 RANKS, STAGES = [[0, 2], [1, 3], [4]], [0, 0, 0, 0, 1]
 
 test_by_hand = by_hand(
-    *rows(
-        first_reported,
-        second.reported,
-        (
-            "(10 + 14 + 6) / (3 * 8), not the mean of the layers' means",
-            ([*over(0, 0, [10], [14], balanced=8), *over(0, 1, [6], balanced=8)], 0, F(5, 4)),
-            (told(F(5, 4), F(7, 4), F(5, 4), avg_0=F(3, 2), max_0=F(7, 4), avg_1=F(3, 4), max_1=F(3, 4)), set()),
-        ),
-        (
-            "a stage averages its own entries, the maximum is the world's",
-            (WORLD, 0, F(2)),
-            (told(F(25, 12), F(19, 4), F(2), avg_0=F(9, 4), max_0=F(13, 4), avg_1=F(7, 4), max_1=F(7, 4)), set()),
-        ),
-        (
-            "the other stage",
-            (WORLD, 1, F(2)),
-            (told(F(5, 2), F(19, 4), F(2), avg_2=F(5, 2), max_2=F(19, 4)), set()),
-        ),
+    *rows(first_reported, second.reported,
+        ("(10 + 14 + 6) / (3 * 8), not the mean of the layers' means",
+         ([*over(0, 0, [10], [14], balanced=8), *over(0, 1, [6], balanced=8)], 0, F(5, 4)),
+         (told(F(5, 4), F(7, 4), F(5, 4), avg_0=F(3, 2), max_0=F(7, 4), avg_1=F(3, 4), max_1=F(3, 4)), set())),
+        ("a stage averages its own entries, the maximum is the world's", (WORLD, 0, F(2)),
+         (told(F(25, 12), F(19, 4), F(2), avg_0=F(9, 4), max_0=F(13, 4), avg_1=F(7, 4), max_1=F(7, 4)), set())),
+        ("the other stage", (WORLD, 1, F(2)), (told(F(5, 2), F(19, 4), F(2), avg_2=F(5, 2), max_2=F(19, 4)), set())),
         ("a world without entries may say nothing", ([], 0, None), (told(F(0), F(0), F(0)), NAMES)),
         ("a stage without entries may say nothing", ([at(1, 4, [6], 2)], 0, None), (told(F(0), F(3), F(0)), NAMES)),
-        (
-            "an entry without tokens is 0",
-            (EMPTY, 0, F(1), "zero"),
-            (told(F(3, 4), F(3, 2), F(1), avg_0=F(0), max_0=F(0), avg_1=F(3, 2), max_1=F(3, 2)), set()),
-        ),
-        (
-            "or it is left out",
-            (EMPTY, 0, F(1), "left_out"),
-            (told(F(3, 2), F(3, 2), F(1), avg_1=F(3, 2), max_1=F(3, 2)), set()),
-        ),
+        ("an entry without tokens is 0", (EMPTY, 0, F(1), "zero"),
+         (told(F(3, 4), F(3, 2), F(1), avg_0=F(0), max_0=F(0), avg_1=F(3, 2), max_1=F(3, 2)), set())),
+        ("or it is left out", (EMPTY, 0, F(1), "left_out"),
+         (told(F(3, 2), F(3, 2), F(1), avg_1=F(3, 2), max_1=F(3, 2)), set())),
         ("an entry without ranks", ([at(0, 0, [1], 1), at(0, 1, [], 3)], 0, None), REFUSED),
         ("less than no pair, on another stage", ([at(0, 0, [1], 1), at(1, 0, [3, -1], 2)], 0, None), REFUSED),
         ("an unknown way with empty entries", ([], 0, None, "skip"), REFUSED),
     ),
-    *rows(
-        lambda exact, terms, growth: first.allowed_error(exact, terms, growth=growth),
-        second.allowed_error,
+    *rows(lambda exact, terms, growth: first.allowed_error(exact, terms, growth=growth), second.allowed_error,
         ("a mean of three, exactly 5 / 4, may be 7 roundings of 2^-23 off", (F(5, 4), 3, 1), F(35, 2**25)),
         ("twice that if it grows twofold", (F(-5, 4), 3, 2), F(35, 2**24)),
     ),
-    *rows(
-        first.ends,
-        second.ends,
+    *rows(first.ends, second.ends,
         ("slices of one stage with one entry each", ([["a"], ["b"], ["a"], ["b"], []], RANKS, STAGES), ["values"] * 5),
-        (
-            "slices of one stage with one and two entries",
-            ([["a"], ["b", "b"], ["a"], ["b", "b"], []], RANKS, STAGES),
-            ["either"] * 5,
-        ),
-        (
-            "a group at odds with itself",
-            ([["a"], ["b", "c"], ["a"], ["b", "b"], []], RANKS, STAGES),
-            ["either", "error", "either", "error", "either"],
-        ),
+        ("slices of one stage with one and two entries", ([["a"], ["b", "b"], ["a"], ["b", "b"], []], RANKS, STAGES),
+         ["either"] * 5),
+        ("a group at odds with itself", ([["a"], ["b", "c"], ["a"], ["b", "b"], []], RANKS, STAGES),
+         ["either", "error", "either", "error", "either"]),
         ("a rank in no group", ([["a"]] * 3, [[0], [2]], [0, 0, 0]), REFUSED),
         ("a rank in two groups", ([["a"]] * 3, [[0, 1], [1, 2]], [0, 0, 0]), REFUSED),
         ("a group over two stages", ([["a"]] * 3, [[0, 1, 2]], [0, 0, 1]), REFUSED),
         ("a rank without a stage", ([["a"]] * 3, [[0, 1, 2]], [0, 0]), REFUSED),
     ),
-)
+)  # fmt: skip

@@ -200,98 +200,64 @@ EMPTY = [{0: 0}, {0: 1}], [{0: Fraction(0)}, {0: Fraction(2)}]
 KNOWN: tuple[Any, ...] = [[F0]] * 2, [{0: 1}] * 2, [{0: Fraction(1)}] * 2
 
 test_by_hand = by_hand(
-    *rows(
-        first.timeline,
-        second.timeline,
+    *rows(first.timeline, second.timeline,
         *((f"{life} of one label", (beside(life),), REFUSED) for life in CANNOT_HAPPEN),
         ("a forward stands at its first pass or at the repeated one", ([],), {"recomputed": "last"}, REFUSED),
         ("a forward alone counts or is left out", ([],), {"alone": "zero"}, REFUSED),
     ),
-    *rows(
-        first.legal_timelines,
-        second.legal_timelines,
-        (
-            "a recomputed forward stands at either place, one alone counts at once or never",
-            (RECOMPUTED,),
-            [[F0, F1, B1, B0], [F0, B0], [F1, B1, F0, B0]],
-        ),
+    *rows(first.legal_timelines, second.legal_timelines,
+        ("a recomputed forward stands at either place, one alone counts at once or never", (RECOMPUTED,),
+         [[F0, F1, B1, B0], [F0, B0], [F1, B1, F0, B0]]),
     ),
-    *rows(
-        first.since_reports,
-        second.since_reports,
+    *rows(first.since_reports, second.since_reports,
         ("an abandoned attempt is in no report", (LOG,), [WHOLE, WHOLE, []]),
         ("an unknown word", ([("forward", 0), "pause"],), REFUSED),
     ),
-    *rows(
-        at_once,
-        second_at_once,
-        (
-            "a forward and a backward of two layers at once have 4! / (2! 2!) = 6 orders",
-            ([[[("forward", 0)]], [[("forward", 1), ("forward", 2)], [("backward", 4), ("backward", 3)]]],),
-            sorted(
-                ("f0", *order)
-                for order in [
-                    ("f1", "f2", "b4", "b3"),
-                    ("f1", "b4", "f2", "b3"),
-                    ("f1", "b4", "b3", "f2"),
-                    ("b4", "f1", "f2", "b3"),
-                    ("b4", "f1", "b3", "f2"),
-                    ("b4", "b3", "f1", "f2"),
-                ]
-            ),
-        ),
+    *rows(at_once, second_at_once,
+        ("a forward and a backward of two layers at once have 4! / (2! 2!) = 6 orders",
+         ([[[("forward", 0)]], [[("forward", 1), ("forward", 2)], [("backward", 4), ("backward", 3)]]],),
+         sorted(
+             ("f0", *order)
+             for order in [
+                 ("f1", "f2", "b4", "b3"), ("f1", "b4", "f2", "b3"), ("f1", "b4", "b3", "f2"), ("b4", "f1", "f2", "b3"),
+                 ("b4", "f1", "b3", "f2"), ("b4", "b3", "f1", "f2"),
+             ]
+         )),
         ("nothing has one order", ([],), [()]),
     ),
-    *rows(
-        first_peaks.peaks,
-        second.peaks,
+    *rows(first_peaks.peaks, second.peaks,
         ("two of a kind one by one", ([F0, B0, F1, B1], *ALIKE), (9, Fraction(6))),
         ("two in flight stand twice as high", ([F0, F1, B0, B1], *ALIKE), (18, Fraction(12))),
         ("a label without pairs", ([("a", 1)], {}, {"a": Fraction(1)}), REFUSED),
         ("a label without balance", ([("a", 1)], {"a": 1}, {}), REFUSED),
     ),
-    *rows(
-        first_peaks.cumulative,
-        second.cumulative,
-        (
-            "forwards alone are sum over sum: 30 / 24",
-            ([[F0, F1, F2]], [{0: 10, 1: 14, 2: 6}], [dict.fromkeys(range(3), Fraction(8))]),
-            Fraction(5, 4),
-        ),
+    *rows(first_peaks.cumulative, second.cumulative,
+        ("forwards alone are sum over sum: 30 / 24",
+         ([[F0, F1, F2]], [{0: 10, 1: 14, 2: 6}], [dict.fromkeys(range(3), Fraction(8))]), Fraction(5, 4)),
         # Pairs 5 16 11 13 2 0, balanced 4 8 4 16 12 0: 16 / 16, although 16 / 8 and 13 / 16 stood side by side.
         ("one forward, one backward: peaks at different moments", ([[F0, F1, B0, F2, B1, B2]], *UNEVEN), Fraction(1)),
         ("all forwards first: 18 / 20", ([[F0, F1, F2, B2, B1, B0]], *UNEVEN), Fraction(9, 10)),
         ("one by one: 11 / 12", ([[F0, B0, F1, B1, F2, B2]], *UNEVEN), Fraction(11, 12)),
-        (
-            "the worst rank of the world decides",
-            ([UP_DOWN] * 3, [{0: 3}, {0: 7}, {0: 0}], [{0: Fraction(2)}, {0: Fraction(4)}, {0: Fraction(0)}]),
-            Fraction(7, 4),
-        ),
+        ("the worst rank of the world decides",
+         ([UP_DOWN] * 3, [{0: 3}, {0: 7}, {0: 0}], [{0: Fraction(2)}, {0: Fraction(4)}, {0: Fraction(0)}]),
+         Fraction(7, 4)),
         ("a rank without balance alone has no factor", ([UP_DOWN], [{0: 0}], [{0: Fraction(0)}]), None),
     ),
-    *rows(
-        first_peaks.cumulative_interval,
-        second.cumulative_interval,
-        (
-            "two events of balance 2: (2 + 4) 2^-23 (3 / 2) (4 / 2) = 18 / 2^23 either way",
-            ([UP_DOWN], [{0: 3}], [{0: Fraction(2)}]),
-            (Fraction(3, 2) - Fraction(18, 2**23), Fraction(3, 2) + Fraction(18, 2**23)),
-        ),
+    *rows(first_peaks.cumulative_interval, second.cumulative_interval,
+        ("two events of balance 2: (2 + 4) 2^-23 (3 / 2) (4 / 2) = 18 / 2^23 either way",
+         ([UP_DOWN], [{0: 3}], [{0: Fraction(2)}]),
+         (Fraction(3, 2) - Fraction(18, 2**23), Fraction(3, 2) + Fraction(18, 2**23))),
     ),
-    *rows(
-        first_peaks.legal_cumulatives,
-        second.legal_cumulatives,
+    *rows(first_peaks.legal_cumulatives, second.legal_cumulatives,
         ("no tokens on any rank: 0", ([[UP_DOWN]], EMPTY[0][:1], EMPTY[1][:1]), [Fraction(0)]),
         ("no tokens do not show beside 1 / 2", ([[UP_DOWN]] * 2, *EMPTY), [Fraction(1, 2)]),
         ("no rank, no value", ([], [], []), []),
-        (
-            "(4 + 2) / (3 + 5), 4 / 3, and max(2, 4) / max(5, 3)",
-            ([[[F0, F1, B1, B0], [F0, B0], [F1, B1, F0, B0]]], [{0: 4, 1: 2}], [{0: Fraction(3), 1: Fraction(5)}]),
-            [Fraction(3, 4), Fraction(4, 5), Fraction(4, 3)],
-        ),
+        ("(4 + 2) / (3 + 5), 4 / 3, and max(2, 4) / max(5, 3)",
+         ([[[F0, F1, B1, B0], [F0, B0], [F1, B1, F0, B0]]], [{0: 4, 1: 2}], [{0: Fraction(3), 1: Fraction(5)}]),
+         [Fraction(3, 4), Fraction(4, 5), Fraction(4, 3)]),
         ("a rank without timelines", ([[[F0]], []], [{0: 1}, {}], [{0: Fraction(1)}, {}]), REFUSED),
     ),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("lacking", [0, 1, 2])

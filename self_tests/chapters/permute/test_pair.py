@@ -132,14 +132,10 @@ class TestSegments:
 ORDERS, TURNED, IDS = [[0], [0, 1, 2], [0, 0], [1, 2], [-1, 0]], [2, 0, 1], [np.array([[0, 1]]), np.array([[-1, 1]])]
 
 test_by_hand = by_hand(
-    *rows(
-        lambda values, order: first.reorder_tokens(ints(values), ints(order)),
-        second.tokens_in_order,
+    *rows(lambda values, order: first.reorder_tokens(ints(values), ints(order)), second.tokens_in_order,
         *((f"tokens in order {order}", ([1, 2], order), REFUSED) for order in ORDERS),
     ),
-    *rows(
-        lambda held, names: first.relabel_parameters(held, ints(names)),
-        second.renamed_parameters,
+    *rows(lambda held, names: first.relabel_parameters(held, ints(names)), second.renamed_parameters,
         *((f"parameters named {order}, 5", ({}, [*order, 5]), REFUSED) for order in ORDERS),
         *((f"parameters of expert {e} of 3", ({("a", e): torch.ones(1)}, TURNED), REFUSED) for e in (-1, 3)),
     ),
@@ -149,38 +145,27 @@ test_by_hand = by_hand(
         *(
             (f"slots {slots} of tokens {order}", ([[1, 2], [3, 4]], order, slots), REFUSED)
             for order, slots in [
-                ([0, 0], [[0, 1], [0, 1]]),
-                ([0, 1], [[0, 1], [1, 1]]),
-                ([0, 1], [[0, 1]]),
-                ([1, 0], [[0], [0]]),
+                ([0, 0], [[0, 1], [0, 1]]), ([0, 1], [[0, 1], [1, 1]]), ([0, 1], [[0, 1]]), ([1, 0], [[0], [0]]),
             ]
         ),
     ),
-    *rows(
-        lambda ids, names: first.relabel(ints(ids), ints(names)),
-        second.renamed,
+    *rows(lambda ids, names: first.relabel(ints(ids), ints(names)), second.renamed,
         *((f"id {expert} of 3", ([[expert]], TURNED), REFUSED) for expert in (-2, 3)),
     ),
-    *rows(
-        lambda ids, held, multiple: first.expert_major(ids, held, multiple=multiple),
-        second.segments,
+    *rows(lambda ids, held, multiple: first.expert_major(ids, held, multiple=multiple), second.segments,
         ("an expert twice", (IDS, [0, 0], 1), REFUSED),
         ("expert -1", (IDS, [-1], 1), REFUSED),
         ("id -2", ([np.array([[0, -2]])], [0], 1), REFUSED),
         *((f"multiples of {multiple}", (IDS, [0], multiple), REFUSED) for multiple in (0, -2)),
     ),
-    *rows(
-        padded_segments.legal_counts,
-        second.counts_are_legal,
+    *rows(padded_segments.legal_counts, second.counts_are_legal,
         *(
             (f"counts {claimed} of {pairs} rows, multiples of {multiple}", (claimed, pairs, multiple), REFUSED)
             for claimed, pairs, multiple in [([4], [4, 0], 4), ([4], [4], 0), ([4], [-1], 4)]
         ),
     ),
-    *rows(
-        padded_segments.padding_rows,
-        second.is_padding,
+    *rows(padded_segments.padding_rows, second.is_padding,
         *((f"{n} rows in {made}", (made, n), REFUSED) for made, n in [([4], [5]), ([4], [-1]), ([4, 4], [4])]),
     ),
     *rows(padded_segments.segment_starts, second.starts, ("a count of -1", ([2, -1],), REFUSED)),
-)
+)  # fmt: skip

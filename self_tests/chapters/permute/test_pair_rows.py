@@ -109,31 +109,22 @@ def first_scatter(index: Any, weights: list[float], tokens: int) -> Any:
 
 
 test_by_hand = by_hand(
-    *rows(
-        first_scatter,
-        lambda index, weights, tokens: second.scattered(np.ones((2, 3)), index, weights, tokens),
+    *rows(first_scatter, lambda index, weights, tokens: second.scattered(np.ones((2, 3)), index, weights, tokens),
         ("fewer indices than rows", ([0], [1.0, 1.0], 2), REFUSED),
         ("fewer weights than rows", ([0, 1], [1.0], 2), REFUSED),
         ("fewer than no token", ([0, 1], [1.0, 1.0], -1), REFUSED),
     ),
-    *rows(
-        counted(reorder.reorder_positions, ints),
-        counted(second.positions, np.array),
+    *rows(counted(reorder.reorder_positions, ints), counted(second.positions, np.array),
         *((f"counts {counts}", (counts,), REFUSED) for counts in ([[1, -1]], [[3, -1]], [1, 1])),
     ),
     *(
-        row
-        for one, other in [
-            (reorder.to_expert_major, second.by_expert),
-            (reorder.to_source_major, second.by_source),
-        ]
+        row for one, other in [(reorder.to_expert_major, second.by_expert), (reorder.to_source_major, second.by_source)]
         for row in rows(
-            lambda values, counts, one=one: one(ints(values), ints(counts)),
-            counted(other, np.array),
+            lambda values, counts, one=one: one(ints(values), ints(counts)), counted(other, np.array),
             (f"{other.__name__}: counts of another number of rows", ([7, 8], [[1, 2]]), REFUSED),
         )
     ),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("index", [torch.tensor([0.0]), torch.tensor([[0]]), torch.tensor([0], dtype=torch.int32)])

@@ -83,111 +83,65 @@ def among(slots: int, chosen: int, rule: second.GroupRule) -> Gate:
 
 
 test_by_hand = by_hand(
-    *rows(
-        first_token,
-        second_token,
+    *rows(first_token, second_token,
         ("Switch takes the softmax of the best", (weighs(1, 2, 5), Gate(1, "softmax")), ([2], [5 / 8])),
         ("Mixtral takes the softmax of the best two", (MIXTRAL, Gate(2, "softmax_topk")), ([3, 1], [6 / 8, 2 / 8])),
         ("OLMoE keeps the softmax over all", (MIXTRAL, Gate(2, "softmax")), ([3, 1], [0.6, 0.2])),
         ("Qwen3 divides by its sum", (MIXTRAL, Gate(2, "softmax", normalise=True)), ([3, 1], [0.75, 0.25])),
-        (
-            "GPT-OSS takes the softmax of the best four",
-            (weighs(1, 5, 2, 4, 0.5, 3), Gate(4, "softmax_topk")),
-            ([1, 3, 5, 2], [5 / 14, 4 / 14, 3 / 14, 2 / 14]),
-        ),
-        (
-            "DeepSeek-V4 takes the root of the softplus",
-            (
-                [math.log(math.expm1(s * s)) for s in (0.5, 2.0, 1.0)],
-                Gate(2, "sqrtsoftplus", normalise=True, scale=1.5),
-            ),
-            ([1, 2], [1.0, 0.5]),
-        ),
-        (
-            "DeepSeek-V3: groups by the sum of their best two",
-            (TABLE, deepseek("top2_sum")),
-            ([6, 3, 2], [1 / 1.5, 1.25 / 1.5, 1.0]),
-        ),
+        ("GPT-OSS takes the softmax of the best four", (weighs(1, 5, 2, 4, 0.5, 3), Gate(4, "softmax_topk")),
+         ([1, 3, 5, 2], [5 / 14, 4 / 14, 3 / 14, 2 / 14])),
+        ("DeepSeek-V4 takes the root of the softplus",
+         ([math.log(math.expm1(s * s)) for s in (0.5, 2.0, 1.0)], Gate(2, "sqrtsoftplus", normalise=True, scale=1.5)),
+         ([1, 2], [1.0, 0.5])),
+        ("DeepSeek-V3: groups by the sum of their best two", (TABLE, deepseek("top2_sum")),
+         ([6, 3, 2], [1 / 1.5, 1.25 / 1.5, 1.0])),
         ("groups by their best", (TABLE, deepseek("max")), ([0, 6, 7], [2.25 / 1.6, 1.0 / 1.6, 0.75 / 1.6])),
-        (
-            "K = 3 of two groups adds up floor(3/2) = 1 score",
-            (TABLE, deepseek("topk_sum")),
-            ([0, 6, 7], [2.25 / 1.6, 1.0 / 1.6, 0.75 / 1.6]),
-        ),
-        (
-            "K = 4 of two groups adds up 2",
-            (TABLE, deepseek("topk_sum", slots=4)),
-            ([6, 3, 2, 7], [1.0 / 1.8, 1.25 / 1.8, 1.5 / 1.8, 0.75 / 1.8]),
-        ),
-        (
-            "without bias sums 1.0, 1.1, .9, .7 open groups 1 and 0",
-            (TABLE, deepseek("top2_sum", biased=False)),
-            ([0, 2, 3], [1.125, 0.75, 0.625]),
-        ),
+        ("K = 3 of two groups adds up floor(3/2) = 1 score", (TABLE, deepseek("topk_sum")),
+         ([0, 6, 7], [2.25 / 1.6, 1.0 / 1.6, 0.75 / 1.6])),
+        ("K = 4 of two groups adds up 2", (TABLE, deepseek("topk_sum", slots=4)),
+         ([6, 3, 2, 7], [1.0 / 1.8, 1.25 / 1.8, 1.5 / 1.8, 0.75 / 1.8])),
+        ("without bias sums 1.0, 1.1, .9, .7 open groups 1 and 0", (TABLE, deepseek("top2_sum", biased=False)),
+         ([0, 2, 3], [1.125, 0.75, 0.625])),
         ("without groups", (TABLE, deepseek(None)), ([0, 6, 3], [1.25, 1.0 / 1.8, 1.25 / 1.8])),
         # Group 0 = [-1, -9], best -1; group 1 = [-2, -3], best -2. Exclusion is -inf and not 0.
-        (
-            "an excluded expert never wins below zero",
-            ([math.log(0.75), math.log(0.25), -9.0, -10.0], Gate(2, "softmax_topk", limit=Limit(2, 1, "max"))),
-            ([0, 1], [0.75, 0.25]),
-        ),
+        ("an excluded expert never wins below zero",
+         ([math.log(0.75), math.log(0.25), -9.0, -10.0], Gate(2, "softmax_topk", limit=Limit(2, 1, "max"))),
+         ([0, 1], [0.75, 0.25])),
         *(
-            (
-                f"ties go to the lowest id, {kind}",
-                ([0.0] * 5, Gate(4, kind, normalise=True)),
-                ([0, 1, 2, 3], [0.25] * 4),
-            )
+            (f"ties go to the lowest id, {kind}", ([0.0] * 5, Gate(4, kind, normalise=True)),
+             ([0, 1, 2, 3], [0.25] * 4))
             for kind in KINDS
         ),
         *(
-            (
-                f"a masked expert weighs 0, {kind}",
-                ([-INF, 0.7, -INF, 0.7], Gate(3, kind, normalise=True)),
-                ([1, 3, 0], [0.5, 0.5, 0.0]),
-            )
+            (f"a masked expert weighs 0, {kind}", ([-INF, 0.7, -INF, 0.7], Gate(3, kind, normalise=True)),
+             ([1, 3, 0], [0.5, 0.5, 0.0]))
             for kind in KINDS
         ),
         *(
-            (
-                f"a sum of zero gives weights of zero, {kind}",
-                ([-INF] * 3, Gate(2, kind, normalise=True)),
-                ([0, 1], [0.0, 0.0]),
-            )
+            (f"a sum of zero gives weights of zero, {kind}", ([-INF] * 3, Gate(2, kind, normalise=True)),
+             ([0, 1], [0.0, 0.0]))
             for kind in ("sigmoid", "sqrtsoftplus")
         ),
     ),
-    *rows(
-        first_slope,
-        second_slope,
+    *rows(first_slope, second_slope,
         # dw/dl_e = p_2 ([e = 2] - p_e) = 5/8 (-1/8, -2/8, 3/8)
         ("the gradient of Switch", (weighs(1, 2, 5), Gate(1, "softmax"), [2], [1.0]), [-5 / 64, -10 / 64, 15 / 64]),
         *(
-            (
-                f"Mixtral and Qwen3 derive alike, {kind}",
-                (MIXTRAL, Gate(2, kind, normalise=True), [3, 1], [1.0, 0.0]),
-                [0.0, -3 / 16, 0.0, 3 / 16, 0.0],
-            )
+            (f"Mixtral and Qwen3 derive alike, {kind}", (MIXTRAL, Gate(2, kind, normalise=True), [3, 1], [1.0, 0.0]),
+             [0.0, -3 / 16, 0.0, 3 / 16, 0.0])
             for kind in ("softmax_topk", "softmax")
         ),
         # dw/ds_6 = 2.5 (1.5 - .4) / 2.25; dw/ds_3 = dw/ds_2 = -2.5 * .4 / 2.25; ds/dl = s (1 - s). No bias in it.
-        (
-            "DeepSeek-V3: through the quotient and the sigmoid",
-            (TABLE, deepseek("top2_sum"), [6, 3, 2], [1.0, 0.0, 0.0]),
-            [0.0, 0.0, -1.0 / 2.25 * 0.24, -1.0 / 2.25 * 0.25, 0.0, 0.0, 2.75 / 2.25 * 0.24, 0.0],
-        ),
+        ("DeepSeek-V3: through the quotient and the sigmoid", (TABLE, deepseek("top2_sum"), [6, 3, 2], [1.0, 0.0, 0.0]),
+         [0.0, 0.0, -1.0 / 2.25 * 0.24, -1.0 / 2.25 * 0.25, 0.0, 0.0, 2.75 / 2.25 * 0.24, 0.0]),
         *(
-            (
-                f"a sum of zero has no gradient, {kind}",
-                ([-INF] * 3, Gate(2, kind, normalise=True), [0, 1], [1.3, -0.4]),
-                [0.0] * 3,
-            )
+            (f"a sum of zero has no gradient, {kind}", ([-INF] * 3, Gate(2, kind, normalise=True), [0, 1], [1.3, -0.4]),
+             [0.0] * 3)
             for kind in ("sigmoid", "sqrtsoftplus")
         ),
     ),
     # The smaller lead decides: of the worst chosen expert, or of its group, shared by the scores it sums.
-    *rows(
-        first_margin,
-        second_margin,
+    *rows(first_margin, second_margin,
         (".9 before group 1's .7", (GROUPS, [0], among(1, 1, "max")), [0.2]),
         ("group 0's 1.4 before 1.3: .1 for two scores", (GROUPS, [0], among(1, 1, "top2_sum")), [0.05]),
         ("the better group lost by as much", (GROUPS, [2], among(1, 1, "top2_sum")), [-0.05]),
@@ -198,7 +152,7 @@ test_by_hand = by_hand(
         ("with K = E no other choice exists", ([2.0, 2.0, 1.0], [0, 1, 2], Gate(3, "softmax_topk")), [INF]),
         ("an exact tie has margin 0", ([2.0, 2.0, 1.0], [1], Gate(1, "softmax_topk")), [0.0]),
     ),
-)
+)  # fmt: skip
 
 ROW, ONE_OF = np.zeros((1, 3)), np.array([[1]])
 NOT_ROUTED: list[tuple[str, str, Callable[[], Any]]] = [

@@ -147,9 +147,7 @@ MASKED, UNSCORED = [-INF, 0.0, 1.0], [-INF, -INF, -INF]
 LOW, TINY = [-29.0, -29.0], [0.0, -INF]
 
 test_by_hand = by_hand(
-    *rows(
-        first.legal_ids,
-        second.legal_ids,
+    *rows(first.legal_ids, second.legal_ids,
         ids_row("both unmasked experts", MASKED, [1, 2], "sigmoid", True),
         ids_row("a masked expert before an unmasked one", MASKED, [2, 0], "sigmoid", False),
         ids_row("fewer than K others", MASKED, [2, 0, 1], "sigmoid", True),
@@ -183,8 +181,7 @@ test_by_hand = by_hand(
         *(
             (f"ids of {name}", (np.array(logits), ids), {"score": "sigmoid", **options}, REFUSED)
             for name, logits, ids, options in [
-                ("NaN", [[0.0, NAN]], np.array([[0]]), {}),
-                ("infinity", [[0.0, INF]], np.array([[0]]), {}),
+                ("NaN", [[0.0, NAN]], np.array([[0]]), {}), ("infinity", [[0.0, INF]], np.array([[0]]), {}),
                 ("fewer tokens", [[0.0, 1.0]] * 2, np.array([[0]]), {}),
                 ("K > E", [[0.0, 1.0]], np.array([[0, 1, 0]]), {}),
                 ("no slots", [[0.0, 1.0]], np.zeros((1, 0), dtype=np.int64), {}),
@@ -194,9 +191,7 @@ test_by_hand = by_hand(
             ]
         ),
     ),
-    *rows(
-        first.legal_weights,
-        second.legal_weights,
+    *rows(first.legal_weights, second.legal_weights,
         weights_row("2^-20 of the scale 2 too much", [0.0, 1.0], [0.5, 1.5 + 2 * R], "sigmoid", True),
         weights_row("more than that", [0.0, 1.0], [0.5, 1.5 + 2.01 * R], "sigmoid", False),
         weights_row("2^-20 of the scale too little", [0.0, 1.0], [0.5, 1.5 - 2 * R], "sigmoid", True),
@@ -230,79 +225,46 @@ test_by_hand = by_hand(
             for w in (2.0, 1.0, NAN)
         ),
         *(
-            (
-                f"5 instead of 4 is a quarter too much, not {rounding}",
-                *weights_of([1, 0], [2.0, 3.0], [0.0, 0.0], normalise=True, scale=4.0, rounding=rounding),
-                [rounding == 0.25],
-            )
+            (f"5 instead of 4 is a quarter too much, not {rounding}",
+             *weights_of([1, 0], [2.0, 3.0], [0.0, 0.0], normalise=True, scale=4.0, rounding=rounding),
+             [rounding == 0.25])
             for rounding in (0.25, 0.125)
         ),
         *(
             (f"weights {weights} of {ids}, scale {scale}", *weights_of(ids, weights, [0.0] * 3, scale=scale), REFUSED)
             for ids, weights, scale in [
-                ([0, 0], [1.0, 0.0], 1.0),
-                ([0, 3], [1.0, 0.0], 1.0),
-                ([0, -1], [1.0, 0.0], 1.0),
-                ([0, 1], [1.0], 1.0),
-                ([0, 1], [1.0, 0.0], 0.0),
-                ([0, 1], [1.0, 0.0], -1.0),
-                ([0, 1], [1.0, 0.0], NAN),
+                ([0, 0], [1.0, 0.0], 1.0), ([0, 3], [1.0, 0.0], 1.0), ([0, -1], [1.0, 0.0], 1.0), ([0, 1], [1.0], 1.0),
+                ([0, 1], [1.0, 0.0], 0.0), ([0, 1], [1.0, 0.0], -1.0), ([0, 1], [1.0, 0.0], NAN),
             ]
         ),
         *((f"weights at logit {bad}", *weights_of([0], [0.0], [0.0, bad]), REFUSED) for bad in (NAN, INF)),
-        (
-            "weights of fewer tokens",
-            (np.zeros((2, 2)), np.array([[0]]), np.zeros((1, 1))),
-            {"score": "sigmoid"},
-            REFUSED,
-        ),
+        ("weights of fewer tokens", (np.zeros((2, 2)), np.array([[0]]), np.zeros((1, 1))), {"score": "sigmoid"},
+         REFUSED),
         ("weights of K > E", *weights_of([0, 1, 0], [0.0] * 3, [0.0, 1.0]), REFUSED),
-        (
-            "weights of no slots",
-            (np.zeros((1, 2)), NONE[0][:, :0].reshape(1, 0), np.zeros((1, 0))),
-            {"score": "sigmoid"},
-            REFUSED,
-        ),
+        ("weights of no slots", (np.zeros((1, 2)), NONE[0][:, :0].reshape(1, 0), np.zeros((1, 0))),
+         {"score": "sigmoid"}, REFUSED),
     ),
-    *rows(
-        first.finite_gradients,
-        second.finite_gradients,
-        (
-            "one element that is no number spoils its token",
-            (np.array([[0.0, 1e308], [NAN, 0.0], [0.0, -INF], [INF, 0.0], [-0.0, 0.0]]),),
-            [True, False, False, False, True],
-        ),
+    *rows(first.finite_gradients, second.finite_gradients,
+        ("one element that is no number spoils its token",
+         (np.array([[0.0, 1e308], [NAN, 0.0], [0.0, -INF], [INF, 0.0], [-0.0, 0.0]]),),
+         [True, False, False, False, True]),
         ("no token", (np.zeros((0, 3)),), []),
     ),
-    *rows(
-        first_bad.bad_tokens,
-        second.bad_tokens,
-        (
-            "NaN and +inf are bad, -inf is a mask",
-            (np.array([[0.0, NAN], [INF, 0.0], [-INF, 0.0], [-INF, -INF], [1e308, -1e308], [-NAN, -INF]]),),
-            [True, True, False, False, False, True],
-        ),
+    *rows(first_bad.bad_tokens, second.bad_tokens,
+        ("NaN and +inf are bad, -inf is a mask",
+         (np.array([[0.0, NAN], [INF, 0.0], [-INF, 0.0], [-INF, -INF], [1e308, -1e308], [-NAN, -INF]]),),
+         [True, True, False, False, False, True]),
         ("no token is bad", (np.zeros((0, 3)),), []),
     ),
-    *rows(
-        first_bad.legal_ids_beside_bad,
-        second.legal_ids_beside_bad,
-        (
-            "different experts of four, or empty slots",
-            (np.array([[-1, -1, -1], [3, -1, 0], [4, -1, 0], [-2, 1, 0], [0, -1, 0]]), 4),
-            [True, True, False, False, False],
-        ),
+    *rows(first_bad.legal_ids_beside_bad, second.legal_ids_beside_bad,
+        ("different experts of four, or empty slots",
+         (np.array([[-1, -1, -1], [3, -1, 0], [4, -1, 0], [-2, 1, 0], [0, -1, 0]]), 4),
+         [True, True, False, False, False]),
     ),
-    *rows(
-        first_unmoved,
-        second.unmoved,
+    *rows(first_unmoved, second.unmoved,
         *(
-            (
-                f"unmoved: {name}",
-                (LOGITS, IDS, WEIGHTS, np.array(ids), np.array(weights)),
-                {"rounding": 0.5},
-                [zero, True, two, True],
-            )
+            (f"unmoved: {name}", (LOGITS, IDS, WEIGHTS, np.array(ids), np.array(weights)), {"rounding": 0.5},
+             [zero, True, two, True])
             for name, ids, weights, zero, two in [
                 ("all as before", GOOD_IDS, GOOD_WEIGHTS, True, True),
                 ("in other slots", [[0, 1], [-1, 2]], [[1.0, 3.0], [0.0, 2.0]], True, True),
@@ -320,12 +282,9 @@ test_by_hand = by_hand(
             for weight, expected in [(3 + sign * 3 * R, True), (math.nextafter(3 + sign * 3 * R, sign * INF), False)]
         ),
         *(
-            (
-                f"{now} for -2, a sixteenth allowed",
-                (LOGITS[:1], IDS[:1], np.array([[now, 1.0]]), IDS[:1], np.array([[-2.0, 1.0]])),
-                {"rounding": 2.0**-4},
-                [expected],
-            )
+            (f"{now} for -2, a sixteenth allowed",
+             (LOGITS[:1], IDS[:1], np.array([[now, 1.0]]), IDS[:1], np.array([[-2.0, 1.0]])), {"rounding": 2.0**-4},
+             [expected])
             for now, expected in [(-2.125, True), (-1.875, True), (-2.25, False), (2.0, False)]
         ),
         ("without bad tokens all are compared", (LOGITS[:1], IDS[:1], WEIGHTS[:1], IDS[:1], WEIGHTS[:1]), [True]),
@@ -343,4 +302,4 @@ test_by_hand = by_hand(
             ]
         ),
     ),
-)
+)  # fmt: skip

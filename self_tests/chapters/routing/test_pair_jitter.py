@@ -123,24 +123,16 @@ HIGH, LOW = 1.25 + 4 * UNIT * 1.25, 0.75 - 4 * UNIT * 1.25  # all of it exact
 FACTORS, MEAN, VARIANCE = np.array([[1.5, 0.75, 1.0], [1.25, 1.5, 0.5]]), 1 / math.sqrt(2), 1.5 / math.sqrt(8 / 15)
 
 test_by_hand = by_hand(
-    *rows(
-        first.jittered_logits,
-        second.jittered_logits,
+    *rows(first.jittered_logits, second.jittered_logits,
         *(
             (f"nothing is broadcast: {shapes}", of_ones(*shapes), REFUSED)
             for shapes in [
-                ((2, 3), (2, 4), (5, 3)),
-                ((2, 3), (1, 3), (5, 3)),
-                ((2, 3), (2, 3), (5, 4)),
-                ((2, 3), (2, 1), (5, 3)),
-                ((2, 3), (2, 3), (3, 5)),
-                ((2, 3), (2, 3), (5, 1)),
+                ((2, 3), (2, 4), (5, 3)), ((2, 3), (1, 3), (5, 3)), ((2, 3), (2, 3), (5, 4)), ((2, 3), (2, 1), (5, 3)),
+                ((2, 3), (2, 3), (3, 5)), ((2, 3), (2, 3), (5, 1)),
             ]
         ),
     ),
-    *rows(
-        first.seen_factors,
-        second.seen_factors,
+    *rows(first.seen_factors, second.seen_factors,
         ("column 3 of 3", (*of_ones((2, 2), (2, 3)), [0, 3]), REFUSED),
         ("column -1", (*of_ones((2, 2), (2, 3)), [0, -1]), REFUSED),
         ("a column read twice", (*of_ones((2, 2), (2, 3)), [1, 1]), REFUSED),
@@ -157,25 +149,12 @@ test_by_hand = by_hand(
         *(
             (f"{factor!r} for eps {eps}, roundoff {unit}", (factor, eps, unit), [True, legal])
             for factor, eps, unit, legal in [
-                (HIGH, 0.25, UNIT, True),
-                (NEXT(HIGH, 2.0), 0.25, UNIT, False),
-                (LOW, 0.25, UNIT, True),
-                (NEXT(LOW, 0.0), 0.25, UNIT, False),
-                (1.25, 0.25, 0.0, True),
-                (NEXT(1.25, 2.0), 0.25, 0.0, False),
-                (0.75, 0.25, 0.0, True),
-                (NEXT(0.75, 0.0), 0.25, 0.0, False),
-                (1.0, 0.0, UNIT, True),
-                (NEXT(1.0, 2.0), 0.0, UNIT, False),
-                (NEXT(1.0, 0.0), 0.0, UNIT, False),
-                (0.0, 1.0, 0.0, True),
-                (2.0, 1.0, 0.0, True),
-                (-UNIT, 1.0, 0.0, False),
-                (-UNIT * 8, 1.0, UNIT, True),
-                (-1.0, 0.25, UNIT, False),
-                (NAN, 1.0, UNIT, False),
-                (INF, 1.0, UNIT, False),
-                (-INF, 1.0, UNIT, False),
+                (HIGH, 0.25, UNIT, True), (NEXT(HIGH, 2.0), 0.25, UNIT, False), (LOW, 0.25, UNIT, True),
+                (NEXT(LOW, 0.0), 0.25, UNIT, False), (1.25, 0.25, 0.0, True), (NEXT(1.25, 2.0), 0.25, 0.0, False),
+                (0.75, 0.25, 0.0, True), (NEXT(0.75, 0.0), 0.25, 0.0, False), (1.0, 0.0, UNIT, True),
+                (NEXT(1.0, 2.0), 0.0, UNIT, False), (NEXT(1.0, 0.0), 0.0, UNIT, False), (0.0, 1.0, 0.0, True),
+                (2.0, 1.0, 0.0, True), (-UNIT, 1.0, 0.0, False), (-UNIT * 8, 1.0, UNIT, True),
+                (-1.0, 0.25, UNIT, False), (NAN, 1.0, UNIT, False), (INF, 1.0, UNIT, False), (-INF, 1.0, UNIT, False),
             ]
         ),
         *(
@@ -183,13 +162,11 @@ test_by_hand = by_hand(
             for eps, unit in [(-0.1, 0.0), (1.1, 0.0), (NAN, 0.0), (0.1, -UNIT), (0.1, NAN)]
         ),
     ),
-    *rows(
-        first.deviations,
-        second.deviations,
+    *rows(first.deviations, second.deviations,
         ("deviations", (FACTORS, 0.5), [MEAN, VARIANCE, 0.0, -1.5]),
         ("deviations, turned", (FACTORS.T.copy(), 0.5), [MEAN, VARIANCE, -1.5, 0.0]),
         *((f"eps {eps}", (np.ones((2, 3)), eps), REFUSED) for eps in (0.0, -0.1, NAN)),
         *((f"factors of shape {shape}", (np.ones(shape), 0.1), REFUSED) for shape in [(0, 3), (2, 0)]),
         *((f"a factor {bad}", (np.array([[1.0, bad]]), 0.1), REFUSED) for bad in (NAN, -INF)),
     ),
-)
+)  # fmt: skip

@@ -139,9 +139,7 @@ IDS, EMPTY, NAN = np.array([[3, 0], [2, -1]]), np.zeros((0, 2), dtype=np.int64),
 OTHERWISE = [IDS[:1], IDS[:, :1], IDS[:, ::-1].copy(), np.where(IDS == -1, 1, IDS), IDS.reshape(1, 4)]
 
 test_by_hand = by_hand(
-    *rows(
-        first.replayed_weights,
-        second.replayed_weights,
+    *rows(first.replayed_weights, second.replayed_weights,
         ("shares of all", *replayed([2, -1, 0], "softmax"), [[4.0, 0.0, 1.0]]),
         ("shares of all, normalised", *replayed([2, -1, 0], "softmax", normalise=True), [[6.4, 0.0, 1.6]]),
         ("shares of the recorded", *replayed([-1, 1, 0], "softmax_topk"), [[0.0, 6.0, 2.0]]),
@@ -153,60 +151,37 @@ test_by_hand = by_hand(
             (f"empty slots weigh 0, {score}", *replayed([-1] * 3, score, normalise=True), [[0.0] * 3])
             for score in ("sigmoid", "softmax_topk")
         ),
-        (
-            "neither normalised nor scaled",
-            (np.array([[math.log(3.0), 0.0]]), np.array([[0, -1]])),
-            {"score": "sigmoid"},
-            [[0.75, 0.0]],
-        ),
+        ("neither normalised nor scaled", (np.array([[math.log(3.0), 0.0]]), np.array([[0, -1]])), {"score": "sigmoid"},
+         [[0.75, 0.0]]),
         *(
             (f"{score} of {logits}, {ids}", (np.array(logits), np.array(ids)), {"score": score}, REFUSED)
             for score in KINDS
             for logits, ids in [
-                ([[0.0, 1.0]], [[2]]),
-                ([[0.0, 1.0]], [[-2]]),
-                ([[0.0, 1.0]], [[1, 1]]),
-                ([[0.0, 1.0]], [[0, -1, 0]]),
-                ([[0.0, NAN]], [[0]]),
-                ([[0.0, math.inf]], [[0]]),
-                ([[0.0, NAN]], [[-1]]),
-                ([[0.0, 1.0], [0.0, NAN]], [[0], [-1]]),
-                ([[0.0, 1.0]] * 2, [[0]]),
-                ([[0.0, 1.0]], [[0]] * 2),
+                ([[0.0, 1.0]], [[2]]), ([[0.0, 1.0]], [[-2]]), ([[0.0, 1.0]], [[1, 1]]), ([[0.0, 1.0]], [[0, -1, 0]]),
+                ([[0.0, NAN]], [[0]]), ([[0.0, math.inf]], [[0]]), ([[0.0, NAN]], [[-1]]),
+                ([[0.0, 1.0], [0.0, NAN]], [[0], [-1]]), ([[0.0, 1.0]] * 2, [[0]]), ([[0.0, 1.0]], [[0]] * 2),
             ]
         ),
     ),
-    *rows(
-        first.routing_calls,
-        second.routing_calls,
+    *rows(first.routing_calls, second.routing_calls,
         # Passes that are none, come twice or too early, and layers that do not ascend.
         *(
             (f"schedule {schedule!r} of layers {layers}", (schedule, layers), REFUSED)
             for schedule, layers in [
                 *((wrong, [1]) for wrong in ("F0 B1", "B0 F0", "F0 F0", "F0 B0 B0", "F0 X0", "F", "F0B0", "f0", "F-1")),
-                ("F0", [3, 1]),
-                ("F0", [1, 1]),
-                ("F0", [-1, 1]),
-                ("", [2, 2]),
+                ("F0", [3, 1]), ("F0", [1, 1]), ("F0", [-1, 1]), ("", [2, 2]),
             ]
         ),
     ),
-    *rows(
-        first_record,
-        lambda routes: sorted(second.record(routes)),
+    *rows(first_record, lambda routes: sorted(second.record(routes)),
         ("a place may route as before", ([((1, 0), IDS), ((1, 1), EMPTY), ((1, 0), IDS.copy())],), [(1, 0), (1, 1)]),
         *(
-            (
-                f"but not as {again.tolist()}",
-                ([((1, 0), IDS), ((1, 1), again), ((1, 0), IDS), ((1, 0), again)],),
-                REFUSED,
-            )
+            (f"but not as {again.tolist()}", ([((1, 0), IDS), ((1, 1), again), ((1, 0), IDS), ((1, 0), again)],),
+             REFUSED)
             for again in OTHERWISE
         ),
     ),
-    *rows(
-        first_replay,
-        lambda records, *asked: second.replay(records, [Asked(*one) for one in asked]),
+    *rows(first_replay, lambda records, *asked: second.replay(records, [Asked(*one) for one in asked]),
         ("an empty record is a record", ({(0, 0): EMPTY}, ((0, 0), 0, 2)), [EMPTY]),
         ("no calls ask for nothing", ({},), []),
         # The place swapped, another microbatch, other tokens, other slots: also after a right one.
@@ -215,4 +190,4 @@ test_by_hand = by_hand(
             for asked in [((0, 1), 2, 2), ((1, 1), 2, 2), ((1, 0), 1, 2), ((1, 0), 2, 1), ((1, 0), 2, 3)]
         ),
     ),
-)
+)  # fmt: skip

@@ -227,11 +227,9 @@ THREE = np.ones((1, 1)), np.zeros(3, dtype=np.int64), np.ones((3, 1))
 
 test_by_hand = by_hand(
     *rows(first.scatter_add, second.scatter_add, *((name, question, REFUSED) for name, question in NO_SUM)),
-    *rows(
-        first.scatter_add_bound,
-        second.scatter_add_bound,
+    *rows(first.scatter_add_bound, second.scatter_add_bound,
         *((f"bound of {name}", (*question, 0.1), REFUSED) for name, question in NO_SUM),
         # A roundoff is in (0, 1), and with three addends of one row below 1 / 4.
         *((f"a roundoff of {unit}", (*THREE, unit), REFUSED) for unit in (0.0, -0.1, 1.0, 0.25)),
     ),
-)
+)  # fmt: skip

@@ -114,9 +114,7 @@ class TestContextShares:
 
 
 test_by_hand = by_hand(
-    *rows(
-        lambda length, multiple: packed_sequences.padded_lengths([2, length], multiple),
-        second.next_multiple,
+    *rows(lambda length, multiple: packed_sequences.padded_lengths([2, length], multiple), second.next_multiple,
         ("a length of -1", (-1, 2), REFUSED),
         ("multiples of 0", (2, 0), REFUSED),
     ),
@@ -127,33 +125,21 @@ test_by_hand = by_hand(
         ("tp 0", (0, 1), REFUSED),
         ("cp 0", (1, 0), REFUSED),
     ),
-    *rows(
-        lambda real, padded, *room: packed_rows.real_rows(ints(real), ints(padded), *room),
-        second.real_rows,
+    *rows(lambda real, padded, *room: packed_rows.real_rows(ints(real), ints(padded), *room), second.real_rows,
         # Empty, of different lengths, not from 0, descending, a sequence longer than its room, fewer rows than told.
         *(
             (f"pack {lists}", lists, REFUSED)
             for lists in [
-                ([], []),
-                ([0, 2], [0, 2, 4]),
-                ([1, 2], [0, 2]),
-                ([0, 2], [1, 3]),
-                ([0, 2, 1], [0, 2, 4]),
-                ([0, 3], [0, 2]),
-                ([0, 0], [0, -1]),
-                ([0, 2], [0, 3], 2),
+                ([], []), ([0, 2], [0, 2, 4]), ([1, 2], [0, 2]), ([0, 2], [1, 3]), ([0, 2, 1], [0, 2, 4]),
+                ([0, 3], [0, 2]), ([0, 0], [0, -1]), ([0, 2], [0, 3], 2),
             ]
         ),
     ),
-    *rows(
-        context_shares.context_share,
-        second.places_by_cp_rank,
+    *rows(context_shares.context_share, second.places_by_cp_rank,
         *((f"length, cp {sizes}", sizes, REFUSED) for sizes in [(6, 2), (2, 2), (-4, 2), (4, 0), (-1, 1)]),
     ),
-    *rows(
-        lambda padded, cp: context_shares.context_rows(ints(padded), cp),
-        second.rows_by_cp_rank,
+    *rows(lambda padded, cp: context_shares.context_rows(ints(padded), cp), second.rows_by_cp_rank,
         *((f"pack {padded} over cp 2", (padded, 2), REFUSED) for padded in ([], [4, 8], [0, 8, 4], [0, 6])),
         ("no rank holds no pack", ([0], 0), REFUSED),
     ),
-)
+)  # fmt: skip
