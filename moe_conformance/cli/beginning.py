@@ -17,15 +17,22 @@ from moe_conformance.plugin import options
 @main.command(name="list")
 @click.argument("what", type=click.Choice(["requirements", "checks", "backends"]))
 @click.option("--importable", is_flag=True, help="only backends whose library is here")
-def list_(what: str, importable: bool) -> None:
+@click.option(
+    "--native-only",
+    is_flag=True,
+    help="only requirements that no real library was judged by: its floor and waivers do not name them",
+)
+def list_(what: str, importable: bool, native_only: bool) -> None:
     """List requirements, checks or backends."""
     if importable and what != "backends":
         raise click.UsageError("--importable goes with `list backends`")
+    if native_only and what != "requirements":
+        raise click.UsageError("--native-only goes with `list requirements`")
     require_torch()
     from moe_conformance.cli import catalogue
 
     if what == "requirements":
-        lines = catalogue.requirement_lines()
+        lines = catalogue.native_only_lines() if native_only else catalogue.requirement_lines()
     elif what == "checks":
         lines = catalogue.check_lines()
     else:
@@ -37,7 +44,10 @@ def list_(what: str, importable: bool) -> None:
 @main.command(name="explain")
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
 def explain_(ids: tuple[str, ...]) -> None:
-    """Say what a requirement demands, and where its checks, oracles, native code, planted bugs and findings are."""
+    """Say what a requirement demands, where its checks, oracles, native code, planted bugs and findings are.
+
+    An oracle is shown where a check compares its result; and which real libraries were judged, in which versions.
+    """
     from moe_conformance import spec
     from moe_conformance.cli.explaining import explain
     from moe_conformance.spec.places import Places

@@ -11,6 +11,7 @@ from types import ModuleType
 
 from moe_conformance import spec
 from moe_conformance.backends import registry
+from moe_conformance.cli import explaining
 from moe_conformance.plugin import collecting
 from moe_conformance.plugin.options import Unusable
 from moe_conformance.plugin.run import open_backend
@@ -56,9 +57,20 @@ def backend_lines(importable: bool) -> Iterator[str]:
 
 def requirement_lines() -> Iterator[str]:
     """Yield a line per requirement, with level and profile, the profile in brackets where no check decides it yet."""
-    for each in spec.load().values():
-        profile = f"({each.profile})" if each.id not in checked() else each.profile
-        yield f"{each.id:8}  {each.level:6}  {profile:9}  {each.sentence}"
+    yield from map(_line, spec.load().values())
+
+
+def native_only_lines() -> Iterator[str]:
+    """Yield a line per requirement that native passes and no real library was judged by, and how many these are."""
+    found = explaining.native_only()
+    yield from (_line(spec.load()[id]) for id in found)
+    judged = sum(1 for id in spec.load() if explaining.libraries(id))
+    yield f"{len(found)} requirements are judged on native alone, {judged} in a real library as well"
+
+
+def _line(each: spec.Requirement) -> str:
+    profile = f"({each.profile})" if each.id not in checked() else each.profile
+    return f"{each.id:8}  {each.level:6}  {profile:9}  {each.sentence}"
 
 
 @dataclass(frozen=True)

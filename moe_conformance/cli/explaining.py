@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 
 from moe_conformance import spec
+from moe_conformance.report import floor
 from moe_conformance.spec.places import Place, Places
+from moe_conformance.waiving import file as waivers
+from moe_conformance.waiving.records import fits
+
+_EMBEDDED = "native"  # every other floor is that of a real library
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A backend by which a requirement was judged: where it passes, and the waivers of where it fails."""
+
+    backend: str
+    versions: tuple[str, ...]  # "megatron-core 0.16.1", "torch 2.13.0"; those that its floor was taken with
+    variants: tuple[str, ...]  # that pass on some layout
+    waived: tuple[str, ...]  # ids of waivers
+
+    def __str__(self) -> str:
+        """`torchtitan 0.3.0, torch 2.13.0: passes with local, alltoall; known failures TT-01`."""
+        known = [f"passes with {', '.join(self.variants)}"] if self.variants else []
+        known += [f"known failures {', '.join(self.waived)}"] if self.waived else []
+        return f"{', '.join(self.versions) or self.backend}: {'; '.join(known)}"
 
 
 def explain(id: str, places: Places) -> Iterator[str]:
@@ -21,14 +45,55 @@ def explain(id: str, places: Places) -> Iterator[str]:
     yield f"  degenerate: {requirement.degenerate}"
     yield f"  source:     {requirement.source}"
     yield from _part("checks", places.checks(id), "no check yet")
-    yield from _part("oracles", places.oracles(id), requirement.without_oracle or "none that a check reaches")
+    yield from _part("oracles", places.oracles(id), requirement.without_oracle or "none whose result a check compares")
     yield from _part("native", places.native(id), requirement.without_native or "no line says `Implements:`")
     yield from _part("planted bugs", places.plants(id), "none")
+    yield from _part("judged in real libraries", libraries(id), "in none yet")
     yield from _part("findings in real libraries", places.findings(id), "none")
     yield from _part("waivers", places.waivers(id), "none")
 
 
-def _part(title: str, found: Sequence[Place], absent: str) -> Iterator[str]:
+def libraries(id: str) -> tuple[Judged, ...]:
+    """Return the real libraries that were judged by a requirement: what their floors and waivers say."""
+    return tuple(
+        judged for backend in _backends() if backend != _EMBEDDED and (judged := _judged(backend, id)) is not None
+    )
+
+
+def native_only() -> tuple[str, ...]:
+    """Return the requirements that native passes and that no real library was judged by, in the spec's order."""
+    return tuple(id for id in spec.load() if _judged(_EMBEDDED, id) is not None and not libraries(id))
+
+
+def _judged(backend: str, id: str) -> Judged | None:
+    held = _floor(backend)
+    variants = tuple(sorted({variant for requirement, variant, _ in held.places if requirement == id}))
+    waived = tuple(waiver for waiver, patterns in _waived(backend) if fits(patterns, id))
+    if not variants and not waived:
+        return None
+    return Judged(backend, tuple(f"{name} {version}" for name, version in held.versions.items()), variants, waived)
+
+
+@cache
+def _backends() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in floor.FOLDER.glob("*.toml")))
+
+
+@cache
+def _floor(backend: str) -> floor.Floor:
+    return floor.read(floor.FOLDER / f"{backend}.toml")
+
+
+@cache
+def _waived(backend: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the ids of a backend's waivers with the requirements, or patterns of them, that they name."""
+    path = waivers.path_for(backend, "")
+    entries = tomllib.loads(path.read_text(encoding="utf-8"))["waiver"] if path is not None else ()
+    return tuple((entry["id"], tuple(entry["requirements"])) for entry in entries)
+
+
+def _part(title: str, found: Sequence[Place | Judged], absent: str) -> Iterator[str]:
     yield f"{title}:" + ("" if found else f" {absent}")
     for each in found:
-        yield f"  {each}" + (f"  {each.text}" if each.text else "")
+        text = each.text if isinstance(each, Place) else ""
+        yield f"  {each}" + (f"  {text}" if text else "")

@@ -105,7 +105,8 @@ def floor_(backend: str, report: Path | None) -> None:
     if head["backend"] != backend or not whole or head["ranks"] != floor.RANKS:
         raise CannotRun(f"a floor needs the whole quick profile of {backend} on {floor.RANKS} ranks")
     path = floor.FOLDER / f"{backend}.toml"
-    path.write_text(floor.text(standings(found.records), layout_names()), encoding="utf-8")
+    text = floor.text(standings(found.records), layout_names(), head["versions"])
+    path.write_text(text, encoding="utf-8")
     click.echo(f"written: {path}; look at the difference before you commit it")
 
 

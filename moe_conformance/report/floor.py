@@ -1,7 +1,9 @@
 """The floor of a backend: what must pass, by requirement, variant and layout. A run that falls below it fails.
 
-One TOML file per backend, `floors/<name>.toml`: a table for each variant, in it a line for each requirement with the
-layouts on which it passes in the quick profile on 4 ranks.
+One TOML file per backend, `floors/<name>.toml`: the versions of what was judged, and a table for each variant, in it a
+line for each requirement with the layouts on which it passes in the quick profile on 4 ranks.
+
+    versions = {"torchtitan" = "0.3.0", "torch" = "2.13.0"}
 
     [alltoall]
     EXCH-01 = "single ep2 ep4"
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_conformance.report.records import CASE_CRASHED, FAILING, Record
@@ -32,10 +34,11 @@ class Unreadable(ValueError):
 
 @dataclass(frozen=True)
 class Floor:
-    """The places that must pass."""
+    """The places that must pass, and the versions of the library and of torch with which they did."""
 
     path: Path
     places: frozenset[Place]
+    versions: Mapping[str, str] = field(default_factory=dict)  # empty where the file does not say
 
     def fallen(self, records: Iterable[Record], run: Collection[Place]) -> Iterator[tuple[Place, str]]:
         """Yield each place that does not pass any more, with what it is now.
@@ -74,27 +77,34 @@ def read(path: Path) -> Floor:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise Unreadable(f"the floor {path} cannot be read: {error}") from error
+    versions = tables.pop("versions", {})
     places = set()
+    if not _texts(versions):
+        raise Unreadable(f'the floor {path} gives versions as versions = {{"torch" = "2.13.0"}}, not {versions!r}')
     for variant, requirements in tables.items():
-        if not isinstance(requirements, dict) or not all(isinstance(each, str) for each in requirements.values()):
+        if not _texts(requirements):
             raise Unreadable(f'the floor {path} is a table for each variant, of lines such as EXCH-01 = "ep2 ep4"')
         places |= {(each, variant, layout) for each, layouts in requirements.items() for layout in layouts.split()}
-    return Floor(path, frozenset(places))
+    return Floor(path, frozenset(places), versions)
 
 
-def text(standing: Mapping[Place, Standing], layouts: Iterable[str]) -> str:
-    """Return the floor of a run as TOML: what passes, layouts in the given order."""
+def _texts(table: object) -> bool:
+    return isinstance(table, dict) and all(isinstance(each, str) for each in table.values())
+
+
+def text(standing: Mapping[Place, Standing], layouts: Iterable[str], versions: Mapping[str, str]) -> str:
+    """Return the floor of a run of these versions as TOML: what passes, layouts in the given order."""
     order = {layout: number for number, layout in enumerate((*layouts, "any"))}
     by_variant: dict[str, dict[str, list[str]]] = {}
     for (requirement, variant, layout), stands in standing.items():
         if stands.verdict == "pass":
             by_variant.setdefault(variant, {}).setdefault(requirement, []).append(layout)
-    lines = [_HEAD]
+    found = ", ".join(f'"{name}" = "{version}"' for name, version in versions.items())
+    lines = [_HEAD, f"versions = {{{found}}}"]
     for variant, requirements in by_variant.items():
         lines += ["", f'["{variant}"]']
         lines += [
-            f'{each} = "{" ".join(sorted(found, key=order.__getitem__))}"'
-            for each, found in sorted(requirements.items())
+            f'{each} = "{" ".join(sorted(on, key=order.__getitem__))}"' for each, on in sorted(requirements.items())
         ]
     return "\n".join(lines) + "\n"
 

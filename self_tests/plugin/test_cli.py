@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from moe_conformance import cli, spec
+from moe_conformance.cli import explaining
 from self_tests.plugin import plugin_runs
 
 STARTS_S = 60.0
@@ -33,6 +35,28 @@ class TestList:
         assert list(spec.load()) == [line.split()[0] for line in lines]
         assert all("MUST" in line or "SHOULD" in line for line in lines)
 
+    def test_requirements_of_native_alone(self):
+        """With their sentences, and how many there are; a waived failure in a real library is a judgement too."""
+        *lines, last = printed("list", "requirements", "--native-only").splitlines()
+        found = {line.split()[0] for line in lines}
+        assert last.startswith(f"{len(found)} requirements are judged on native alone, ")
+        assert all(spec.load()[line.split()[0]].sentence in line for line in lines)
+        floors = explaining.floor.FOLDER
+        held = set(re.findall(r"[A-Z]+-\d\d", (floors / "native.toml").read_text()))
+        named = "".join(
+            path.read_text()
+            for path in (*floors.glob("*.toml"), *explaining.waivers.FOLDER.glob("*.toml"))
+            if path.name != "native.toml"
+        )
+        assert found == {id for id in held if id not in named}
+
+    def test_libraries_that_were_judged(self):
+        """With their versions, what passes there, and what is waived."""
+        (line,) = (line for line in printed("explain", "GRAD-08").splitlines() if line.startswith("  megatron-core "))
+        assert re.match(
+            r"  megatron-core \d[\d.]+, torch \d[\d.]+: passes with alltoall.*; known failures MC-01-replicas", line
+        )
+
     def test_checks(self):
         """Each check with what it decides and the kind of run that it reads; helpers and imports are none."""
         lines = printed("list", "checks").splitlines()
@@ -50,6 +74,12 @@ class TestList:
         """Anywhere else it would be ignored."""
         done = CliRunner().invoke(cli.main, ["list", "checks", "--importable"])
         assert 2 == done.exit_code
+
+    def test_native_only_goes_with_requirements(self):
+        """Nor does it mean anything elsewhere."""
+        done = CliRunner().invoke(cli.main, ["list", "backends", "--native-only"])
+        assert 2 == done.exit_code
+        assert "--native-only goes with `list requirements`" in done.output
 
 
 class TestOnly:

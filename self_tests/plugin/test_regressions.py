@@ -44,13 +44,14 @@ class TestFloor:
     def written(self, folder: Path, *records: Record) -> floor.Floor:
         """Write the floor of a run, and read it."""
         path = folder / "toy.toml"
-        path.write_text(floor.text(standings(records), layout_names()))
+        path.write_text(floor.text(standings(records), layout_names(), {"toy": "1.0"}))
         return floor.read(path)
 
     def test_it_holds_what_passed(self, tmp_path):
         """What failed, was waived or refused is not in it."""
         held = self.written(tmp_path, record("pass"), record("waived", "ep4"), record("refused", "single"))
         assert frozenset({PLACE}) == held.places
+        assert {"toy": "1.0"} == held.versions
 
     @pytest.mark.parametrize("verdict", ["refused", "not adapted", "waived", "limit", "not kept"])
     def test_what_no_longer_passes_fell(self, tmp_path, verdict):
@@ -73,7 +74,7 @@ class TestFloor:
         assert [] == list(held.fallen([replace(record("not run"), kind=CASE_CRASHED)], held.places))
         assert "" == floor.sentence([])
 
-    @pytest.mark.parametrize("text", ["[alltoall]\nEXCH-01 = 3\n", 'EXCH-01 = "ep2"\n', "no toml"])
+    @pytest.mark.parametrize("text", ["[alltoall]\nEXCH-01 = 3\n", 'EXCH-01 = "ep2"\n', "versions = 1\n", "no toml"])
     def test_what_is_no_floor_is_refused(self, tmp_path, text):
         """A file of another form cannot be ignored."""
         (tmp_path / "toy.toml").write_text(text)
@@ -87,9 +88,10 @@ class TestFloor:
         found = sorted(floor.FOLDER.glob("*.toml"))
         assert {"native", "megatron-core", "torchtitan", "transformers", "deepspeed"} <= {path.stem for path in found}
         for path in found:
-            held = floor.read(path).places
-            assert set() == {requirement for requirement, _, _ in held} - set(checked())
-            assert set() == {layout for _, _, layout in held} - {*layout_names(), "any"}
+            held = floor.read(path)
+            assert set() == {requirement for requirement, _, _ in held.places} - set(checked())
+            assert set() == {layout for _, _, layout in held.places} - {*layout_names(), "any"}
+            assert "torch" in held.versions
 
 
 class TestCompare:
