@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import Chapter, given, named
+from moe_conformance.goldens.chapter import Chapter, Oracle, functions, given, named
 from moe_conformance.reference.balance_bias import quantiles, updates
-from moe_conformance.reference.balance_bias.updates import Forward, ForwardKind, Update
+from moe_conformance.reference.balance_bias.updates import ForwardKind
 
 _E, _RATE = 6, 0.001
 _ROUTERS = ((0, 3, 4), (1, 5), (2,))
@@ -59,43 +59,45 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
     return found
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     """Return summed loads, new biases with and without a common shift, counters, cutoffs, bounds and distances."""
     loads_WE = given(inputs, "ranks")["loads_WE"]
-    sums_WE = torch.stack(updates.router_loads(list(loads_WE), _ROUTERS))
-    found = named("ranks", "out", {"loads_WE": sums_WE})
+    found = named("ranks", "out", {"loads_WE": oracle.router_loads(list(loads_WE), _ROUTERS)})
     for case in _LOADS:
         own = given(inputs, case)
-        bias_E = updates.update(own["bias_E"], own["loads_E"], rate=_RATE)
-        centred_E = updates.update(own["bias_E"], own["loads_E"], rate=_RATE, centred=True)
-        free_E = updates.without_constant(bias_E)
+        bias_E = oracle.update(own["bias_E"], own["loads_E"], rate=_RATE)
+        centred_E = oracle.update(own["bias_E"], own["loads_E"], rate=_RATE, centred=True)
+        free_E = oracle.without_constant(bias_E)
         found |= named(case, "out", {"bias_E": bias_E, "centred_E": centred_E, "without_constant_E": free_E})
     own = given(inputs, "training")
-    events = [Forward(kind, n_E) if kind else Update() for kind, n_E in zip(_TRAINING, own["loads_NE"], strict=True)]
+    events = [
+        oracle.Forward(kind, n_E) if kind else oracle.Update()
+        for kind, n_E in zip(_TRAINING, own["loads_NE"], strict=True)
+    ]
     for case, how in (("training", {}), ("training-centred", {"centred": True})):
-        bias_E, counters_E = updates.trained(own["bias_E"], events, rate=_RATE, **how)
+        bias_E, counters_E = oracle.trained(own["bias_E"], events, rate=_RATE, **how)
         found |= named(case, "out", {"bias_E": bias_E, "counters_E": counters_E})
-    gaps = [updates.growth(*each) for each in ((_RATE, 1000), (0.5, 1), (_RATE, 0), (0.0, 7))]
+    gaps = [oracle.growth(*each) for each in ((_RATE, 1000), (0.5, 1), (_RATE, 0), (0.0, 7))]
     found |= named("growth", "out", {"gaps": [gap for gap, _ in gaps], "errors": [error for _, error in gaps]})
     for case in _STEPS:
-        found |= named(case, "out", _step(case, given(inputs, case)))
+        found |= named(case, "out", _step(case, given(inputs, case), oracle))
     return found
 
 
-def _step(case: str, own: Mapping[str, Tensor]) -> Mapping[str, Tensor | float]:
+def _step(case: str, own: Mapping[str, Tensor], oracle: Oracle) -> dict[str, object]:
     K, tokens, memory = _STEPS[case]
     scores = [own[f"scores_TE-{part}"] for part in range(len(tokens))]
     masks = [own.get(f"padding_T-{part}") for part in range(len(tokens))]
     padding = [mask if mask is None else mask.bool() for mask in masks] if any(T > 2 for T in tokens) else None
     how = {"memory": memory} if memory else {}
-    low_E, high_E = quantiles.quantile_bounds(scores, own["bias_E"], top_k=K, padding=padding, **how)
-    found: dict[str, Tensor | float] = {"low_E": low_E, "high_E": high_E}
-    found["outside"] = quantiles.outside(own["new_bias_E"], low_E, high_E)
+    low_E, high_E = oracle.quantile_bounds(scores, own["bias_E"], top_k=K, padding=padding, **how)
+    found: dict[str, object] = {"low_E": low_E, "high_E": high_E}
+    found["outside"] = oracle.outside(own["new_bias_E"], low_E, high_E)
     if K < _E:
-        found["cutoffs_T"] = torch.cat([quantiles.cutoffs(each, own["bias_E"], top_k=K) for each in scores])
+        found["cutoffs_T"] = torch.cat([oracle.cutoffs(each, own["bias_E"], top_k=K) for each in scores])
     return found
 
 
 _REQUIREMENTS = tuple(f"BIAS-{number:02}" for number in (1, 2, 3, 4, 5, 6, 7, 9, 11, 12))
 
-CHAPTER = Chapter(2501, _REQUIREMENTS, draw, work_out)
+CHAPTER = Chapter(2501, _REQUIREMENTS, functions(quantiles, updates), draw, work_out)

@@ -5,16 +5,16 @@ Buffers of a fixed size on the receiving rank are in `capacity_budgets.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import Chapter, given, named
+from moe_conformance.goldens.chapter import Chapter, Oracle, functions, given, gradients, leaf, named
 from moe_conformance.goldens.chapters import capacity_budgets
-from moe_conformance.reference.capacity import after_drops, drops, limits
+from moe_conformance.reference.capacity import after_drops, drops, limits, receive_budget
+from moe_conformance.reference.exchange import deliveries
 
 _E, _K = 5, 3
 _TOKENS = (10, 0, 6)  # by rank
@@ -62,81 +62,87 @@ def _ids(rng: np.random.Generator, T: int) -> np.ndarray[tuple[int, ...], np.dty
     return np.where(rng.random((T, _K)) < 0.2, -1, ids_TK)
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     """Return capacities (least and largest legal), loads, kept slots and verdicts, and weights after a drop."""
     found: dict[str, Tensor] = {}
     for case in ("sizes", "rounded"):
-        legal = _capacities({name: values_N.tolist() for name, values_N in given(inputs, case).items()})
+        legal = _capacities({name: values_N.tolist() for name, values_N in given(inputs, case).items()}, oracle)
         found |= named(case, "out", {"least_N": [each[0] for each in legal], "largest_N": [each[-1] for each in legal]})
     own = given(inputs, "rows")
     pairs = zip(own["tokens_N"].tolist(), own["capacity_N"].tolist(), strict=True)
-    rows = [limits.padded_rows(*pair) for pair in pairs]
+    rows = [oracle.padded_rows(*pair) for pair in pairs]
     found |= named("rows", "out", {"least_N": [each[0] for each in rows], "largest_N": [each[-1] for each in rows]})
-    found |= _drops(inputs)
+    found |= _drops(inputs, oracle)
     for case, (_, C, how) in _LAYERS.items():
-        found |= named(case, "out", _layer(given(inputs, case), C, how))
-    return found | capacity_budgets.work_out(inputs)
+        found |= named(case, "out", _layer(given(inputs, case), C, how, oracle))
+    return found | capacity_budgets.work_out(inputs, oracle)
 
 
-def _capacities(own: Mapping[str, list[Any]]) -> list[tuple[int, ...]]:
+def _capacities(own: Mapping[str, list[Any]], oracle: Oracle) -> list[Sequence[int]]:
     sizes = list(zip(own["tokens_N"], own["top_k_N"], own["experts_N"], own["factor_N"], strict=True))
     least = [{"minimum": minimum} for minimum in own["minimum_N"]] if "minimum_N" in own else [{}] * len(sizes)
-    return [limits.capacities(T, K, E, factor=c, **how) for (T, K, E, c), how in zip(sizes, least, strict=True)]
+    return [oracle.capacities(T, K, E, factor=c, **how) for (T, K, E, c), how in zip(sizes, least, strict=True)]
 
 
-def _drops(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _drops(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     ranks = [given(inputs, f"rank-{rank}") for rank in range(len(_TOKENS))]
     ids, weights = [own["ids_TK"] for own in ranks], [own["weights_TK"] for own in ranks]
     found = named("group", "out", {
-        "lossless": [limits.lossless_capacity(ids, _E), limits.lossless_capacity(ids, _E, minimum=9, multiple=4)],
-        "lossless-without-tokens": limits.lossless_capacity(ids[1:2], _E, minimum=3),
+        "lossless": [oracle.lossless_capacity(ids, _E), oracle.lossless_capacity(ids, _E, minimum=9, multiple=4)],
+        "lossless-without-tokens": oracle.lossless_capacity(ids[1:2], _E, minimum=3),
     })  # fmt: skip
     for rank, own in enumerate(ranks):
-        told: dict[str, object] = {"loads_E": limits.loads(own["ids_TK"], _E)}
-        told["fits_CE"] = torch.stack([limits.fits(own["ids_TK"], _E, C) for C in _CAPACITIES])
+        told: dict[str, object] = {"loads_E": oracle.loads(own["ids_TK"], _E)}
+        told["fits_CE"] = [oracle.fits(own["ids_TK"], _E, C) for C in _CAPACITIES]
         for policy in _POLICIES[1:]:  # "any" has no order to keep by
-            kept = [_keep(own, C, policy) for C in _CAPACITIES]
-            told[f"kept-by-{policy}_CTK"] = torch.stack(kept)
+            kept = [_keep(own, C, policy, oracle) for C in _CAPACITIES]
+            told[f"kept-by-{policy}_CTK"] = kept
             exact = {"weights_TK": own["weights_TK"]}
-            told[f"legal-of-{policy}_CPE"] = _verdicts(own["ids_TK"], kept, _POLICIES, exact)
+            told[f"legal-of-{policy}_CPE"] = _verdicts(own["ids_TK"], kept, _POLICIES, exact, oracle)
             told[f"legal-within-errors-of-{policy}_CPE"] = _verdicts(
-                own["ids_TK"], kept, _POLICIES, exact | {"errors_TK": own["errors_TK"]}
+                own["ids_TK"], kept, _POLICIES, exact | {"errors_TK": own["errors_TK"]}, oracle
             )
             unweighed = tuple(each for each in _POLICIES if each != "weight")
-            told[f"legal-unweighed-of-{policy}_CPE"] = _verdicts(own["ids_TK"], kept, unweighed, {})
+            told[f"legal-unweighed-of-{policy}_CPE"] = _verdicts(own["ids_TK"], kept, unweighed, {}, oracle)
         found |= named(f"rank-{rank}", "out", told)
     verdicts = []
     for more in (0, 1, 2):  # than the least legal capacity
-        C_R = [limits.capacities(len(ids_TK), _K, _E, factor=_FACTOR)[0] + more for ids_TK in ids]
-        kept = [_keep(own, C, "choice") for own, C in zip(ranks, C_R, strict=True)]
+        C_R = [oracle.capacities(len(ids_TK), _K, _E, factor=_FACTOR)[0] + more for ids_TK in ids]
+        kept = [_keep(own, C, "choice", oracle) for own, C in zip(ranks, C_R, strict=True)]
         for how in ({}, {"weights_by_rank": weights}, {"tokens_by_rank": [T + 3 for T in _TOKENS]}):
-            legal = drops.legal_drops_by_rank(kept, ids, _E, factor=_FACTOR, policy="choice", **how)
+            legal = oracle.legal_drops_by_rank(kept, ids, _E, factor=_FACTOR, policy="choice", **how)
             verdicts.append(legal)
     return found | named("group", "out", {"legal_NR": verdicts})
 
 
-def _keep(own: Mapping[str, Tensor], C: int, policy: drops.Policy) -> Tensor:
-    return drops.keep(own["ids_TK"], _E, capacity=C, policy=policy, weights_TK=own["weights_TK"])
+def _keep(own: Mapping[str, Tensor], C: int, policy: drops.Policy, oracle: Oracle) -> Tensor:
+    kept_TK: Tensor = oracle.keep(own["ids_TK"], _E, capacity=C, policy=policy, weights_TK=own["weights_TK"])
+    return kept_TK
 
 
 def _verdicts(
-    ids_TK: Tensor, kept: list[Tensor], policies: tuple[drops.Policy, ...], known: Mapping[str, Tensor]
-) -> Tensor:
+    ids_TK: Tensor,
+    kept: list[Tensor],
+    policies: tuple[drops.Policy, ...],
+    known: Mapping[str, Tensor],
+    oracle: Oracle,
+) -> list[list[Sequence[bool]]]:
     """Judge by every policy what was kept by one, of every capacity, (C, policies, E)."""
-    return torch.stack([
-        torch.stack([
-            drops.legal_drop(kept_TK, ids_TK, _E, capacity=C, policy=policy, **known) for policy in policies
-        ])
+    return [
+        [oracle.legal_drop(kept_TK, ids_TK, _E, capacity=C, policy=policy, **known) for policy in policies]
         for C, kept_TK in zip(_CAPACITIES, kept, strict=True)
-    ])  # fmt: skip
+    ]
 
 
-def _layer(own: Mapping[str, Tensor], C: int, how: Mapping[str, Any]) -> dict[str, object]:
-    leaf_TK = own["weights_TK"].clone().requires_grad_()
-    kept_TK = _keep(own, C, "weight")
-    dropped = after_drops.after_drop(own["ids_TK"], leaf_TK, kept_TK, **how)
-    (back_TK,) = torch.autograd.grad(dropped.weights_TK, leaf_TK, own["upstream_TK"])
+def _layer(own: Mapping[str, Tensor], C: int, how: Mapping[str, Any], oracle: Oracle) -> dict[str, object]:
+    leaf_TK = leaf(own["weights_TK"])
+    kept_TK = _keep(own, C, "weight", oracle)
+    dropped = oracle.after_drop(own["ids_TK"], leaf_TK, kept_TK, **how)
+    back_TK = gradients([dropped.weights_TK], {"weights": leaf_TK}, [own["upstream_TK"]])["dweights"]
     return {"kept_TK": kept_TK, "ids_TK": dropped.ids_TK, "weights_TK": dropped.weights_TK, "back_TK": back_TK}
 
 
-CHAPTER = Chapter(2601, tuple(f"DROP-{number:02}" for number in range(1, 16)), draw, work_out)
+_ORACLE = functions(limits, drops, after_drops, receive_budget, deliveries)
+
+
+CHAPTER = Chapter(2601, tuple(f"DROP-{number:02}" for number in range(1, 16)), _ORACLE, draw, work_out)

@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import given, named
-from moe_conformance.reference.capacity import receive_budget
-from moe_conformance.reference.exchange import deliveries
+from moe_conformance.goldens.chapter import Oracle, given, named
 
 _K, _E = 2, 6
 _TOKENS = (5, 0, 3, 4)  # by rank
@@ -38,26 +36,24 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
     return found | named("budgets", "in", {"rows_BN": rng.integers(0, 6, (5, 3)), "budget_B": [0, 5, 7, 9, 12]})
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     """Return worst cases, which budgets are exceeded, and of every budget and attempt each rank's verdict."""
     own = given(inputs, "budgets")
-    worst = [
-        receive_budget.worst_case_rows(tokens, _K, held, **how) for tokens in (_TOKENS, (0, 0)) for held, how in _WORST
-    ]
+    worst = [oracle.worst_case_rows(tokens, _K, held, **how) for tokens in (_TOKENS, (0, 0)) for held, how in _WORST]
     wants = list(zip(own["rows_BN"].tolist(), own["budget_B"].tolist(), strict=True))
-    over = [[receive_budget.over_budget(rows, budget, **how) for rows, budget in wants] for how in _ALIGNED]
+    over = [[oracle.over_budget(rows, budget, **how) for rows, budget in wants] for how in _ALIGNED]
     ids = [own[f"ids_TK-{rank}"] for rank in range(len(_TOKENS))]
-    wanted = deliveries.deliveries(ids, _GROUPS, _HELD)
+    wanted = oracle.deliveries(ids, _GROUPS, _HELD)
     attempts = [
         [pair for pair, times in zip(wanted, arrivals, strict=False) for _ in range(times)]
         for arrivals in own["arrivals_AP"].tolist()
     ]
     legal = [
-        [receive_budget.legal_deliveries(delivered, wanted, budgets, **how) for delivered in attempts]
+        [oracle.legal_deliveries(delivered, wanted, budgets, **how) for delivered in attempts]
         for budgets, how in _BUDGETS
     ]
     told: dict[str, object] = {"worst_N": worst, "over_AB": over, "legal_BAR": legal}
     for attempt, delivered in enumerate(attempts):
-        for rank, kept_TK in enumerate(receive_budget.delivered_slots(delivered, ids)):
+        for rank, kept_TK in enumerate(oracle.delivered_slots(delivered, ids)):
             told[f"delivered_TK-{attempt}{rank}"] = kept_TK
     return named("budgets", "out", told)

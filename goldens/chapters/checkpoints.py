@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_conformance.goldens.bits import SPECIAL, draw_bits, numbers, spelled
-from moe_conformance.goldens.chapter import Chapter, given, named
-from moe_conformance.goldens.gradients import gradients, leaf
-from moe_conformance.reference.checkpoints import layouts as expert_layouts
-from moe_conformance.reference.checkpoints import parts, upcycling
-from moe_conformance.reference.checkpoints.layouts import Layout
+from moe_conformance.goldens.chapter import Chapter, Oracle, functions, given, gradients, leaf, named
+from moe_conformance.goldens.chapters.checkpoints_forms import SPECIAL, draw_bits, numbers, spelled
+from moe_conformance.reference.checkpoints import layouts, parts, upcycling
 from moe_conformance.reference.experts import Parameters
 
 E, F, D, K = 4, 4, 3, 2
-LAYOUTS: Mapping[str, Layout] = {
-    "one-rank": Layout(1, ep=1, etp=1, experts=E),
-    "ep2-etp2-edp2": Layout(8, ep=2, etp=2, experts=E),
-    "uneven": Layout(6, ep=3, etp=1, experts=E, by_ep=((3,), (), (2, 0, 1))),
-    "etp4": Layout(4, ep=1, etp=4, experts=E),
+LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+    "one-rank": {"world": 1, "ep": 1, "etp": 1},
+    "ep2-etp2-edp2": {"world": 8, "ep": 2, "etp": 2},
+    "uneven": {"world": 6, "ep": 3, "etp": 1, "by_ep": ((3,), (), (2, 0, 1))},
+    "etp4": {"world": 4, "ep": 1, "etp": 4},
 }
 # By name, of how many experts; etp does not cut the bias, and the last expert has none.
 SHAPES = {"gate": (E, F, D), "up": (E, F, D), "down": (E, D, F), "bias": (E - 1, D)}
@@ -42,30 +40,31 @@ def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
     return found
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> Mapping[str, Tensor]:
     """Return the bits that each rank holds and loads, copies of an MLP, its output and gradients, and loads."""
     stacks = {name: numbers(bits) for name, bits in given(inputs, "experts").items()}
     whole = {(name, e): value for name, stack in stacks.items() for e, value in enumerate(stack)}
-    found = named("bits", "out", _same_bits())
-    layouts = list(LAYOUTS.items())
-    for i, (case, layout) in enumerate(layouts):
-        before = layouts[i - 1][1]  # that saved what is loaded here
-        held = parts.shard(whole, layout)
-        loaded = parts.reshard(parts.shard(whole, before), before, layout)
-        coordinates = [expert_layouts.coordinates(rank, layout) for rank in range(layout.world)]
+    found = named("bits", "out", _same_bits(oracle))
+    layouts = {case: oracle.Layout(**sizes, experts=E) for case, sizes in LAYOUTS.items()}
+    before = layouts["etp4"]  # that saved what is loaded here
+    for case, layout in layouts.items():
+        held = oracle.shard(whole, layout)
+        loaded = oracle.reshard(oracle.shard(whole, before), before, layout)
+        coordinates = [oracle.coordinates(rank, layout) for rank in range(layout.world)]
         dealt = [[at_ep, e] for at_ep, experts in enumerate(layout.held()) for e in experts]
         answers = {"coordinates_W3": coordinates, "dealt_E2": dealt, **_stacked("held", held)}
-        answers |= {**_stacked("loaded", loaded), **_stacked("assembled", [parts.assemble(held, layout)])}
+        answers |= {**_stacked("loaded", loaded), **_stacked("assembled", [oracle.assemble(held, layout)])}
         found |= named(case, "out", answers)
+        before = layout
     dense = {name: numbers(bits) for name, bits in given(inputs, "mlp").items()}
     for pieces in PIECES:
-        made = upcycling.upcycle(dense["gate"], dense["up"], dense["down"], E, pieces=pieces)
+        made = oracle.upcycle(dense["gate"], dense["up"], dense["down"], E, pieces=pieces)
         found |= named("mlp", "out", _stacked(f"pieces-{pieces}", [made]))
-    at_places = upcycling.at_places({key: value for key, value in whole.items() if key[0] != "bias"}, PLACES)
-    loads = upcycling.loads_by_expert(inputs["places/in/loads_P"].tolist(), PLACES, E + 1)  # the last has no place
+    at_places = oracle.at_places({key: value for key, value in whole.items() if key[0] != "bias"}, PLACES)
+    loads = oracle.loads_by_expert(inputs["places/in/loads_P"].tolist(), PLACES, E + 1)  # the last has no place
     found |= named("places", "out", {**_stacked("experts", [at_places]), "loads_E": loads})
     for case in TOKENS:
-        found |= named(case, "out", _upcycled(given(inputs, case)))
+        found |= named(case, "out", _upcycled(given(inputs, case), oracle))
     return found
 
 
@@ -78,23 +77,23 @@ def _stacked(word: str, held_by_rank: Sequence[Parameters]) -> dict[str, Tensor]
     return {f"{word}.{name}": spelled(torch.stack(values)) for name, values in found.items()}
 
 
-def _same_bits() -> dict[str, object]:
+def _same_bits(oracle: Oracle) -> dict[str, object]:
     """Return which special numbers are the same, and the one value of two ranks that agree."""
     special_N = numbers(torch.tensor(SPECIAL))
     others = (special_N.clone(), special_N[:, None], special_N.view(torch.int64), special_N.roll(1))
     return {
-        "same_NN": [[parts.same_bits(one, other) for other in special_N] for one in special_N],
-        "same-others": [parts.same_bits(special_N, other) for other in others],
-        "agreed_N": spelled(parts.agreed([special_N, special_N.clone()])),
+        "same_NN": [[oracle.same_bits(one, other) for other in special_N] for one in special_N],
+        "same-others": [oracle.same_bits(special_N, other) for other in others],
+        "agreed_N": spelled(oracle.agreed([special_N, special_N.clone()])),
     }
 
 
-def _upcycled(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _upcycled(own: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     leaves = {name: leaf(own[name]) for name in ("x_TD", "weights_TK", *DENSE)}
-    y_TD = upcycling.upcycled_output(*leaves.values())
+    y_TD = oracle.upcycled_output(*leaves.values())
     return {"y_TD": y_TD, **gradients([y_TD], leaves, [own["dy_TD"]])}
 
 
 REQUIREMENTS = ("CKPT-01", "CKPT-04", "CKPT-06", "CKPT-07", "CKPT-12", "CKPT-13")
 
-CHAPTER = Chapter(2410, REQUIREMENTS, draw, work_out)
+CHAPTER = Chapter(2410, REQUIREMENTS, functions(layouts, parts, upcycling), draw, work_out)

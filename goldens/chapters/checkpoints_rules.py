@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import Chapter, given, named
+from moe_conformance.goldens.chapter import Chapter, Oracle, functions, given, named
 from moe_conformance.reference.checkpoints import rules
-from moe_conformance.reference.checkpoints.rules import Part
 
 NAMES = "abcdefgh"
 KEYS = tuple(product((0, 1), (0, 1, 2), ("down", "up")))  # layer, expert, parameter
@@ -46,30 +45,30 @@ def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
     return found
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> Mapping[str, Tensor]:
     """Return which layouts agree, which keys collide, how often elements are written, and faults by name."""
     shapes = [shapes_of(sizes) for sizes in inputs["layouts/in/sizes_LN"].tolist()]
-    same_LL = [[rules.same_names([one, other]) for other in shapes] for one in shapes]
-    found = named("layouts", "out", {"same_LL": same_LL, "all-same": rules.same_names(shapes)})
-    collisions = rules.collisions(addresses_of(inputs["addresses/in/name-index_K2"].tolist()))
+    same_LL = [[oracle.same_names([one, other]) for other in shapes] for one in shapes]
+    found = named("layouts", "out", {"same_LL": same_LL, "all-same": oracle.same_names(shapes)})
+    collisions = oracle.collisions(addresses_of(inputs["addresses/in/name-index_K2"].tolist()))
     pairs_C2 = torch.tensor([[KEYS.index(a), KEYS.index(b)] for a, b in collisions]).reshape(-1, 2)
     found |= named("addresses", "out", {"collisions_C2": pairs_C2})
     for case, shape in TENSORS.items():
         boxes, fills = (inputs[f"{case}/in/{name}"].tolist() for name in ("boxes_N", "fill_N"))
         parts = [
-            Part("it", start, torch.full(size, FILLS[fill]))
+            oracle.Part("it", start, torch.full(size, FILLS[fill], dtype=torch.float64))
             for (start, size), fill in zip(boxes_of(boxes), fills, strict=True)
         ]
-        found |= named(case, "out", {"times": rules.times_written(parts, {"it": shape})["it"]})
+        found |= named(case, "out", {"times": oracle.times_written(parts, {"it": shape})["it"]})
     misfits, own = [], _rows(inputs, "misfits")
     for needed, held, optional in zip(own["needed_MN"], own["found_MN"], own["optional_MN"], strict=True):
-        misfits.append(rules.misfits(shapes_of(needed), shapes_of(held), optional=listed(optional)))
+        misfits.append(oracle.misfits(shapes_of(needed), shapes_of(held), optional=listed(optional)))
     faults, own = [], _rows(inputs, "conversion")
     for used, present, filled, needed, unused in zip(
         *(own[f"{name}_MN"] for name in ("used", "present", "filled", "needed", "unused")), strict=True
     ):
         lists = listed(used), listed(present), listed(filled), listed(needed)
-        faults.append(rules.conversion_faults(*lists, unused=listed(unused)))
+        faults.append(oracle.conversion_faults(*lists, unused=listed(unused)))
     found |= named("misfits", "out", {"misfits_M3N": [[_marked(names) for names in each] for each in misfits]})
     return found | named("conversion", "out", {"faults_M6N": [[_marked(names) for names in each] for each in faults]})
 
@@ -103,4 +102,4 @@ def _rows(inputs: Mapping[str, Tensor], case: str) -> dict[str, list[list[int]]]
     return {name: value.tolist() for name, value in given(inputs, case).items()}
 
 
-CHAPTER = Chapter(2412, ("CKPT-02", "CKPT-03", "CKPT-08", "CKPT-11"), draw, work_out)
+CHAPTER = Chapter(2412, ("CKPT-02", "CKPT-03", "CKPT-08", "CKPT-11"), functions(rules), draw, work_out)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import Chapter
+from moe_conformance.goldens.chapter import Chapter, Oracle, functions, given, named
 from moe_conformance.reference.exchange import deliveries
 
 _K, _E = 2, 6
@@ -23,27 +22,26 @@ _CASES: Mapping[str, tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]] = 
 
 def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
     """Return the ids of every rank, a fifth of the slots empty."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for case in _CASES:
         for rank, T in enumerate(_TOKENS):
             ids_TK = np.array([rng.permutation(_E)[:_K] for _ in range(T)], dtype=np.int64).reshape(T, _K)
             ids_TK[rng.random((T, _K)) < 0.2] = -1
-            found[f"{case}/in/ids_TK-{rank}"] = torch.from_numpy(ids_TK)
+            found |= named(case, "in", {f"ids_TK-{rank}": ids_TK})
     return found
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> Mapping[str, Tensor]:
     """Return deliveries (source, token, slot, expert, destination), counts per rank, and splits."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for case, placement in _CASES.items():
-        ids = [inputs[f"{case}/in/ids_TK-{rank}"] for rank in range(len(_TOKENS))]
-        pairs = deliveries.deliveries(ids, *placement)
+        own = given(inputs, case)
+        ids = [own[f"ids_TK-{rank}"] for rank in range(len(_TOKENS))]
+        pairs = oracle.deliveries(ids, *placement)
         rows = [[pair.source, pair.token, pair.slot, pair.expert, pair.destination] for pair in pairs]
-        found[f"{case}/out/deliveries"] = torch.tensor(rows)
-        found[f"{case}/out/splits_WW"] = deliveries.splits(ids, *placement)
-        for rank, counts in enumerate(deliveries.counts(ids, *placement)):
-            found[f"{case}/out/counts-{rank}"] = torch.tensor(counts)
+        counts = {f"counts-{rank}": counts_N for rank, counts_N in enumerate(oracle.counts(ids, *placement))}
+        found |= named(case, "out", {"deliveries": rows, "splits_WW": oracle.splits(ids, *placement), **counts})
     return found
 
 
-CHAPTER = Chapter(2303, ("EXCH-01", "EXCH-02", "EXCH-03"), draw, work_out)
+CHAPTER = Chapter(2303, ("EXCH-01", "EXCH-02", "EXCH-03"), functions(deliveries), draw, work_out)

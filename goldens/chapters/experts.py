@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import Chapter
+from moe_conformance.goldens.chapter import Chapter, Oracle, functions, given, named
 from moe_conformance.reference import experts
 from moe_conformance.reference.exchange import layer
 
@@ -41,19 +41,20 @@ def _single(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> Tensor
     return torch.from_numpy(values).float().double()
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> Mapping[str, Tensor]:
     """Return the output and the gradients of tokens, weights and parameters, for both places of the weights."""
-    x, ids, weights, dy = (inputs[f"layer/in/{name}"] for name in ("x_TD", "ids_TK", "weights_TK", "dy_TD"))
-    parameters = {(name, e): inputs[f"layer/in/{name}"][e] for name in _NAMES for e in range(_E)}
-    found = {}
+    own = given(inputs, "layer")
+    tokens = [own[name] for name in ("x_TD", "ids_TK", "weights_TK", "dy_TD")]
+    parameters = {(name, e): own[name][e] for name in _NAMES for e in range(_E)}
+    found: dict[str, Tensor] = {}
     for place in _PLACES:
-        made = layer.gradients(x, ids, weights, dy, experts.swiglu_experts, parameters, weights_at=place)
-        found[f"{place}/out/y_TD"] = made.y_TD
-        found[f"{place}/out/dx_TD"] = made.dx_TD
-        found[f"{place}/out/dweights_TK"] = made.dweights_TK
-        for name in _NAMES:
-            found[f"{place}/out/d{name}"] = torch.stack([made.parameters[name, e] for e in range(_E)])
+        made = oracle.gradients(*tokens, oracle.swiglu_experts, parameters, weights_at=place)
+        by_name = {f"d{name}": [made.parameters[name, e] for e in range(_E)] for name in _NAMES}
+        answers = {"y_TD": made.y_TD, "dx_TD": made.dx_TD, "dweights_TK": made.dweights_TK, **by_name}
+        found |= named(place, "out", answers)
     return found
 
 
-CHAPTER = Chapter(2202, ("EXPT-01", "EXPT-03", "GRAD-01", "GRAD-02", "GRAD-04"), draw, work_out)
+CHAPTER = Chapter(
+    2202, ("EXPT-01", "EXPT-03", "GRAD-01", "GRAD-02", "GRAD-04"), functions(layer, experts), draw, work_out
+)

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import Chapter, given, named
-from moe_conformance.goldens.gradients import gradients, leaf, prefixed
+from moe_conformance.goldens.chapter import Chapter, Oracle, functions, given, gradients, leaf, named, prefixed
 from moe_conformance.reference.fast_paths import choices, equal_splits
 
 D = 3
@@ -57,73 +56,72 @@ def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
     return found | named("choices", "in", {"counts_N3": rng.integers(0, 3, (12, 3)), "taken_N": rng.random(9) < 0.4})
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> Mapping[str, Tensor]:
     """Return rows padded, compacted, exchanged and listed, their gradients, verdicts and counters."""
-    found = named("choices", "out", _choices(given(inputs, "choices")))
+    found = named("choices", "out", _choices(given(inputs, "choices"), oracle))
     for case, (pieces, split) in PIECES.items():
-        found |= named(case, "out", _padded(given(inputs, case), pieces, split))
+        found |= named(case, "out", _padded(given(inputs, case), pieces, split, oracle))
     for case, splits in SPLITS.items():
-        found |= named(case, "out", _exchanged(given(inputs, case), torch.tensor(splits)))
+        found |= named(case, "out", _exchanged(given(inputs, case), torch.tensor(splits), oracle))
     for case, (held, each) in BATCHES.items():
         own = given(inputs, case)
         leaves = {"columns_DR": leaf(own["columns_DR"])}
-        batch_NnD = choices.as_batch(leaves["columns_DR"].T, held, each)
+        batch_NnD = oracle.as_batch(leaves["columns_DR"].T, held, each)
         found |= named(case, "out", {"batch_NnD": batch_NnD, **gradients([batch_NnD], leaves, [own["upstream_NnD"]])})
     for case in ROBINS:
-        found |= named(case, "out", _round_robin(given(inputs, case), *ROBINS[case][1:]))
+        found |= named(case, "out", _round_robin(given(inputs, case), ROBINS[case], oracle))
     return found
 
 
-def _padded(own: Mapping[str, Tensor], pieces: Sequence[int], split: int) -> dict[str, Tensor]:
+def _padded(own: Mapping[str, Tensor], pieces: Sequence[int], split: int, oracle: Oracle) -> dict[str, Tensor]:
     """Return padded and compacted rows; what stands in padding is NaN, and reaches nothing."""
     rows_RD, rows_PD = leaf(own["rows_RD"]), leaf(own["rows_PD"])
-    padded_PD = equal_splits.pad(rows_RD, pieces, split)
-    is_padding_P1 = equal_splits.pad(torch.ones(len(rows_RD), 1), pieces, split) == 0
-    compacted_RD = equal_splits.compact(rows_PD.masked_fill(is_padding_P1, nan), pieces, split)
+    padded_PD = oracle.pad(rows_RD, pieces, split)
+    is_padding_P1 = oracle.pad(torch.ones(len(rows_RD), 1), pieces, split) == 0
+    compacted_RD = oracle.compact(rows_PD.masked_fill(is_padding_P1, nan), pieces, split)
     leaves = {"rows_RD": rows_RD, "rows_PD": rows_PD}
     back = gradients([padded_PD, compacted_RD], leaves, [own["upstream_PD"], own["upstream_RD"]])
     return {"padded_PD": padded_PD, "compacted_RD": compacted_RD, **back}
 
 
-def _exchanged(own: Mapping[str, Tensor], splits_WW: Tensor) -> dict[str, object]:
+def _exchanged(own: Mapping[str, Tensor], splits_WW: Tensor, oracle: Oracle) -> dict[str, object]:
     """Return what every rank receives, by splits as they are and by two sizes of equal ones, and which are lawful."""
-    W, smallest = len(splits_WW), equal_splits.smallest_split(splits_WW)
+    W, smallest = len(splits_WW), oracle.smallest_split(splits_WW)
     sizes = product(SIZES, repeat=W)
     found: dict[str, object] = {
         "smallest": smallest,
-        "lawful_N": [equal_splits.lawful_splits(size_by_rank, splits_WW) for size_by_rank in sizes],
+        "lawful_N": [oracle.lawful_splits(size_by_rank, splits_WW) for size_by_rank in sizes],
     }
     for name, split in (("uneven", None), ("smallest", smallest), ("larger", smallest + 2)):
         leaves = {f"rows_RD-{rank}": leaf(own[f"rows_RD-{rank}"]) for rank in range(W)}
         rows = list(leaves.values())
         received = (
-            equal_splits.uneven_exchange(rows, splits_WW)
-            if split is None
-            else equal_splits.equal_exchange(rows, splits_WW, split)
+            oracle.uneven_exchange(rows, splits_WW) if split is None else oracle.equal_exchange(rows, splits_WW, split)
         )
         back = gradients(received, leaves, [own[f"upstream_RD-{rank}"] for rank in range(W)])
         found |= prefixed(name, {**{f"received_RD-{rank}": rows_RD for rank, rows_RD in enumerate(received)}, **back})
     return found
 
 
-def _choices(own: Mapping[str, Tensor]) -> dict[str, object]:
+def _choices(own: Mapping[str, Tensor], oracle: Oracle) -> dict[str, object]:
     counts_N3 = [*own["counts_N3"].tolist(), [2, 2, 2], [0, 0, 0]]
-    equal_N = [choices.equal_counts(counts, sum(counts)) for counts in counts_N3]
+    equal_N = [oracle.equal_counts(counts, sum(counts)) for counts in counts_N3]
     grid = product(EP, range(1, E + 1), OFFSETS)
     taken_N = own["taken_N"].bool().tolist()
     return {
-        "equal_N": [*equal_N, choices.equal_counts(None, 6), choices.equal_counts([], 0)],
-        "round-robin_N": [choices.round_robin_shortcut(offset, K, E, ep) for ep, K, offset in grid],
-        "decisions_N2": [choices.decision_counts(taken) for taken in (taken_N, [])],
-        "look-ups_N2": [choices.look_up_counts(events) for events in HISTORIES],
+        "equal_N": [*equal_N, oracle.equal_counts(None, 6), oracle.equal_counts([], 0)],
+        "round-robin_N": [oracle.round_robin_shortcut(offset, K, E, ep) for ep, K, offset in grid],
+        "decisions_N2": [oracle.decision_counts(taken) for taken in (taken_N, [])],
+        "look-ups_N2": [oracle.look_up_counts(events) for events in HISTORIES],
     }
 
 
-def _round_robin(own: Mapping[str, Tensor], offset: int, K: int, ep: int) -> dict[str, Tensor]:
+def _round_robin(own: Mapping[str, Tensor], sizes: tuple[int, int, int, int], oracle: Oracle) -> dict[str, Tensor]:
+    _, offset, K, ep = sizes
     found: dict[str, Tensor] = {}
     for rank in range(ep):
         x_TD = leaf(own["x_TD"])
-        rows_RD = choices.round_robin_rows(x_TD, rank, offset=offset, top_k=K, experts=E, ep=ep)
+        rows_RD = oracle.round_robin_rows(x_TD, rank, offset=offset, top_k=K, experts=E, ep=ep)
         found[f"rows_RD-{rank}"] = rows_RD
         found[f"dx_TD-{rank}"] = gradients([rows_RD], {"x": x_TD}, [own[f"upstream_RD-{rank}"]])["dx"]
     return found
@@ -131,4 +129,4 @@ def _round_robin(own: Mapping[str, Tensor], offset: int, K: int, ep: int) -> dic
 
 REQUIREMENTS = ("FAST-01", "FAST-02", "FAST-03", "FAST-04", "FAST-05", "FAST-12", "FAST-13", "FAST-14", "FAST-16")
 
-CHAPTER = Chapter(2409, REQUIREMENTS, draw, work_out)
+CHAPTER = Chapter(2409, REQUIREMENTS, functions(choices, equal_splits), draw, work_out)

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import Chapter, given, named
+from moe_conformance.goldens.chapter import Chapter, Oracle, functions, given, leaf, named
 from moe_conformance.goldens.chapters import forcing_draws, forcing_hot
 from moe_conformance.reference.capacity import limits
-from moe_conformance.reference.forcing import routes, scores
+from moe_conformance.reference.forcing import draws, hot, imbalance, routes, scores
 
 _T, _E, _K = 6, 8, 3
 _SUMS = (  # loads by rank: as even as they must be, not, likewise with unequal numbers of tokens
@@ -61,46 +61,48 @@ def _routes(rng: np.random.Generator) -> np.ndarray[tuple[int, ...], np.dtype[An
     return np.stack([rng.permutation(_E)[:_K] for _ in range(_T)])
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     """Return routes and judgements on routes, forced weights with gradients, and the views of a loss."""
     own = given(inputs, "free")
-    legal = {"legal_T": routes.legal_ids(own["ids_TK"], _E)}
-    legal["legal-or-padding_T"] = routes.legal_ids(own["ids_TK"], _E, padding_T=own["padding_T"].bool())
+    legal = {"legal_T": oracle.legal_ids(own["ids_TK"], _E)}
+    legal["legal-or-padding_T"] = oracle.legal_ids(own["ids_TK"], _E, padding_T=own["padding_T"].bool())
     found = named("free", "out", legal)
-    used = [routes.groups_used(given(inputs, "routes")["ids_TK"], _E, groups) for groups in (1, 2, 4, 8)]
-    found |= named("routes", "out", {"groups_used_GT": torch.stack(used)})
-    dealt = [routes.round_robin(T, K, E, **({"rank": rank} if rank else {})) for T, K, E, rank in _DEALT]
+    used = [oracle.groups_used(given(inputs, "routes")["ids_TK"], _E, groups) for groups in (1, 2, 4, 8)]
+    found |= named("routes", "out", {"groups_used_GT": used})
+    dealt = [oracle.round_robin(T, K, E, **({"rank": rank} if rank else {})) for T, K, E, rank in _DEALT]
     found |= named("dealt", "out", {f"ids_TK-{n}": ids_TK for n, ids_TK in enumerate(dealt)})
-    even = [routes.balanced(limits.loads(ids_TK, size[2])) for ids_TK, size in zip(dealt, _DEALT, strict=True)]
+    even = [oracle.balanced(oracle.loads(ids_TK, size[2])) for ids_TK, size in zip(dealt, _DEALT, strict=True)]
     found |= named("dealt", "out", {"balanced_N": even})
     loads_NWE = given(inputs, "balance")["loads_NWE"]
-    even_NW = [[routes.balanced(loads_E) for loads_E in loads_WE] for loads_WE in loads_NWE]
-    sums = [routes.balanced_sum(list(loads_WE)) for loads_WE in loads_NWE]
+    even_NW = [[oracle.balanced(loads_E) for loads_E in loads_WE] for loads_WE in loads_NWE]
+    sums = [oracle.balanced_sum(list(loads_WE)) for loads_WE in loads_NWE]
     found |= named("balance", "out", {"balanced_NW": even_NW, "balanced_sum_N": sums})
-    found |= named("asked", "out", {"verdict_N": [_VERDICTS.index(routes.verdict(asked)) for asked in _ASKED]})
+    found |= named("asked", "out", {"verdict_N": [_VERDICTS.index(oracle.verdict(asked)) for asked in _ASKED]})
     for case, settings in _SCORES.items():
-        found |= named(case, "out", _weighed(given(inputs, case), settings))
-    return found | forcing_hot.work_out(inputs) | forcing_draws.work_out(inputs)
+        found |= named(case, "out", _weighed(given(inputs, case), settings, oracle))
+    return found | forcing_hot.work_out(inputs, oracle) | forcing_draws.work_out(inputs, oracle)
 
 
-def _weighed(own: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, Tensor]:
-    leaf_TE, ids_TK = own["logits_TE"].clone().requires_grad_(), own["ids_TK"]
-    weights_TK = scores.forced_weights(leaf_TE, ids_TK, **settings)
-    found = {"undecided_T": scores.undecided_weights(leaf_TE, ids_TK), "weights_TK": weights_TK}
+def _weighed(own: Mapping[str, Tensor], settings: Mapping[str, Any], oracle: Oracle) -> dict[str, object]:
+    leaf_TE, ids_TK = leaf(own["logits_TE"]), own["ids_TK"]
+    weights_TK = oracle.forced_weights(leaf_TE, ids_TK, **settings)
+    found: dict[str, object] = {"undecided_T": oracle.undecided_weights(leaf_TE, ids_TK), "weights_TK": weights_TK}
     (found["dlogits_TE"],) = torch.autograd.grad(weights_TK, leaf_TE, own["upstream_TK"])
-    z_TE = scores.straight_through(leaf_TE, own["forced_TE"])
+    z_TE = oracle.straight_through(leaf_TE, own["forced_TE"])
     found["z_TE"] = z_TE
     (found["dlogits-of-z_TE"],) = torch.autograd.grad(z_TE, leaf_TE, own["upstream_TE"])
-    of_logits = scores.loss_views(leaf_TE, top_k=_K, forced_logits_TE=own["forced_TE"])
-    of_ids = scores.loss_views(leaf_TE, top_k=_K, forced_ids_TK=ids_TK)
+    of_logits = oracle.loss_views(leaf_TE, top_k=_K, forced_logits_TE=own["forced_TE"])
+    of_ids = oracle.loss_views(leaf_TE, top_k=_K, forced_ids_TK=ids_TK)
     views = [*of_logits, *of_ids]
-    found["views_VTE"] = torch.stack([view.logits_TE for view in views])
-    found["views_VTK"] = torch.stack([view.ids_TK for view in views])
+    found["views_VTE"] = [view.logits_TE for view in views]
+    found["views_VTK"] = [view.ids_TK for view in views]
     back = [torch.autograd.grad(view.logits_TE, leaf_TE, own["upstream_TE"])[0] for view in views]
-    found["dlogits-of-views_VTE"] = torch.stack(back)
+    found["dlogits-of-views_VTE"] = back
     return found
 
 
 _REQUIREMENTS = tuple(f"FORCE-{number:02}" for number in (*range(2, 12), *range(13, 19), 21, 22))
 
-CHAPTER = Chapter(2701, _REQUIREMENTS, draw, work_out)
+_ORACLE = functions(routes, scores, hot, imbalance, draws, limits)
+
+CHAPTER = Chapter(2701, _REQUIREMENTS, _ORACLE, draw, work_out)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import given, named
-from moe_conformance.reference.forcing import draws as forcing_draws
+from moe_conformance.goldens.chapter import Oracle, given, named
 
 _E, _K, _T = 5, 2, 3
 _SIZES = ((100, 2, 4), (0, 1, 8), (4096, 8, 64), (7, 4, 4))  # T, K, E
@@ -50,24 +48,22 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
     return found
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     """Return margins, moments, bounds and chances, and whether loads and ids may have come of such draws."""
-    legal = [
-        forcing_draws.legal_random_loads(n_E, top_k) for n_E in given(inputs, "random")["loads_NE"] for top_k in (1, 4)
-    ]
-    margins = [forcing_draws.load_margin(*sizes) for sizes in _SIZES]
-    found = named("random", "out", {"margins_N": margins, "legal_NE": torch.stack(legal)})
+    legal = [oracle.legal_random_loads(n_E, top_k) for n_E in given(inputs, "random")["loads_NE"] for top_k in (1, 4)]
+    margins = [oracle.load_margin(*sizes) for sizes in _SIZES]
+    found = named("random", "out", {"margins_N": margins, "legal_NE": legal})
     logits = list(given(inputs, "moments")["logits_NTE"])
-    moments = [forcing_draws.bias_moment(logits), forcing_draws.bias_moment(logits[:1])]
-    bounds = [forcing_draws.bias_moment_bounds(*each) for each in _BOUNDS]
+    moments = [oracle.bias_moment(logits), oracle.bias_moment(logits[:1])]
+    bounds = [oracle.bias_moment_bounds(*each) for each in _BOUNDS]
     found |= named("moments", "out", {"moments": moments, "bounds_N2": bounds})
     for draws, K, E in _CHANCES:
-        found |= named("chances", "out", {f"{draws}-more-of-{K}-in-{E}": forcing_draws.chance_alike(draws, K, E)})
+        found |= named("chances", "out", {f"{draws}-more-of-{K}-in-{E}": oracle.chance_alike(draws, K, E)})
     for case in _BIASED:
         ids_LFTK = given(inputs, f"biased-{case}")["ids_LFTK"]
         told: dict[str, object] = {
-            "alike_LF": [[forcing_draws.one_choice([ids_TK]) for ids_TK in row] for row in ids_LFTK],
-            "alike_L": [forcing_draws.one_choice(list(row)) for row in ids_LFTK],
+            "alike_LF": [[oracle.one_choice([ids_TK]) for ids_TK in row] for row in ids_LFTK],
+            "alike_L": [oracle.one_choice(list(row)) for row in ids_LFTK],
         }
         found |= named(f"biased-{case}", "out", told)
     return found

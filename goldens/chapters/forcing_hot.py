@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import given, named
-from moe_conformance.reference.forcing import hot as forcing_hot
-from moe_conformance.reference.forcing import imbalance
+from moe_conformance.goldens.chapter import Oracle, given, named
 
 _E = 6
 _DIVISIONS: Sequence[Sequence[Sequence[int]]] = (
@@ -77,33 +75,33 @@ def _routes(
     return ids_TK
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     """Return of every block whether it may have been meant, and by how much it is overloaded."""
     found: dict[str, Tensor] = {}
     for case in (*_ROUTES, *_UNEVEN):
         ids = [given(inputs, case)[f"ids_TK-{rank}"] for rank in range(2)]
         told = {
-            "hot_experts_E": _marks(forcing_hot.hot_experts(ids, _E), _E),
-            "hot_DB": [_marks(forcing_hot.hot_blocks(ids, blocks)) for blocks in _DIVISIONS],
-            "even_DB": [_marks(forcing_hot.hot_blocks(ids, blocks, even=True)) for blocks in _DIVISIONS],
+            "hot_experts_E": _marks(oracle.hot_experts(ids, _E), _E),
+            "hot_DB": [_marks(oracle.hot_blocks(ids, blocks)) for blocks in _DIVISIONS],
+            "even_DB": [_marks(oracle.hot_blocks(ids, blocks, even=True)) for blocks in _DIVISIONS],
         }
         equal = [blocks for blocks in _DIVISIONS if len({len(block) for block in blocks}) == 1]
-        by_ratio = [[_marks(forcing_hot.hot_by_ratio(ids, blocks, ratio)) for ratio in _RATIOS] for blocks in equal]
+        by_ratio = [[_marks(oracle.hot_by_ratio(ids, blocks, ratio)) for ratio in _RATIOS] for blocks in equal]
         found |= named(case, "out", {**told, "by-ratio_DAB": by_ratio})
     forwards = given(inputs, "forwards")["ids_NFTK"]
-    first = [_marks(forcing_hot.first_hot_ranks([[ids_TK] for ids_TK in run], _DIVISIONS[0])) for run in forwards]
+    first = [_marks(oracle.first_hot_ranks([[ids_TK] for ids_TK in run], _DIVISIONS[0])) for run in forwards]
     found |= named("forwards", "out", {"first_NB": first})
     shares = [given(inputs, "shares")[f"ids_TK-{n}"] for n in range(len(_SHARES))]
     by_share = [
-        [_marks(forcing_hot.hot_by_ratio(ids, _DIVISIONS[0], ratio)) for ratio in _RATIOS]
+        [_marks(oracle.hot_by_ratio(ids, _DIVISIONS[0], ratio)) for ratio in _RATIOS]
         for ids in [*([ids_TK] for ids_TK in shares), shares[:2]]
     ]
     found |= named("shares", "out", {"by-ratio_NAB": by_share})
-    factors = [[imbalance.overload(K, 12, block) for block in (1, 3, 4, 12)] for K in (1, 2, 6, 12)]
+    factors = [[oracle.overload(K, 12, block) for block in (1, 3, 4, 12)] for K in (1, 2, 6, 12)]
     loads_VNE = given(inputs, "draws")["loads_VNE"]
-    means = [[imbalance.mean_overload(list(loads_NE), blocks) for blocks in _DIVISIONS] for loads_NE in loads_VNE]
+    means = [[oracle.mean_overload(list(loads_NE), blocks) for blocks in _DIVISIONS] for loads_NE in loads_VNE]
     rises = [
-        imbalance.imbalance_rises([list(loads_VNE[v]) for v in order], blocks)
+        oracle.imbalance_rises([list(loads_VNE[v]) for v in order], blocks)
         for order in ((0, 1, 2), (1, 0), (0, 0), (0, 2, 1), (0, 3)) for blocks in _DIVISIONS
     ]  # fmt: skip
     return found | named("draws", "out", {"overload_KB": factors, "mean_overload_VB": means, "rises_N": rises})

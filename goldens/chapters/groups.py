@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import Chapter, named
+from moe_conformance.goldens.chapter import Chapter, Oracle, functions, named
 from moe_conformance.reference.groups import members
 
 NAMES = ("world", "tp", "cp", "pp", "dp", "dp_cp", "ep", "etp", "ep_etp", "edp")
@@ -34,17 +34,17 @@ def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
     return found
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> Mapping[str, Tensor]:
     """Return validity, and for every layout the ranks of all groups of every name, one group after the other."""
     found: dict[str, Tensor] = {}
     for case in ("sizes", "not-positive"):
         sizes_N6 = inputs[f"{case}/in/sizes_N6"].tolist()
-        found |= named(case, "out", {"valid_N": [members.valid(*sizes) is None for sizes in sizes_N6]})
+        found |= named(case, "out", {"valid_N": [oracle.valid(*sizes) is None for sizes in sizes_N6]})
     for case in LAYOUTS:
-        made = members.groups(*inputs[f"{case}/in/sizes_6"].tolist())
+        made = oracle.groups(*inputs[f"{case}/in/sizes_6"].tolist())
         in_groups_GW = [[rank for group in made[name] for rank in group] for name in NAMES]
         found |= named(case, "out", {"ranks_GW": in_groups_GW, "group-size_G": [len(made[name][0]) for name in NAMES]})
     return found
 
 
-CHAPTER = Chapter(2407, ("GROUP-01", "GROUP-02"), draw, work_out)
+CHAPTER = Chapter(2407, ("GROUP-01", "GROUP-02"), functions(members), draw, work_out)

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import Chapter, given, named
+from moe_conformance.goldens.chapter import Chapter, Oracle, functions, given, leaf, named
 from moe_conformance.goldens.chapters import losses_of_steps
-from moe_conformance.goldens.gradients import leaf
-from moe_conformance.reference.losses import balance
-from moe_conformance.reference.losses.z_loss import z_loss
+from moe_conformance.reference.losses import balance, over_ranks, reports, scaling
+from moe_conformance.reference.losses import z_loss as z_losses
+from moe_conformance.reference.routing import routes
 
 _T, _E, _K, _C = 9, 8, 2, 0.25
 _CASES: Mapping[str, Mapping[str, Any]] = {
@@ -58,7 +58,7 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
     return found | losses_of_steps.draw(rng)
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     """Return shares and choices, the losses of the drawn ids, and all gradients of the logits."""
     found: dict[str, Tensor] = {}
     for case, settings in _CASES.items():
@@ -68,21 +68,23 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         charged = {"score": score, "coefficient": _C, "padding_T": padding_T}
         sequences = int(own["sequences_T"].max()) + 3 if len(ids_TK) else 2  # some of which have no token at all
         values = {
-            "auxiliary": balance.auxiliary_loss(leaf_TE, ids_TK, **charged),
-            "sequence": balance.sequence_loss(leaf_TE, ids_TK, own["sequences_T"], **charged),
-            "sequence-of-all": balance.sequence_loss(leaf_TE, ids_TK, own["sequences_T"], divisor=sequences, **charged),
-            "z": z_loss(leaf_TE, coefficient=_C, padding_T=padding_T),
+            "auxiliary": oracle.auxiliary_loss(leaf_TE, ids_TK, **charged),
+            "sequence": oracle.sequence_loss(leaf_TE, ids_TK, own["sequences_T"], **charged),
+            "sequence-of-all": oracle.sequence_loss(leaf_TE, ids_TK, own["sequences_T"], divisor=sequences, **charged),
+            "z": oracle.z_loss(leaf_TE, coefficient=_C, padding_T=padding_T),
         }
         gradients = {f"d{name}_TE": torch.autograd.grad(value, leaf_TE)[0] for name, value in values.items()}
         told: dict[str, object] = {
-            "p_TE": balance.normalised_scores(own["logits_TE"], score),
-            "choices_TK": balance.choices(own["logits_TE"], top_k=_K, padding_T=padding_T, **settings),
-            "counts_E": balance.choice_counts(ids_TK, _E, padding_T=padding_T),
+            "p_TE": oracle.normalised_scores(own["logits_TE"], score),
+            "choices_TK": oracle.choices(own["logits_TE"], top_k=_K, padding_T=padding_T, **settings),
+            "counts_E": oracle.choice_counts(ids_TK, _E, padding_T=padding_T),
         }
         found |= named(case, "out", told | values | gradients)
-    return found | losses_of_steps.work_out(inputs)
+    return found | losses_of_steps.work_out(inputs, oracle)
 
 
 _REQUIREMENTS = tuple(f"LOSS-{number:02}" for number in range(1, 20))
 
-CHAPTER = Chapter(2401, _REQUIREMENTS, draw, work_out)
+_ORACLE = functions(balance, z_losses, over_ranks, scaling, reports, routes)
+
+CHAPTER = Chapter(2401, _REQUIREMENTS, _ORACLE, draw, work_out)

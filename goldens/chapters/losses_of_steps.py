@@ -9,16 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import given, named
-from moe_conformance.goldens.gradients import leaf
-from moe_conformance.reference.losses import balance, over_ranks, reports, scaling
-from moe_conformance.reference.losses.z_loss import z_loss, z_loss_of_parts
-from moe_conformance.reference.routing import routes
+from moe_conformance.goldens.chapter import Oracle, given, leaf, named
+from moe_conformance.reference.losses.reports import ForwardKind
 
 _E, _K, _D, _C = 5, 2, 4, 0.25
 _TOKENS = ((4, 0), (3, 6), (0, 0), (2, 1))  # by microbatch and data parallel group
 _PLACES = ((0, 2, 3), (1, 3, 5), (), (4,))  # by rank, the tokens of one microbatch; rank 1 has a copy of a token
-_KINDS: Sequence[reports.ForwardKind] = ("evaluation", "training", "recomputed", "training", "no_grad", "training")
+_KINDS: Sequence[ForwardKind] = ("evaluation", "training", "recomputed", "training", "no_grad", "training")
 _SCALE = 0.5
 
 
@@ -38,83 +35,86 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
     return found | named("report", "in", {"losses_YMd": rng.random((2, 3, 2))})
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     """Return the global losses and those of parts, what was put together, finished gradients and reports."""
-    return _step(inputs) | _whole(inputs) | _scaling(inputs) | _router(inputs) | _report(inputs)
+    found: dict[str, Tensor] = {}
+    for part in (_step, _whole, _scaling, _router, _report):
+        found |= part(inputs, oracle)
+    return found
 
 
-def _step(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _step(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     parts = [[given(inputs, f"step-{m}{d}") for d in range(2)] for m in range(len(_TOKENS))]
     logits = [[leaf(part["logits_TE"]) for part in row] for row in parts]
     ids, masks = ([[part[name] for part in row] for row in parts] for name in ("ids_TK", "padding_T"))
     padding = [[padding_T.bool() for padding_T in row] for row in masks]
     found: dict[str, Tensor] = {}
     losses_by_case = {
-        "global": over_ranks.global_losses(logits, ids, score="sigmoid", coefficient=_C, padding=padding),
-        "global-forgetful": over_ranks.global_losses(
+        "global": oracle.global_losses(logits, ids, score="sigmoid", coefficient=_C, padding=padding),
+        "global-forgetful": oracle.global_losses(
             logits, ids, score="sigmoid", coefficient=_C, padding=padding, remembers=False
         ),
-        "global-unpadded": over_ranks.global_losses(logits, ids, score="sigmoid", coefficient=_C),
+        "global-unpadded": oracle.global_losses(logits, ids, score="sigmoid", coefficient=_C),
     }
     for case, losses_M in losses_by_case.items():
         found |= named(case, "out", {"losses_M": losses_M})
         for m, row in enumerate(logits):
             back = torch.autograd.grad(losses_M[m], row, retain_graph=True)
             found |= named(case, "out", {f"dlogits_TE-{m}{d}": dlogits_TE for d, dlogits_TE in enumerate(back)})
-    nothing_M = over_ranks.global_losses([], [], score="sigmoid", coefficient=_C)
+    nothing_M = oracle.global_losses([], [], score="sigmoid", coefficient=_C)
     found |= named("global-of-nothing", "out", {"losses_M": nothing_M})
     for m, row in enumerate(logits):  # the groups as if they were ranks of one
         for word, paddings in (("", padding[m]), ("unpadded-", None)):
-            value = z_loss_of_parts(row, coefficient=_C, padding_by_rank=paddings)
+            value = oracle.z_loss_of_parts(row, coefficient=_C, padding_by_rank=paddings)
             back = torch.autograd.grad(value, row)
             told = {f"dlogits_TE-{d}": dlogits_TE for d, dlogits_TE in enumerate(back)}
             found |= named(f"z-of-parts-{word}{m}", "out", {"z": value, **told})
     return found
 
 
-def _whole(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _whole(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     x_TD = given(inputs, "whole")["x_TD"]
     places = [torch.tensor(own, dtype=torch.int64) for own in _PLACES]
-    return named("whole", "out", {"x_TD": over_ranks.whole([x_TD[own] for own in places], places)})
+    return named("whole", "out", {"x_TD": oracle.whole([x_TD[own] for own in places], places)})
 
 
-def _scaling(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _scaling(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     own = given(inputs, "scaling")
     table, valid = [list(row) for row in own["gradients_MdE"]], own["valid_Md"].tolist()
     values = {
-        "mean_E": scaling.mean_gradient(table),
-        "sum_E": scaling.sum_gradient(table, scale=_SCALE),
-        "by_token_E": scaling.token_gradient(table, valid),
-        "by_no_token_E": scaling.token_gradient(table, [[0, 0]] * 3),
+        "mean_E": oracle.mean_gradient(table),
+        "sum_E": oracle.sum_gradient(table, scale=_SCALE),
+        "by_token_E": oracle.token_gradient(table, valid),
+        "by_no_token_E": oracle.token_gradient(table, [[0, 0]] * 3),
     }
     return named("scaling", "out", values)
 
 
-def _router(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _router(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     """Attach a balance loss and a z-loss to normalised weights, and carry the gradient to the router."""
     own = given(inputs, "router")
     logits_TE = own["x_TD"] @ own["router_ED"].T
-    ids_TK = routes.route(logits_TE, top_k=_K, score="sigmoid").ids_TK
-    weigh = partial(routes.weights, ids_TK=ids_TK, score="sigmoid", normalise=True, scale=2.5)
+    ids_TK = oracle.route(logits_TE, top_k=_K, score="sigmoid").ids_TK
+    weigh = partial(oracle.weights, ids_TK=ids_TK, score="sigmoid", normalise=True, scale=2.5)
     charges = [
-        partial(balance.auxiliary_loss, ids_TK=ids_TK, score="sigmoid", coefficient=_C),
-        partial(z_loss, coefficient=_C),
+        partial(oracle.auxiliary_loss, ids_TK=ids_TK, score="sigmoid", coefficient=_C),
+        partial(oracle.z_loss, coefficient=_C),
     ]
-    dlogits_TE = scaling.attached_gradient(logits_TE, weigh, own["upstream_TK"], charges, scale=_SCALE)
-    alone_TE = scaling.attached_gradient(logits_TE, weigh, own["upstream_TK"], charges, scale=0.0)
-    dx_TD, drouter_ED = scaling.router_gradients(own["x_TD"], own["router_ED"], dlogits_TE)
-    plain_TE = scaling.attached_gradient(logits_TE, weigh, own["upstream_TK"], charges)
+    dlogits_TE = oracle.attached_gradient(logits_TE, weigh, own["upstream_TK"], charges, scale=_SCALE)
+    alone_TE = oracle.attached_gradient(logits_TE, weigh, own["upstream_TK"], charges, scale=0.0)
+    dx_TD, drouter_ED = oracle.router_gradients(own["x_TD"], own["router_ED"], dlogits_TE)
+    plain_TE = oracle.attached_gradient(logits_TE, weigh, own["upstream_TK"], charges)
     values = {"ids_TK": ids_TK, "dlogits_TE": dlogits_TE, "dlogits_TE-of-weights": alone_TE}
     return named("router", "out", values | {"dlogits_TE-unscaled": plain_TE, "dx_TD": dx_TD, "drouter_ED": drouter_ED})
 
 
-def _report(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _report(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     one, other = given(inputs, "report")["losses_YMd"]
     values = {
-        "model": reports.model_loss([one[0, 0], None, other[0, 0]]),
-        "reported": reports.reported([one, None, other]),
-        "reported-without-coefficient": reports.reported([one, None, other], coefficient=_C),
-        "reported-of-nothing": reports.reported([one[:0]]),
-        "training-forwards": reports.training_forwards(_KINDS),
+        "model": oracle.model_loss([one[0, 0], None, other[0, 0]]),
+        "reported": oracle.reported([one, None, other]),
+        "reported-without-coefficient": oracle.reported([one, None, other], coefficient=_C),
+        "reported-of-nothing": oracle.reported([one[:0]]),
+        "training-forwards": oracle.training_forwards(_KINDS),
     }
     return named("report", "out", values)

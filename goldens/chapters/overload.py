@@ -13,9 +13,9 @@ from typing import get_args
 import numpy as np
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import Chapter, given, named
+from moe_conformance.goldens.chapter import Chapter, Oracle, functions, given, named
 from moe_conformance.goldens.chapters import overload_timelines
-from moe_conformance.reference.overload import factors
+from moe_conformance.reference.overload import counters, factors, peaks, timelines
 from moe_conformance.reference.overload import report as overload_report
 
 _E, _K = 6, 2
@@ -79,51 +79,56 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
     )
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     """Return pairs, balanced counts and factors, reports in rows, errors that are allowed, and how reports end."""
     found: dict[str, Tensor] = {}
     for case, group in _GROUPS.items():
         own, ranks = given(inputs, case), range(len(group.tokens))
         padding = [own[f"padding_T-{rank}"].bool() for rank in ranks] if "padding_T-0" in own else None
         ids = [own[f"ids_TK-{rank}"] for rank in ranks]
-        entry = factors.entry(ids, group.held, ep=group.ep, padding_by_rank=padding, copies=group.copies)
-        ratios = {"balanced": _ratio(entry.balanced), "factor": _ratio(factors.factor(entry))}
+        entry = oracle.entry(ids, group.held, ep=group.ep, padding_by_rank=padding, copies=group.copies)
+        ratios = {"balanced": _ratio(entry.balanced), "factor": _ratio(oracle.factor(entry))}
         found |= named(case, "out", {"pairs_W": entry.pairs, **ratios})
     padding_SB = given(inputs, "brought")["padding_SB"].bool()
-    brought = [factors.tokens_brought((3, 5), padding_SB), factors.tokens_brought((15,), padding_SB.flatten())]
-    brought += [factors.tokens_brought((3, 5)), factors.tokens_brought((2, 0)), factors.tokens_brought(())]
+    brought = [oracle.tokens_brought((3, 5), padding_SB), oracle.tokens_brought((15,), padding_SB.flatten())]
+    brought += [oracle.tokens_brought((3, 5)), oracle.tokens_brought((2, 0)), oracle.tokens_brought(())]
     found |= named("brought", "out", {"tokens_N": brought})
-    errors = [_ratio(overload_report.allowed_error(exact, n, **how)) for exact, n, how in _EXACT]
+    errors = [_ratio(oracle.allowed_error(exact, n, **how)) for exact, n, how in _EXACT]
     found |= named("errors", "out", {"allowed_N2": errors})
     ends = [
-        [[_ENDS.index(end) for end in overload_report.ends(recorded, _PAIRED, stages)] for stages in _STAGES]
+        [[_ENDS.index(end) for end in oracle.ends(recorded, _PAIRED, stages)] for stages in _STAGES]
         for recorded in _RECORDED
     ]
-    return found | named("ends", "out", {"ends_NSW": ends}) | _reports(inputs) | overload_timelines.work_out(inputs)
+    return (
+        found
+        | named("ends", "out", {"ends_NSW": ends})
+        | _reports(inputs, oracle)
+        | overload_timelines.work_out(inputs, oracle)
+    )
 
 
-def _reports(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _reports(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     own = {name: value.tolist() for name, value in given(inputs, "entries").items()}
     entries = [
-        factors.Entry(stage, None if layer < 0 else layer, tuple(pairs), Fraction(_K * tokens, 2))
+        oracle.Entry(stage, None if layer < 0 else layer, tuple(pairs), Fraction(_K * tokens, 2))
         for stage, layer, pairs, tokens in zip(
             own["stage_N"], own["layer_N"], own["pairs_NW"], own["tokens_N"], strict=True
         )
     ]
-    found = named("reported-of-nothing", "out", {"rows_N5": _rows([], 0, "zero", None)})
+    found = named("reported-of-nothing", "out", {"rows_N5": _rows([], 0, "zero", None, oracle)})
     for stage in range(3):
         for empty in get_args(overload_report.Empty):
             for peak in (Fraction(5, 4), None):
                 case = f"reported-{stage}-{empty}-{'with' if peak else 'without'}"
-                found |= named(case, "out", {"rows_N5": _rows(entries, stage, empty, peak)})
+                found |= named(case, "out", {"rows_N5": _rows(entries, stage, empty, peak, oracle)})
     return found
 
 
 def _rows(
-    entries: Sequence[factors.Entry], stage: int, empty: overload_report.Empty, peak: Fraction | None
+    entries: Sequence[factors.Entry], stage: int, empty: overload_report.Empty, peak: Fraction | None, oracle: Oracle
 ) -> list[list[int]]:
     """Report in rows: layer (-1: all), average, maximum or cumulative, the value, whether it may be absent."""
-    report = overload_report.reported(entries, stage, cumulative=peak, empty=empty, prefix="moe/")
+    report = oracle.reported(entries, stage, cumulative=peak, empty=empty, prefix="moe/")
     rows = []
     for name, value in report.values.items():
         words = name.removeprefix("moe/").split("_")  # avg overload factor layer 3, max cum overload factor
@@ -139,4 +144,6 @@ def _ratio(value: Fraction) -> tuple[int, int]:
 
 _REQUIREMENTS = tuple(f"LOAD-{number:02}" for number in (*range(1, 19), 20, 23, 24, 25, 28, 29, 30))
 
-CHAPTER = Chapter(2801, _REQUIREMENTS, draw, work_out)
+_ORACLE = functions(factors, overload_report, timelines, peaks, counters)
+
+CHAPTER = Chapter(2801, _REQUIREMENTS, _ORACLE, draw, work_out)

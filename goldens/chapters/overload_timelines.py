@@ -10,11 +10,10 @@ from fractions import Fraction
 from typing import Literal, get_args
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import given, named
-from moe_conformance.reference.overload import counters, peaks, timelines
+from moe_conformance.goldens.chapter import Oracle, given, named
+from moe_conformance.reference.overload import peaks, timelines
 from moe_conformance.reference.overload.timelines import Event, Kind, Pass
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)  # forward, recomputed, backward, alone, evaluation
@@ -46,7 +45,7 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
     return found | named("counters", "in", {"ids_PTK": ids_PTK, "padding_PT": rng.random(ids_PTK.shape[:2]) < 0.25})
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     """Return every legal timeline with its peaks, cumulative factors of the world, and counters."""
     found: dict[str, Tensor] = {}
     choices: list[Sequence[Sequence[Event]]] = []
@@ -57,69 +56,70 @@ def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         passes = _passes(own["passes_P2"])
         pairs.append(dict(enumerate(own["pairs_L"].tolist())))
         balanced.append({label: Fraction(*two) for label, two in enumerate(own["balanced_L2"].tolist())})
-        choices.append(timelines.legal_timelines(passes))
+        choices.append(oracle.legal_timelines(passes))
         told: dict[str, object] = {}
         for word, expected in (("", [*range(5), 9]), ("-strangers", [])):
-            wrong = timelines.miscounted(passes[:-2], expected)
+            wrong = oracle.miscounted(passes[:-2], expected)
             told[f"miscounted{word}_N3"] = sorted([label, *counts] for label, counts in wrong.items())
         for recomputed in get_args(timelines.Recomputed):
             for alone in get_args(timelines.Alone):
-                events = timelines.timeline(passes, recomputed=recomputed, alone=alone)
-                P, Q = peaks.peaks(events, pairs[rank], balanced[rank])
+                events = oracle.timeline(passes, recomputed=recomputed, alone=alone)
+                P, Q = oracle.peaks(events, pairs[rank], balanced[rank])
                 told[f"events_J2-{recomputed}-{alone}"] = np.array(events, dtype=np.int64).reshape(-1, 2)
                 told[f"peaks_3-{recomputed}-{alone}"] = [P, *_ratio(Q)]
         told["lengths_N"] = [len(events) for events in choices[rank]]
         found |= named(f"time-{rank}", "out", told)
-    return found | _world(choices, pairs, balanced) | _log(inputs) | _counters(inputs)
+    return found | _world(choices, pairs, balanced, oracle) | _log(inputs, oracle) | _counters(inputs, oracle)
 
 
 def _world(
     choices: Sequence[Sequence[Sequence[Event]]],
     pairs: Sequence[peaks.Pairs],
     balanced: Sequence[peaks.Balanced],
+    oracle: Oracle,
 ) -> dict[str, Tensor]:
     events = [of_rank[0] for of_rank in choices]
-    worst = peaks.cumulative(events, pairs, balanced)
+    worst = oracle.cumulative(events, pairs, balanced)
     assert worst is not None
-    idle = peaks.cumulative([(), ()], pairs[:2], balanced[:2])
+    idle = oracle.cumulative([(), ()], pairs[:2], balanced[:2])
     told = {
-        "legal-where-nothing-runs_N2": [_ratio(x) for x in peaks.legal_cumulatives([[()]], pairs[:1], balanced[:1])],
+        "legal-where-nothing-runs_N2": [_ratio(x) for x in oracle.legal_cumulatives([[()]], pairs[:1], balanced[:1])],
         "cumulative": _ratio(worst),
         "none-where-nothing-runs": idle is None,
-        "interval_22": [_ratio(end) for end in peaks.cumulative_interval(events, pairs, balanced)],
+        "interval_22": [_ratio(end) for end in oracle.cumulative_interval(events, pairs, balanced)],
         "interval-where-nothing-runs_22": [
-            _ratio(end) for end in peaks.cumulative_interval([(), ()], pairs[:2], balanced[:2])
+            _ratio(end) for end in oracle.cumulative_interval([(), ()], pairs[:2], balanced[:2])
         ],
-        "legal_N2": [_ratio(value) for value in peaks.legal_cumulatives(choices, pairs, balanced)],
+        "legal_N2": [_ratio(value) for value in oracle.legal_cumulatives(choices, pairs, balanced)],
     }
     return named("world", "out", told)
 
 
-def _log(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _log(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     lines: list[Pass | Literal["report", "abandon"]] = []
     for kind, label in given(inputs, "log")["lines_N2"].tolist():
         lines.append("report" if kind == _REPORT else "abandon" if kind == _ABANDON else (_KINDS[kind], label))
-    reports = timelines.since_reports(lines)
+    reports = oracle.since_reports(lines)
     covered = [[n, *row] for n, passes in enumerate(reports) for row in _rows(passes)]
-    orders = sorted(_rows(merged) for merged in timelines.merges(_BLOCKS))
+    orders = sorted(_rows(merged) for merged in oracle.merges(_BLOCKS))
     told = {"reports": len(reports), "covered_N3": covered}
     return named("log", "out", told) | named("merged", "out", {"orders_NP2": orders})
 
 
-def _counters(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _counters(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     """Count passes of every kind, and a second forward; their labels are their places."""
     own = given(inputs, "counters")
     passes = [
-        counters.RoutedPass(kind, n, own["ids_PTK"][n], own["padding_PT"][n].bool() if n else None)
+        oracle.RoutedPass(kind, n, own["ids_PTK"][n], own["padding_PT"][n].bool() if n else None)
         for n, kind in enumerate((*_KINDS, "forward"))
     ]
-    trace = counters.trace(passes)
+    trace = oracle.trace(passes)
     told: dict[str, object] = {
-        "counts_E": counters.expert_counts(passes, _E),
-        "counts-of-nothing_E": counters.expert_counts([], _E),
+        "counts_E": oracle.expert_counts(passes, _E),
+        "counts-of-nothing_E": oracle.expert_counts([], _E),
     }
     for label, record in trace.items():
-        told[f"record_TE-{label}"] = torch.tensor([[e in chosen for e in range(_E)] for chosen in record])
+        told[f"record_TE-{label}"] = [[e in chosen for e in range(_E)] for chosen in record]
     return named("counters", "out", told)
 
 

@@ -9,10 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import Chapter, given, named
-from moe_conformance.goldens.gradients import gradients, leaf, prefixed
-from moe_conformance.reference.permute import orders as permute
-from moe_conformance.reference.permute import padded_segments, reorder, row_index
+from moe_conformance.goldens.chapter import Chapter, Oracle, functions, given, gradients, leaf, named, prefixed
+from moe_conformance.reference.permute import orders, padded_segments, reorder, row_index
 
 K, E, D = 3, 6, 2
 # name: tokens by rank of the exchange group, and the experts of the rank that receives
@@ -57,85 +55,84 @@ def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
     return found | named("segments", "in", {"counts_N": 4 * rng.integers(0, 3, 7), "missing_N": rng.integers(0, 4, 7)})
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> Mapping[str, Tensor]:
     """Return what stands where after each reordering, and the gradients on the way back."""
-    found = named("segments", "out", _segments(given(inputs, "segments")))
+    found = named("segments", "out", _segments(given(inputs, "segments"), oracle))
     for case, (tokens, experts) in RANKS.items():
         ids_by_rank = [inputs[f"{case}/in/ids_TK-{rank}"] for rank in range(len(tokens))]
-        found |= named(case, "out", _rows(ids_by_rank, experts, inputs[f"{case}/in/order_R"]))
+        found |= named(case, "out", _rows(ids_by_rank, experts, inputs[f"{case}/in/order_R"], oracle))
     for cases, answer in (
         (("names", "names-of-one", "names-of-none"), _names),
         (("index", "index-of-none", "no-index"), _by_index),
         (COUNTS, _reordered),
     ):
         for case in cases:
-            found |= named(case, "out", answer(given(inputs, case)))
+            found |= named(case, "out", answer(given(inputs, case), oracle))
     return found
 
 
-def _segments(own: Mapping[str, Tensor]) -> dict[str, object]:
+def _segments(own: Mapping[str, Tensor], oracle: Oracle) -> dict[str, object]:
     counts = own["counts_N"].tolist()
     rows = (own["counts_N"] - own["missing_N"]).clamp(min=0).tolist()
     return {
         "legal_MCP": [
-            [padded_segments.legal_counts([claim] * len(PAIRS), PAIRS, multiple) for claim in CLAIMS]
-            for multiple in MULTIPLES
+            [oracle.legal_counts([claim] * len(PAIRS), PAIRS, multiple) for claim in CLAIMS] for multiple in MULTIPLES
         ],
-        "starts_N": padded_segments.segment_starts(counts),
-        "padding_R": padded_segments.padding_rows(counts, rows),
+        "starts_N": oracle.segment_starts(counts),
+        "padding_R": oracle.padding_rows(counts, rows),
     }
 
 
-def _rows(ids_by_rank: Sequence[Tensor], experts: Sequence[int], order_R: Tensor) -> dict[str, object]:
+def _rows(ids_by_rank: Sequence[Tensor], experts: Sequence[int], order_R: Tensor, oracle: Oracle) -> dict[str, object]:
     """Return the rows of a rank's experts, and whose of them stand in order, also after some of the rows are moved."""
     found: dict[str, object] = {}
     for multiple, pad_empty in PADDINGS:
-        rows = permute.expert_major(ids_by_rank, experts, multiple=multiple, pad_empty=pad_empty)
+        rows = oracle.expert_major(ids_by_rank, experts, multiple=multiple, pad_empty=pad_empty)
         name = f"rows-of-{multiple}{'-empty-too' if pad_empty else ''}_R4"
         found[name] = torch.stack([rows.expert, rows.source, rows.token, rows.slot], dim=1)
-        found[name.replace("rows", "order").replace("_R4", "_N2")] = _verdicts(rows)
-    rows = permute.expert_major(ids_by_rank, experts)
-    moved = permute.Rows(rows.source[order_R], rows.token[order_R], rows.slot[order_R], rows.expert[order_R])
-    return {**found, "order-of-moved_N2": _verdicts(moved)}
+        found[name.replace("rows", "order").replace("_R4", "_N2")] = _verdicts(rows, oracle)
+    rows = oracle.expert_major(ids_by_rank, experts)
+    moved = oracle.Rows(rows.source[order_R], rows.token[order_R], rows.slot[order_R], rows.expert[order_R])
+    return {**found, "order-of-moved_N2": _verdicts(moved, oracle)}
 
 
-def _verdicts(rows: permute.Rows) -> Tensor:
-    verdicts = [[expert, int(verdict)] for expert, verdict in sorted(permute.in_order(rows).items())]
+def _verdicts(rows: orders.Rows, oracle: Oracle) -> Tensor:
+    verdicts = [[expert, int(verdict)] for expert, verdict in sorted(oracle.in_order(rows).items())]
     return torch.tensor(verdicts, dtype=torch.int64).reshape(-1, 2)
 
 
-def _names(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _names(own: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     tokens_TK, slots_TK = leaf(own["values_TK"]), leaf(own["values_TK"])
     moved = {
-        "tokens": permute.reorder_tokens(tokens_TK, own["order_T"]),
-        "slots": permute.reorder_slots(slots_TK, own["order_T"], own["slots_TK"]),
+        "tokens": oracle.reorder_tokens(tokens_TK, own["order_T"]),
+        "slots": oracle.reorder_slots(slots_TK, own["order_T"], own["slots_TK"]),
     }
     back = gradients(list(moved.values()), {"tokens": tokens_TK, "slots": slots_TK}, [own["upstream_TK"]] * 2)
-    renamed = permute.relabel_parameters({("gain", e): own["gate_E"][e] for e in range(E)}, own["new_E"])
+    renamed = oracle.relabel_parameters({("gain", e): own["gate_E"][e] for e in range(E)}, own["new_E"])
     return {
         **{f"{name}_TK": value for name, value in {**moved, **back}.items()},
-        "ids_TK": permute.reorder_slots(own["ids_TK"], own["order_T"], own["slots_TK"]),
-        "relabelled_TK": permute.relabel(own["ids_TK"], own["new_E"]),
+        "ids_TK": oracle.reorder_slots(own["ids_TK"], own["order_T"], own["slots_TK"]),
+        "relabelled_TK": oracle.relabel(own["ids_TK"], own["new_E"]),
         "gate_E": torch.stack([renamed["gain", e] for e in range(E)]),
     }
 
 
-def _by_index(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _by_index(own: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     """Return rows gathered and scattered; what stands at sentinels is NaN, and reaches nothing."""
     index_R, T = own["index_R"], len(own["x_TD"])
     sentinel_R = (index_R < 0) | (index_R >= T)
     leaves = {name: leaf(own[name]) for name in ("x_TD", "out_RD", "weights_R")}
-    rows_RD = row_index.gather(leaves["x_TD"], index_R)
+    rows_RD = oracle.gather(leaves["x_TD"], index_R)
     out_RD = leaves["out_RD"].masked_fill(sentinel_R[:, None], nan)
-    y_TD = row_index.scatter(out_RD, index_R, leaves["weights_R"].masked_fill(sentinel_R, nan), T)
+    y_TD = oracle.scatter(out_RD, index_R, leaves["weights_R"].masked_fill(sentinel_R, nan), T)
     back = gradients([rows_RD, y_TD], leaves, [own["drows_RD"], own["dy_TD"]])
     return {"rows_RD": rows_RD, "y_TD": y_TD, **back}
 
 
-def _reordered(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _reordered(own: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     counts_WN, upstream_RD = own["counts_WN"], own["upstream_RD"]
-    found = {"positions_R": reorder.reorder_positions(counts_WN)}
-    for name, way in (("to-expert", reorder.to_expert_major), ("to-source", reorder.to_source_major)):
+    found = {"positions_R": oracle.reorder_positions(counts_WN)}
+    for name, way in (("to-expert", oracle.to_expert_major), ("to-source", oracle.to_source_major)):
         rows_RD = leaf(own["rows_RD"])
         moved_RD = way(rows_RD, counts_WN)
         found |= prefixed(name, {"rows_RD": moved_RD, **gradients([moved_RD], {"rows_RD": rows_RD}, [upstream_RD])})
@@ -144,4 +141,4 @@ def _reordered(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 REQUIREMENTS = ("EXCH-04", "EXCH-13", "EXCH-14", "EXCH-18", "EXCH-19", "EXCH-20", "EXCH-21")
 
-CHAPTER = Chapter(2406, REQUIREMENTS, draw, work_out)
+CHAPTER = Chapter(2406, REQUIREMENTS, functions(orders, padded_segments, reorder, row_index), draw, work_out)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import Chapter, named
+from moe_conformance.goldens.chapter import Chapter, Oracle, functions, given, leaf, named
 from moe_conformance.reference.routing import routes
 
 _T, _E, _K = 7, 12, 3
@@ -57,24 +57,22 @@ def _tokens(rng: np.random.Generator, case: str) -> dict[str, Tensor]:
     return named(case, "in", {"logits_TE": logits_TE, "upstream_TK": upstream_TK})
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> Mapping[str, Tensor]:
     """Return ids, how clearly they and the experts after them win, weights, and the gradient of the logits."""
     found: dict[str, Tensor] = {}
     for case, settings in {**_CASES, **_MORE}.items():
-        logits_TE = inputs[f"{case}/in/logits_TE"].clone().requires_grad_()
-        bias_E = inputs.get(f"{case}/in/bias_E")
-        routed = routes.route(logits_TE, top_k=_K, bias_E=bias_E, **settings)
-        upstream_TK = inputs[f"{case}/in/upstream_TK"]
+        own = given(inputs, case)
+        logits_TE, bias_E = leaf(own["logits_TE"]), own.get("bias_E")
+        routed = oracle.route(logits_TE, top_k=_K, bias_E=bias_E, **settings)
+        (dlogits_TE,) = torch.autograd.grad(routed.weights_TK, logits_TE, own["upstream_TK"])
+        answers = {"ids_TK": routed.ids_TK, "weights_TK": routed.weights_TK, "dlogits_TE": dlogits_TE}
         how = {name: value for name, value in settings.items() if name not in ("normalise", "scale")}
-        others_TK = (routed.ids_TK + 1) % _E
-        for name, ids_TK in (("margins_T", None), ("margins-of-others_T", others_TK)):
-            found[f"{case}/out/{name}"] = routes.margins(logits_TE.detach(), ids_TK, top_k=_K, bias_E=bias_E, **how)
-        found[f"{case}/out/ids_TK"] = routed.ids_TK
-        found[f"{case}/out/weights_TK"] = routed.weights_TK.detach()
-        (found[f"{case}/out/dlogits_TE"],) = torch.autograd.grad(routed.weights_TK, logits_TE, upstream_TK)
+        for name, ids_TK in (("margins_T", None), ("margins-of-others_T", (routed.ids_TK + 1) % _E)):
+            answers[name] = oracle.margins(own["logits_TE"], ids_TK, top_k=_K, bias_E=bias_E, **how)
+        found |= named(case, "out", answers)
     return found
 
 
 REQUIREMENTS = ("ROUTE-01", "ROUTE-02", "ROUTE-03", "ROUTE-04", "ROUTE-05", "ROUTE-06", "ROUTE-07")
 
-CHAPTER = Chapter(2101, REQUIREMENTS, draw, work_out)
+CHAPTER = Chapter(2101, REQUIREMENTS, functions(routes), draw, work_out)

@@ -9,11 +9,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import Chapter, given, named
-from moe_conformance.goldens.gradients import gradients, leaf
-from moe_conformance.goldens.small_layer import D, draw_experts, draw_tokens, expert_leaves, experts_of
+from moe_conformance.goldens.chapter import (
+    EXPERT_SHAPES,
+    Chapter,
+    D,
+    E,
+    Oracle,
+    draw_experts,
+    draw_tokens,
+    functions,
+    given,
+    gradients,
+    leaf,
+    named,
+)
+from moe_conformance.reference import experts
 from moe_conformance.reference.scatter import addition, memory
-from moe_conformance.reference.scatter.memory import View
 
 # name: rows out, rows to add
 SUMS: Mapping[str, tuple[int, int]] = {"repeats": (4, 9), "nothing-added": (3, 0), "no-rows": (0, 0)}
@@ -61,30 +72,32 @@ def _drawn_view(rng: np.random.Generator) -> tuple[int, Sequence[int], Sequence[
     return int(rng.integers(40, 70)), shape, strides, int(rng.choice([1, 2, 4]))
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> Mapping[str, Tensor]:
     """Return sums, bounds and gradients, whether gradients are recorded, and the bytes of views."""
     found: dict[str, Tensor] = {}
     for case in SUMS:
-        found |= named(case, "out", _added(given(inputs, case)))
+        found |= named(case, "out", _added(given(inputs, case), oracle))
     for case in TOKENS:
-        found |= named(case, "out", _routed(given(inputs, case), expert_leaves(inputs)))
-    recorded = [[addition.records_gradient(modes, requiring) for requiring in REQUIRING] for modes in NESTED]
+        found |= named(case, "out", _routed(given(inputs, case), given(inputs, "experts"), oracle))
+    recorded = [[oracle.records_gradient(modes, requiring) for requiring in REQUIRING] for modes in NESTED]
     found |= named("modes", "out", {"recorded_MR": recorded})
-    views = [View(*view) for view in views_of(inputs["views/in/views_V7"].tolist())]
-    return found | named("views", "out", {**_views(views), "slices": _slices()})
+    views = [oracle.View(*view) for view in views_of(inputs["views/in/views_V7"].tolist())]
+    return found | named("views", "out", {**_views(views, oracle), "slices": _slices(oracle)})
 
 
-def _added(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _added(own: Mapping[str, Tensor], oracle: Oracle) -> dict[str, object]:
     leaves = {name: leaf(own[name]) for name in ("out_ND", "src_JD")}
-    y_ND = addition.scatter_add(leaves["out_ND"], own["index_J"], leaves["src_JD"])
-    bounds = [addition.scatter_add_bound(own["out_ND"], own["index_J"], own["src_JD"], u) for u in ROUNDOFFS]
-    return {"y_ND": y_ND, "bounds_UND": torch.stack(bounds), **gradients([y_ND], leaves, [own["upstream_ND"]])}
+    y_ND = oracle.scatter_add(leaves["out_ND"], own["index_J"], leaves["src_JD"])
+    bounds = [oracle.scatter_add_bound(own["out_ND"], own["index_J"], own["src_JD"], u) for u in ROUNDOFFS]
+    return {"y_ND": y_ND, "bounds_UND": bounds, **gradients([y_ND], leaves, [own["upstream_ND"]])}
 
 
-def _routed(own: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    leaves = {**{name: leaf(own[name]) for name in ("base_TD", "x_TD", "weights_TK")}, **parameters}
+def _routed(own: Mapping[str, Tensor], parameters: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
+    tokens = {name: own[name] for name in ("base_TD", "x_TD", "weights_TK")}
+    leaves = {name: leaf(value) for name, value in {**tokens, **parameters}.items()}
     inputs = leaves["base_TD"], leaves["x_TD"], own["ids_TK"], leaves["weights_TK"]
-    y_TD = addition.add_routed(*inputs, experts_of(leaves))
+    expert = oracle.swiglu_experts({(name, e): leaves[name][e] for name in EXPERT_SHAPES for e in range(E)})
+    y_TD = oracle.add_routed(*inputs, expert)
     return {"y_TD": y_TD, **gradients([y_TD], leaves, [own["dy_TD"]])}
 
 
@@ -96,28 +109,28 @@ def views_of(
         yield None if address < 0 else address, tuple(rest[:2][:dims]), tuple(rest[2:][:dims]), itemsize
 
 
-def _views(views: Sequence[View]) -> dict[str, object]:
+def _views(views: Sequence[memory.View], oracle: Oracle) -> dict[str, object]:
     """Return the bytes of each view and its range (-1, -1 for none), and what is true of each two."""
     found: dict[str, object] = {
         f"{name}_VV": [[judge(a, b) for b in views] for a in views]
         for name, judge in (
-            ("ranges-meet", memory.ranges_meet),
-            ("share-bytes", memory.share_bytes),
-            ("in-place-is-lawful", memory.in_place_is_lawful),
+            ("ranges-meet", oracle.ranges_meet),
+            ("share-bytes", oracle.share_bytes),
+            ("in-place-is-lawful", oracle.in_place_is_lawful),
         )
     }
-    on_bytes = [[byte in memory.addresses(view) for byte in range(120)] for view in views]
-    ranges = [memory.byte_range(view) or (-1, -1) for view in views]
-    overlaps = [memory.overlaps_itself(view) for view in views]
+    on_bytes = [[byte in oracle.addresses(view) for byte in range(120)] for view in views]
+    ranges = [oracle.byte_range(view) or (-1, -1) for view in views]
+    overlaps = [oracle.overlaps_itself(view) for view in views]
     return {**found, "bytes_VB": on_bytes, "range_V2": ranges, "overlaps-itself_V": overlaps}
 
 
-def _slices() -> list[list[int]]:
+def _slices(oracle: Oracle) -> list[list[int]]:
     """Return offset, sizes, strides and bytes per element of real tensors, in order."""
     buffer = torch.zeros(4, 6, dtype=torch.float64)
     found = []
     for tensor in (buffer[1:, 2::2], buffer.T[3:], buffer[2:3].expand(2, 6), buffer[1:, :0]):
-        view = memory.view_of(tensor)
+        view = oracle.view_of(tensor)
         assert view.address is not None
         offset = view.address - buffer.data_ptr() if tensor.numel() else 0  # without elements it says nothing
         found.append([offset, *view.shape, *view.strides, view.itemsize])
@@ -126,4 +139,4 @@ def _slices() -> list[list[int]]:
 
 REQUIREMENTS = ("ALIAS-01", "ALIAS-04", "ALIAS-05", "ALIAS-06", "ALIAS-07")
 
-CHAPTER = Chapter(2408, REQUIREMENTS, draw, work_out)
+CHAPTER = Chapter(2408, REQUIREMENTS, functions(addition, memory, experts), draw, work_out)

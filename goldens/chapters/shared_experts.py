@@ -7,10 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import Chapter, given, named
-from moe_conformance.goldens.small_layer import D, draw_experts, draw_tokens
+from moe_conformance.goldens.chapter import Chapter, D, Oracle, draw_experts, draw_tokens, functions, given, named
 from moe_conformance.reference.shared_experts import shared as shared_experts
-from moe_conformance.reference.shared_experts.shared import SharedExpert
 
 _TOKENS = 5
 _WIDTHS = (4, 2, 3)  # of the shared experts
@@ -29,16 +27,16 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
     return found | {"rank-0/in/x_TD": tokens["rank-0/in/x_TD"]}
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     """Return what the experts add, one by one and together, with the gate and without."""
-    shared = [SharedExpert(**given(inputs, f"shared-{n}")) for n in range(len(_WIDTHS))]
+    shared = [oracle.SharedExpert(**given(inputs, f"shared-{n}")) for n in range(len(_WIDTHS))]
     x_TD, gate_D = given(inputs, "rank-0")["x_TD"], given(inputs, "shared")["gate_D"]
-    told = {f"h_TD-{n}": shared_experts.shared_expert(x_TD, expert) for n, expert in enumerate(shared)}
-    told["factors_T"] = shared_experts.gate_factors(x_TD, gate_D)
-    told["factors-without-gate_T"] = shared_experts.gate_factors(x_TD, None)
-    told["part_TD"] = shared_experts.shared_part(x_TD, shared, gate_D)
-    told["part-without-gate_TD"] = shared_experts.shared_part(x_TD, shared)
+    told = {f"h_TD-{n}": oracle.shared_expert(x_TD, expert) for n, expert in enumerate(shared)}
+    told["factors_T"] = oracle.gate_factors(x_TD, gate_D)
+    told["factors-without-gate_T"] = oracle.gate_factors(x_TD, None)
+    told["part_TD"] = oracle.shared_part(x_TD, shared, gate_D)
+    told["part-without-gate_TD"] = oracle.shared_part(x_TD, shared)
     return named("shared", "out", told)
 
 
-CHAPTER = Chapter(2901, ("SHARE-01", "SHARE-02", "SHARE-03"), draw, work_out)
+CHAPTER = Chapter(2901, ("SHARE-01", "SHARE-02", "SHARE-03"), functions(shared_experts), draw, work_out)

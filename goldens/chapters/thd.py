@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import Chapter, named
-from moe_conformance.goldens.small_layer import D, E, K, draw_experts, draw_tokens
+from moe_conformance.goldens.chapter import Chapter, D, E, K, Oracle, draw_experts, draw_tokens, functions, named
 from moe_conformance.reference.thd import context_shares, packed_rows, packed_sequences
 
 SIZES = tuple(product((1, 2, 3), (1, 2, 3), (False, True)))  # tp, cp, sequence parallel
@@ -41,42 +40,41 @@ def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
     return found | named("context", "in", {"order_R": rng.permutation(CUMULATIVE_PADDED[-1])})
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> Mapping[str, Tensor]:
     """Return lengths and verdicts on them, the tokens of packs, and the rows of every cp rank."""
-    multiples = [packed_sequences.length_multiple(tp=tp, cp=cp, sequence_parallel=sp) for tp, cp, sp in SIZES]
+    multiples = [oracle.length_multiple(tp=tp, cp=cp, sequence_parallel=sp) for tp, cp, sp in SIZES]
     found = named("lengths", "out", {"multiples": multiples})
     for i, lengths in enumerate(LENGTHS):
-        found |= named(f"lengths-{i}", "out", _of_lengths(lengths, inputs[f"lengths-{i}/in/claimed_NS"]))
+        found |= named(f"lengths-{i}", "out", _of_lengths(lengths, inputs[f"lengths-{i}/in/claimed_NS"], oracle))
     for case in PACKS:
-        found |= named(case, "out", {"real_P": _real_rows(case)})
-    return found | named("context", "out", _context(inputs["context/in/order_R"]))
+        found |= named(case, "out", {"real_P": _real_rows(case, oracle)})
+    return found | named("context", "out", _context(inputs["context/in/order_R"], oracle))
 
 
-def _of_lengths(lengths: Sequence[int], claimed_NS: Tensor) -> dict[str, object]:
-    real_S = packed_sequences.cumulative(lengths)
-    judged = [packed_sequences.judge_lengths(lengths, real_S, claimed_S, 4) for claimed_S in claimed_NS]
-    padded = [packed_sequences.padded_lengths(lengths, multiple) for multiple in MULTIPLES]
+def _of_lengths(lengths: Sequence[int], claimed_NS: Tensor, oracle: Oracle) -> dict[str, object]:
+    real_S = oracle.cumulative(lengths)
+    judged = [oracle.judge_lengths(lengths, real_S, claimed_S, 4) for claimed_S in claimed_NS]
+    padded = [oracle.padded_lengths(lengths, multiple) for multiple in MULTIPLES]
     return {"cumulative_S": real_S, "padded_MS": padded, "judged_N": [JUDGED.index(word) for word in judged]}
 
 
-def _real_rows(case: str) -> Tensor:
+def _real_rows(case: str, oracle: Oracle) -> Sequence[bool]:
     lengths, padded, more = PACKS[case]
-    sums = packed_sequences.cumulative(lengths), packed_sequences.cumulative(padded)
-    return packed_rows.real_rows(*sums, sum(padded) + more)
+    real_P: Sequence[bool] = oracle.real_rows(oracle.cumulative(lengths), oracle.cumulative(padded), sum(padded) + more)
+    return real_P
 
 
-def _context(order_R: Tensor) -> dict[str, object]:
+def _context(order_R: Tensor, oracle: Oracle) -> dict[str, object]:
     halves, twice = (order_R[:7], order_R[7:]), (order_R[:7], order_R[6:])
-    verdicts = [context_shares.is_partition(held, len(order_R)) for held in (halves, twice, halves[:1])]
+    verdicts = [oracle.is_partition(held, len(order_R)) for held in (halves, twice, halves[:1])]
     found: dict[str, object] = {"halves-twice-part-are-partitions": verdicts}
     for cp in CONTEXTS:
-        rows = context_shares.context_rows(torch.tensor(CUMULATIVE_PADDED), cp)
-        found[f"share-cp{cp}_CP"] = context_shares.context_share(12, cp)
-        found[f"rows-cp{cp}_CR"] = torch.stack(rows)
-        found[f"none-cp{cp}_CR"] = torch.stack(context_shares.context_rows(torch.tensor([0, 0]), cp))
+        found[f"share-cp{cp}_CP"] = oracle.context_share(12, cp)
+        found[f"rows-cp{cp}_CR"] = oracle.context_rows(torch.tensor(CUMULATIVE_PADDED), cp)
+        found[f"none-cp{cp}_CR"] = oracle.context_rows(torch.tensor([0, 0]), cp)
     return found
 
 
 REQUIREMENTS = ("PACK-07", "PACK-08", "PACK-10", "PACK-15")
 
-CHAPTER = Chapter(2405, REQUIREMENTS, draw, work_out)
+CHAPTER = Chapter(2405, REQUIREMENTS, functions(packed_sequences, packed_rows, context_shares), draw, work_out)

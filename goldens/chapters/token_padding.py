@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import Chapter, named
+from moe_conformance.goldens.chapter import Chapter, Oracle, functions, named
 from moe_conformance.reference.token_padding import bounds, padding
 
 Groups = Sequence[Sequence[int]]
@@ -35,26 +35,26 @@ def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
     return found
 
 
-def work_out(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> Mapping[str, Tensor]:
     """Return counts, and what each group may do under each bound and refusal."""
     counts_N = inputs["counts/in/counts_N"].tolist()
     counts = {
-        "aligned_AN": [[padding.aligned(n, alignment=a) for n in counts_N] for a in ALIGNMENTS],
-        "bounded_AN": [[bounds.bounded_count(n, alignment=a) for n in counts_N] for a in ALIGNMENTS],
-        "by-default_N": [padding.aligned(n) for n in counts_N],
+        "aligned_AN": [[oracle.aligned(n, alignment=a) for n in counts_N] for a in ALIGNMENTS],
+        "bounded_AN": [[oracle.bounded_count(n, alignment=a) for n in counts_N] for a in ALIGNMENTS],
+        "by-default_N": [oracle.aligned(n) for n in counts_N],
     }
     found = named("counts", "out", counts)
     for case, groups in GROUPS.items():
-        found |= named(case, "out", _of_groups(groups, inputs[f"{case}/in/tokens_W"].tolist()))
+        found |= named(case, "out", _of_groups(groups, inputs[f"{case}/in/tokens_W"].tolist(), oracle))
     return found
 
 
-def _of_groups(groups: Groups, tokens: Sequence[int]) -> dict[str, object]:
+def _of_groups(groups: Groups, tokens: Sequence[int], oracle: Oracle) -> dict[str, object]:
     return {
-        "padded_W": padding.padded_counts(tokens, groups, alignment=A),
-        "with-a-row_W": padding.padded_counts(tokens, groups, alignment=A, needs_a_row=True),
+        "padded_W": oracle.padded_counts(tokens, groups, alignment=A),
+        "with-a-row_W": oracle.padded_counts(tokens, groups, alignment=A, needs_a_row=True),
         "legal_BRG": [
-            [bounds.legal_refusals(refused, tokens, groups, bound, alignment=A) for refused in REFUSALS]
+            [oracle.legal_refusals(refused, tokens, groups, bound, alignment=A) for refused in REFUSALS]
             for bound in BOUNDS
         ],
     }
@@ -62,4 +62,4 @@ def _of_groups(groups: Groups, tokens: Sequence[int]) -> dict[str, object]:
 
 REQUIREMENTS = ("PACK-01", "PACK-02", "PACK-11", "PACK-12")
 
-CHAPTER = Chapter(2404, REQUIREMENTS, draw, work_out)
+CHAPTER = Chapter(2404, REQUIREMENTS, functions(padding, bounds), draw, work_out)

@@ -108,8 +108,8 @@ class TestSpoilt:
     def test_one_number_in_an_oracle(self, folder):
         """A change of one element by a part in 10^10 is seen and named."""
 
-        def work_out(inputs):
-            made = dict(routing.work_out(inputs))
+        def work_out(inputs, oracle):
+            made = dict(routing.work_out(inputs, oracle))
             made["softmax/out/weights_TK"][2, 0] *= 1 + 1e-10
             return made
 
@@ -119,8 +119,8 @@ class TestSpoilt:
     def test_another_choice_of_an_oracle(self, folder):
         """Integers have no tolerance."""
 
-        def work_out(inputs):
-            made = dict(routing.work_out(inputs))
+        def work_out(inputs, oracle):
+            made = dict(routing.work_out(inputs, oracle))
             made["softmax/out/ids_TK"][4, 2] += 1
             return made
 
@@ -136,7 +136,7 @@ class TestSpoilt:
     def test_an_oracle_that_fails(self, folder):
         """It is told like any other difference."""
 
-        def work_out(inputs):
+        def work_out(inputs, oracle):
             raise ValueError("there is no such score")
 
         assert ["routing: the oracles no longer work it out: ValueError: there is no such score"] == problems(
@@ -146,8 +146,8 @@ class TestSpoilt:
     def test_what_an_oracle_no_longer_gives_or_gives_anew(self, folder):
         """Both directions are told."""
 
-        def work_out(inputs):
-            made = dict(routing.work_out(inputs))
+        def work_out(inputs, oracle):
+            made = dict(routing.work_out(inputs, oracle))
             made["softmax/out/more"] = made.pop("softmax/out/ids_TK")
             return made
 
@@ -247,8 +247,8 @@ class TestRegenerate:
         """Which tensor, which element, from what to what."""
         edit_value = stored_values.read(folder, "routing")["softmax/out/weights_TK"][0, 0].item()
 
-        def work_out(inputs):
-            made = dict(routing.work_out(inputs))
+        def work_out(inputs, oracle):
+            made = dict(routing.work_out(inputs, oracle))
             made["softmax/out/weights_TK"][0, 0] = 0.5
             return made
 
@@ -262,7 +262,7 @@ class TestRegenerate:
     def test_nothing_is_written_if_a_chapter_fails(self, folder):
         """All chapters or none."""
 
-        def work_out(inputs):
+        def work_out(inputs, oracle):
             raise RuntimeError("the oracle is broken")
 
         broken = replace(routing.CHAPTER, work_out=work_out)
