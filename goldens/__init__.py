@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 if __name__ != "moe_conformance.goldens":
-    raise ImportError("import it as moe_conformance.goldens: under two names every class would be there twice")
+    raise ImportError("import it as moe_conformance.goldens: under two names every class would exist twice")

@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 Oracle = SimpleNamespace
@@ -99,6 +100,12 @@ def _arrays(value: object) -> object:
     if isinstance(value, Tensor):
         return value.detach().numpy()
     return [_arrays(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def draw_ids(rng: np.random.Generator, T: int, K: int, E: int) -> NDArray[np.int64]:
+    """Return the ids (T, K) of T tokens, all of a token different, about a fifth of the slots empty."""
+    ids_TK = np.array([rng.permutation(E)[:K] for _ in range(T)], dtype=np.int64).reshape(T, K)
+    return np.where(rng.random((T, K)) < 0.2, -1, ids_TK)
 
 
 # ---- gradients ---------------------------------------------------------------------------------------------------

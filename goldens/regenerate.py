@@ -86,13 +86,16 @@ def regenerate(folder: Path, chosen: Mapping[str, Chapter], commit: str) -> list
     """
     entries = read_manifest(folder) if any(folder.glob("manifest.json")) else {}
     for name in set(entries) - set(chosen):
-        read(folder, name)  # what stays is as it was written
+        read(folder, name)  # raises if what is left alone was changed
     made = {name: _make(chapter) for name, chapter in chosen.items()}
-    told = []
+    report = []
     for name, chapter in chosen.items():
         old = read(folder, name) if name in entries else {}
         lines = list(_differences(old, made[name]))
-        told += [f"{name}: {len(lines)} of {len({*old, *made[name]})} tensors differ", *(f"  {line}" for line in lines)]
+        report += [
+            f"{name}: {len(lines)} of {len({*old, *made[name]})} tensors differ",
+            *(f"  {line}" for line in lines),
+        ]
         if lines or entries[name].requirements != chapter.requirements or entries[name].seed != chapter.seed:
             provenance = Entry(
                 requirements=chapter.requirements, seed=chapter.seed, tensors={}, bytes=0, sha256="",
@@ -100,7 +103,7 @@ def regenerate(folder: Path, chosen: Mapping[str, Chapter], commit: str) -> list
             )  # fmt: skip
             entries[name] = write(folder, name, made[name], provenance)
     write_manifest(folder, entries)
-    return told
+    return report
 
 
 def _make(chapter: Chapter) -> dict[str, Tensor]:
@@ -127,13 +130,13 @@ def _check_file(folder: Path, name: str, chapter: Chapter) -> Iterator[str]:
     except GoldenError as error:
         yield str(error)
         return
-    # Of the stored inputs: the oracle is on trial here, and not numpy's way to draw.
+    # From the stored inputs, so that the check does not depend on how numpy draws.
     try:
         inputs = {key: value for key, value in stored.items() if "/in/" in key}
         worked_out = chapter.work_out(inputs, chapter.oracle)
-    except Exception as error:  # whatever an oracle says to what it once answered
-        told = " ".join(str(error).split())  # on one line
-        yield f"{name}: the oracles no longer work it out: {type(error).__name__}: {told}"
+    except Exception as error:  # whatever an oracle raises for inputs that it took once
+        message = " ".join(str(error).split())  # on one line
+        yield f"{name}: the oracles no longer work it out: {type(error).__name__}: {message}"
         return
     outputs = {key for key in stored if "/out/" in key}
     for key in sorted(outputs ^ set(worked_out)):

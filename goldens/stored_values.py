@@ -1,7 +1,7 @@
-"""Stored values of the oracles: data that no later change of an oracle can take along.
+"""Stored values of the oracles, which a later change of an oracle does not change.
 
-A chapter is one safetensors file and its entry in manifest.json. Nothing is taken from a file that is not, byte for
-byte, the one that the manifest describes. Names in a file read `case/in/quantity` and `case/out/quantity`.
+A chapter is one safetensors file and its entry in manifest.json. A file is read only if it is, byte for byte,
+the one that the manifest describes. Names in a file read `case/in/quantity` and `case/out/quantity`.
 """
 
 from __future__ import annotations

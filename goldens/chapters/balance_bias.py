@@ -1,4 +1,4 @@
-"""Goldens of the balancing bias: loads over ranks, updates by sign and their history, and bounds by quantiles."""
+"""Golden of the balancing bias: loads over ranks, updates by sign and their history, and bounds by quantiles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOADS: Mapping[str, Sequence[int]] = {  # of an update
     "idle": (0, 0, 0, 0, 0, 0),
     "huge": (2**53, 2**53 + 1, 2**53, 2**53, 2**53, 2**53),  # float64 does not tell them apart
 }
-# None is an update.
+# The kinds of forwards; None stands for an update.
 _TRAINING: Sequence[ForwardKind | None] = (
     "training", "recomputed", "training", None, None, "evaluation", "training", "forced", None, "no_grad", "training"
 )  # fmt: skip
@@ -64,18 +64,18 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     loads_WE = given(inputs, "ranks")["loads_WE"]
     found = named("ranks", "out", {"loads_WE": oracle.router_loads(list(loads_WE), _ROUTERS)})
     for case in _LOADS:
-        own = given(inputs, case)
-        bias_E = oracle.update(own["bias_E"], own["loads_E"], rate=_RATE)
-        centred_E = oracle.update(own["bias_E"], own["loads_E"], rate=_RATE, centred=True)
+        drawn = given(inputs, case)
+        bias_E = oracle.update(drawn["bias_E"], drawn["loads_E"], rate=_RATE)
+        centred_E = oracle.update(drawn["bias_E"], drawn["loads_E"], rate=_RATE, centred=True)
         free_E = oracle.without_constant(bias_E)
         found |= named(case, "out", {"bias_E": bias_E, "centred_E": centred_E, "without_constant_E": free_E})
-    own = given(inputs, "training")
+    drawn = given(inputs, "training")
     events = [
         oracle.Forward(kind, n_E) if kind else oracle.Update()
-        for kind, n_E in zip(_TRAINING, own["loads_NE"], strict=True)
+        for kind, n_E in zip(_TRAINING, drawn["loads_NE"], strict=True)
     ]
     for case, how in (("training", {}), ("training-centred", {"centred": True})):
-        bias_E, counters_E = oracle.trained(own["bias_E"], events, rate=_RATE, **how)
+        bias_E, counters_E = oracle.trained(drawn["bias_E"], events, rate=_RATE, **how)
         found |= named(case, "out", {"bias_E": bias_E, "counters_E": counters_E})
     gaps = [oracle.growth(*each) for each in ((_RATE, 1000), (0.5, 1), (_RATE, 0), (0.0, 7))]
     found |= named("growth", "out", {"gaps": [gap for gap, _ in gaps], "errors": [error for _, error in gaps]})
@@ -84,17 +84,17 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     return found
 
 
-def _step(case: str, own: Mapping[str, Tensor], oracle: Oracle) -> dict[str, object]:
+def _step(case: str, drawn: Mapping[str, Tensor], oracle: Oracle) -> dict[str, object]:
     K, tokens, memory = _STEPS[case]
-    scores = [own[f"scores_TE-{part}"] for part in range(len(tokens))]
-    masks = [own.get(f"padding_T-{part}") for part in range(len(tokens))]
+    scores = [drawn[f"scores_TE-{part}"] for part in range(len(tokens))]
+    masks = [drawn.get(f"padding_T-{part}") for part in range(len(tokens))]
     padding = [mask if mask is None else mask.bool() for mask in masks] if any(T > 2 for T in tokens) else None
     how = {"memory": memory} if memory else {}
-    low_E, high_E = oracle.quantile_bounds(scores, own["bias_E"], top_k=K, padding=padding, **how)
+    low_E, high_E = oracle.quantile_bounds(scores, drawn["bias_E"], top_k=K, padding=padding, **how)
     found: dict[str, object] = {"low_E": low_E, "high_E": high_E}
-    found["outside"] = oracle.outside(own["new_bias_E"], low_E, high_E)
+    found["outside"] = oracle.outside(drawn["new_bias_E"], low_E, high_E)
     if K < _E:
-        found["cutoffs_T"] = torch.cat([oracle.cutoffs(each, own["bias_E"], top_k=K) for each in scores])
+        found["cutoffs_T"] = torch.cat([oracle.cutoffs(each, drawn["bias_E"], top_k=K) for each in scores])
     return found
 
 

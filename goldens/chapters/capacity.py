@@ -1,4 +1,4 @@
-"""Goldens of capacity: how many rows fit, which slots may be kept, and what the weights become.
+"""Golden of capacity: how many rows fit, which slots may be kept, and what the weights become.
 
 Buffers of a fixed size on the receiving rank are in `capacity_budgets.py`.
 """
@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import Chapter, Oracle, functions, given, gradients, leaf, named
+from moe_conformance.goldens.chapter import Chapter, Oracle, draw_ids, functions, given, gradients, leaf, named
 from moe_conformance.goldens.chapters import capacity_budgets
 from moe_conformance.reference.capacity import after_drops, drops, limits, receive_budget
 from moe_conformance.reference.exchange import deliveries
@@ -46,20 +46,18 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
     found |= named("rows", "in", {"tokens_N": [0, 3, 5, 5], "capacity_N": [2, 5, 5, 3]})
     for rank, T in enumerate(_TOKENS):
         weights_TK = (4 * rng.random((T, _K))).round() / 4
-        own = {"ids_TK": _ids(rng, T), "weights_TK": weights_TK, "errors_TK": 0.3 * rng.random((T, _K))}
-        found |= named(f"rank-{rank}", "in", own)
+        drawn = {"ids_TK": draw_ids(rng, T, _K, _E), "weights_TK": weights_TK, "errors_TK": 0.3 * rng.random((T, _K))}
+        found |= named(f"rank-{rank}", "in", drawn)
     for case, (T, _, _) in _LAYERS.items():
-        rng.standard_normal((T, 4))  # not stored, nor what follows: what is drawn after it stays what it was
-        own = {"ids_TK": _ids(rng, T), "weights_TK": rng.random((T, _K)), "upstream_TK": rng.standard_normal((T, _K))}
+        rng.standard_normal((T, 4))  # not stored, as below; keeps later draws the same
+        drawn = {
+            "ids_TK": draw_ids(rng, T, _K, _E),
+            "weights_TK": rng.random((T, _K)),
+            "upstream_TK": rng.standard_normal((T, _K)),
+        }
         rng.standard_normal(T * 4 + 3 * _E * 3 * 4)
-        found |= named(case, "in", own)
+        found |= named(case, "in", drawn)
     return found | capacity_budgets.draw(rng)
-
-
-def _ids(rng: np.random.Generator, T: int) -> np.ndarray[tuple[int, ...], np.dtype[Any]]:
-    """Draw different experts for each token, a fifth of the slots empty."""
-    ids_TK = np.array([rng.permutation(_E)[:_K] for _ in range(T)], dtype=np.int64).reshape(T, _K)
-    return np.where(rng.random((T, _K)) < 0.2, -1, ids_TK)
 
 
 def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
@@ -68,8 +66,8 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     for case in ("sizes", "rounded"):
         legal = _capacities({name: values_N.tolist() for name, values_N in given(inputs, case).items()}, oracle)
         found |= named(case, "out", {"least_N": [each[0] for each in legal], "largest_N": [each[-1] for each in legal]})
-    own = given(inputs, "rows")
-    pairs = zip(own["tokens_N"].tolist(), own["capacity_N"].tolist(), strict=True)
+    drawn = given(inputs, "rows")
+    pairs = zip(drawn["tokens_N"].tolist(), drawn["capacity_N"].tolist(), strict=True)
     rows = [oracle.padded_rows(*pair) for pair in pairs]
     found |= named("rows", "out", {"least_N": [each[0] for each in rows], "largest_N": [each[-1] for each in rows]})
     found |= _drops(inputs, oracle)
@@ -78,45 +76,45 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     return found | capacity_budgets.work_out(inputs, oracle)
 
 
-def _capacities(own: Mapping[str, list[Any]], oracle: Oracle) -> list[Sequence[int]]:
-    sizes = list(zip(own["tokens_N"], own["top_k_N"], own["experts_N"], own["factor_N"], strict=True))
-    least = [{"minimum": minimum} for minimum in own["minimum_N"]] if "minimum_N" in own else [{}] * len(sizes)
+def _capacities(drawn: Mapping[str, list[Any]], oracle: Oracle) -> list[Sequence[int]]:
+    sizes = list(zip(drawn["tokens_N"], drawn["top_k_N"], drawn["experts_N"], drawn["factor_N"], strict=True))
+    least = [{"minimum": minimum} for minimum in drawn["minimum_N"]] if "minimum_N" in drawn else [{}] * len(sizes)
     return [oracle.capacities(T, K, E, factor=c, **how) for (T, K, E, c), how in zip(sizes, least, strict=True)]
 
 
 def _drops(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     ranks = [given(inputs, f"rank-{rank}") for rank in range(len(_TOKENS))]
-    ids, weights = [own["ids_TK"] for own in ranks], [own["weights_TK"] for own in ranks]
+    ids, weights = [drawn["ids_TK"] for drawn in ranks], [drawn["weights_TK"] for drawn in ranks]
     found = named("group", "out", {
         "lossless": [oracle.lossless_capacity(ids, _E), oracle.lossless_capacity(ids, _E, minimum=9, multiple=4)],
         "lossless-without-tokens": oracle.lossless_capacity(ids[1:2], _E, minimum=3),
     })  # fmt: skip
-    for rank, own in enumerate(ranks):
-        told: dict[str, object] = {"loads_E": oracle.loads(own["ids_TK"], _E)}
-        told["fits_CE"] = [oracle.fits(own["ids_TK"], _E, C) for C in _CAPACITIES]
+    for rank, drawn in enumerate(ranks):
+        answers: dict[str, object] = {"loads_E": oracle.loads(drawn["ids_TK"], _E)}
+        answers["fits_CE"] = [oracle.fits(drawn["ids_TK"], _E, C) for C in _CAPACITIES]
         for policy in _POLICIES[1:]:  # "any" has no order to keep by
-            kept = [_keep(own, C, policy, oracle) for C in _CAPACITIES]
-            told[f"kept-by-{policy}_CTK"] = kept
-            exact = {"weights_TK": own["weights_TK"]}
-            told[f"legal-of-{policy}_CPE"] = _verdicts(own["ids_TK"], kept, _POLICIES, exact, oracle)
-            told[f"legal-within-errors-of-{policy}_CPE"] = _verdicts(
-                own["ids_TK"], kept, _POLICIES, exact | {"errors_TK": own["errors_TK"]}, oracle
+            kept = [_keep(drawn, C, policy, oracle) for C in _CAPACITIES]
+            answers[f"kept-by-{policy}_CTK"] = kept
+            exact = {"weights_TK": drawn["weights_TK"]}
+            answers[f"legal-of-{policy}_CPE"] = _verdicts(drawn["ids_TK"], kept, _POLICIES, exact, oracle)
+            answers[f"legal-within-errors-of-{policy}_CPE"] = _verdicts(
+                drawn["ids_TK"], kept, _POLICIES, exact | {"errors_TK": drawn["errors_TK"]}, oracle
             )
             unweighed = tuple(each for each in _POLICIES if each != "weight")
-            told[f"legal-unweighed-of-{policy}_CPE"] = _verdicts(own["ids_TK"], kept, unweighed, {}, oracle)
-        found |= named(f"rank-{rank}", "out", told)
+            answers[f"legal-unweighed-of-{policy}_CPE"] = _verdicts(drawn["ids_TK"], kept, unweighed, {}, oracle)
+        found |= named(f"rank-{rank}", "out", answers)
     verdicts = []
     for more in (0, 1, 2):  # than the least legal capacity
         C_R = [oracle.capacities(len(ids_TK), _K, _E, factor=_FACTOR)[0] + more for ids_TK in ids]
-        kept = [_keep(own, C, "choice", oracle) for own, C in zip(ranks, C_R, strict=True)]
+        kept = [_keep(drawn, C, "choice", oracle) for drawn, C in zip(ranks, C_R, strict=True)]
         for how in ({}, {"weights_by_rank": weights}, {"tokens_by_rank": [T + 3 for T in _TOKENS]}):
             legal = oracle.legal_drops_by_rank(kept, ids, _E, factor=_FACTOR, policy="choice", **how)
             verdicts.append(legal)
     return found | named("group", "out", {"legal_NR": verdicts})
 
 
-def _keep(own: Mapping[str, Tensor], C: int, policy: drops.Policy, oracle: Oracle) -> Tensor:
-    kept_TK: Tensor = oracle.keep(own["ids_TK"], _E, capacity=C, policy=policy, weights_TK=own["weights_TK"])
+def _keep(drawn: Mapping[str, Tensor], C: int, policy: drops.Policy, oracle: Oracle) -> Tensor:
+    kept_TK: Tensor = oracle.keep(drawn["ids_TK"], _E, capacity=C, policy=policy, weights_TK=drawn["weights_TK"])
     return kept_TK
 
 
@@ -134,11 +132,11 @@ def _verdicts(
     ]
 
 
-def _layer(own: Mapping[str, Tensor], C: int, how: Mapping[str, Any], oracle: Oracle) -> dict[str, object]:
-    leaf_TK = leaf(own["weights_TK"])
-    kept_TK = _keep(own, C, "weight", oracle)
-    dropped = oracle.after_drop(own["ids_TK"], leaf_TK, kept_TK, **how)
-    back_TK = gradients([dropped.weights_TK], {"weights": leaf_TK}, [own["upstream_TK"]])["dweights"]
+def _layer(drawn: Mapping[str, Tensor], C: int, how: Mapping[str, Any], oracle: Oracle) -> dict[str, object]:
+    leaf_TK = leaf(drawn["weights_TK"])
+    kept_TK = _keep(drawn, C, "weight", oracle)
+    dropped = oracle.after_drop(drawn["ids_TK"], leaf_TK, kept_TK, **how)
+    back_TK = gradients([dropped.weights_TK], {"weights": leaf_TK}, [drawn["upstream_TK"]])["dweights"]
     return {"kept_TK": kept_TK, "ids_TK": dropped.ids_TK, "weights_TK": dropped.weights_TK, "back_TK": back_TK}
 
 

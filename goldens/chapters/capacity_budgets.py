@@ -1,4 +1,4 @@
-"""Goldens of receive budgets: the most rows there can be, and what may be delivered where they do not fit."""
+"""The part of the golden of capacity on receive budgets: the most rows possible, and what may be delivered."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import Oracle, given, named
+from moe_conformance.goldens.chapter import Oracle, draw_ids, given, named
 
 _K, _E = 2, 6
 _TOKENS = (5, 0, 3, 4)  # by rank
@@ -26,9 +26,7 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
     """Return the ids of every rank, and of every pair and attempt how often it arrives."""
     found: dict[str, Tensor] = {}
     for rank, T in enumerate(_TOKENS):
-        ids_TK = np.array([rng.permutation(_E)[:_K] for _ in range(T)], dtype=np.int64).reshape(T, _K)
-        ids_TK[rng.random((T, _K)) < 0.2] = -1
-        found |= named("budgets", "in", {f"ids_TK-{rank}": ids_TK})
+        found |= named("budgets", "in", {f"ids_TK-{rank}": draw_ids(rng, T, _K, _E)})
     slots = (rng.random(_PAIRS // 2) < 0.7).repeat(2)  # both shards of a slot, or none
     pairs = rng.random(_PAIRS) < 0.9
     twice = 1 + (np.arange(_PAIRS) == 3)
@@ -38,22 +36,22 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
 
 def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     """Return worst cases, which budgets are exceeded, and of every budget and attempt each rank's verdict."""
-    own = given(inputs, "budgets")
+    drawn = given(inputs, "budgets")
     worst = [oracle.worst_case_rows(tokens, _K, held, **how) for tokens in (_TOKENS, (0, 0)) for held, how in _WORST]
-    wants = list(zip(own["rows_BN"].tolist(), own["budget_B"].tolist(), strict=True))
+    wants = list(zip(drawn["rows_BN"].tolist(), drawn["budget_B"].tolist(), strict=True))
     over = [[oracle.over_budget(rows, budget, **how) for rows, budget in wants] for how in _ALIGNED]
-    ids = [own[f"ids_TK-{rank}"] for rank in range(len(_TOKENS))]
+    ids = [drawn[f"ids_TK-{rank}"] for rank in range(len(_TOKENS))]
     wanted = oracle.deliveries(ids, _GROUPS, _HELD)
     attempts = [
         [pair for pair, times in zip(wanted, arrivals, strict=False) for _ in range(times)]
-        for arrivals in own["arrivals_AP"].tolist()
+        for arrivals in drawn["arrivals_AP"].tolist()
     ]
     legal = [
         [oracle.legal_deliveries(delivered, wanted, budgets, **how) for delivered in attempts]
         for budgets, how in _BUDGETS
     ]
-    told: dict[str, object] = {"worst_N": worst, "over_AB": over, "legal_BAR": legal}
+    answers: dict[str, object] = {"worst_N": worst, "over_AB": over, "legal_BAR": legal}
     for attempt, delivered in enumerate(attempts):
         for rank, kept_TK in enumerate(oracle.delivered_slots(delivered, ids)):
-            told[f"delivered_TK-{attempt}{rank}"] = kept_TK
-    return named("budgets", "out", told)
+            answers[f"delivered_TK-{attempt}{rank}"] = kept_TK
+    return named("budgets", "out", answers)

@@ -1,4 +1,4 @@
-"""Goldens of checkpoints: what every rank holds, saves and loads, bit for bit, upcycling and moved experts."""
+"""Golden of checkpoints: the bits that every rank holds, saves and loads; upcycled and moved experts."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def _same_bits(oracle: Oracle) -> dict[str, object]:
     }
 
 
-def _upcycled(own: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
-    leaves = {name: leaf(own[name]) for name in ("x_TD", "weights_TK", *DENSE)}
+def _upcycled(drawn: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
+    leaves = {name: leaf(drawn[name]) for name in ("x_TD", "weights_TK", *DENSE)}
     y_TD = oracle.upcycled_output(*leaves.values())
-    return {"y_TD": y_TD, **gradients([y_TD], leaves, [own["dy_TD"]])}
+    return {"y_TD": y_TD, **gradients([y_TD], leaves, [drawn["dy_TD"]])}
 
 
 REQUIREMENTS = ("CKPT-01", "CKPT-04", "CKPT-06", "CKPT-07", "CKPT-12", "CKPT-13")

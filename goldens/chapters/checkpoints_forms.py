@@ -1,4 +1,4 @@
-"""Goldens of the forms in which experts are stored: every element's bits in every form, cut, written and read."""
+"""Golden of the forms in which experts are stored: the bits of every element, written, read and cut."""
 
 from __future__ import annotations
 

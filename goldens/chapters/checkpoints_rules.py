@@ -1,6 +1,6 @@
-"""Goldens of the rules of checkpoints: names that collide, elements written twice or never, what does not fit.
+"""Golden of the rules of checkpoints: names that collide, elements written twice or never, what does not fit.
 
-Names are letters; what is said of them is stored by their places in the alphabet.
+Names are letters. What is stored of a name is at its place in the alphabet.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
     found |= named("conversion", "in", {**uses, **masks})
     for values in found.values():
         if values.shape == (drawn, N):
-            values[0] = 0  # nothing at all
+            values[0] = 0  # no name at all
     return found
 
 
@@ -60,12 +60,12 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> Mapping[str, Tenso
             for (start, size), fill in zip(boxes_of(boxes), fills, strict=True)
         ]
         found |= named(case, "out", {"times": oracle.times_written(parts, {"it": shape})["it"]})
-    misfits, own = [], _rows(inputs, "misfits")
-    for needed, held, optional in zip(own["needed_MN"], own["found_MN"], own["optional_MN"], strict=True):
+    misfits, drawn = [], _rows(inputs, "misfits")
+    for needed, held, optional in zip(drawn["needed_MN"], drawn["found_MN"], drawn["optional_MN"], strict=True):
         misfits.append(oracle.misfits(shapes_of(needed), shapes_of(held), optional=listed(optional)))
-    faults, own = [], _rows(inputs, "conversion")
+    faults, drawn = [], _rows(inputs, "conversion")
     for used, present, filled, needed, unused in zip(
-        *(own[f"{name}_MN"] for name in ("used", "present", "filled", "needed", "unused")), strict=True
+        *(drawn[f"{name}_MN"] for name in ("used", "present", "filled", "needed", "unused")), strict=True
     ):
         lists = listed(used), listed(present), listed(filled), listed(needed)
         faults.append(oracle.conversion_faults(*lists, unused=listed(unused)))
@@ -90,7 +90,7 @@ def boxes_of(rows_N: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], tup
 
 
 def listed(times_N: Sequence[int]) -> list[str]:
-    """Return every name as often as it is said."""
+    """Return every name as often as its number says."""
     return [name for name, times in zip(NAMES, times_N, strict=True) for _ in range(times)]
 
 

@@ -1,4 +1,4 @@
-"""Goldens of the exchange: every delivery, the counts of every expert, and the splits between ranks."""
+"""Golden of the exchange: every delivery, the counts of every expert, and the splits between ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from moe_conformance.goldens.chapter import Chapter, Oracle, functions, given, named
+from moe_conformance.goldens.chapter import Chapter, Oracle, draw_ids, functions, given, named
 from moe_conformance.reference.exchange import deliveries
 
 _K, _E = 2, 6
@@ -25,9 +25,7 @@ def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
     found: dict[str, Tensor] = {}
     for case in _CASES:
         for rank, T in enumerate(_TOKENS):
-            ids_TK = np.array([rng.permutation(_E)[:_K] for _ in range(T)], dtype=np.int64).reshape(T, _K)
-            ids_TK[rng.random((T, _K)) < 0.2] = -1
-            found |= named(case, "in", {f"ids_TK-{rank}": ids_TK})
+            found |= named(case, "in", {f"ids_TK-{rank}": draw_ids(rng, T, _K, _E)})
     return found
 
 
@@ -35,8 +33,8 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> Mapping[str, Tenso
     """Return deliveries (source, token, slot, expert, destination), counts per rank, and splits."""
     found: dict[str, Tensor] = {}
     for case, placement in _CASES.items():
-        own = given(inputs, case)
-        ids = [own[f"ids_TK-{rank}"] for rank in range(len(_TOKENS))]
+        drawn = given(inputs, case)
+        ids = [drawn[f"ids_TK-{rank}"] for rank in range(len(_TOKENS))]
         pairs = oracle.deliveries(ids, *placement)
         rows = [[pair.source, pair.token, pair.slot, pair.expert, pair.destination] for pair in pairs]
         counts = {f"counts-{rank}": counts_N for rank, counts_N in enumerate(oracle.counts(ids, *placement))}

@@ -1,4 +1,4 @@
-"""Goldens of the layer with SwiGLU experts: output and every gradient, with weights at the output and at the input.
+"""Golden of the layer with SwiGLU experts: output and every gradient, with weights at the output and at the input.
 
 Runs on ranks are judged by them too (workloads/corpus/exchange/golden.py): the sizes are those of the corpus, the
 tokens divide among 1, 2, 3, 4, 6 or 8 ranks, and every input is a float32 number, so that it is the same to a backend.
@@ -43,9 +43,9 @@ def _single(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> Tensor
 
 def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> Mapping[str, Tensor]:
     """Return the output and the gradients of tokens, weights and parameters, for both places of the weights."""
-    own = given(inputs, "layer")
-    tokens = [own[name] for name in ("x_TD", "ids_TK", "weights_TK", "dy_TD")]
-    parameters = {(name, e): own[name][e] for name in _NAMES for e in range(_E)}
+    drawn = given(inputs, "layer")
+    tokens = [drawn[name] for name in ("x_TD", "ids_TK", "weights_TK", "dy_TD")]
+    parameters = {(name, e): drawn[name][e] for name in _NAMES for e in range(_E)}
     found: dict[str, Tensor] = {}
     for place in _PLACES:
         made = oracle.gradients(*tokens, oracle.swiglu_experts, parameters, weights_at=place)

@@ -1,4 +1,4 @@
-"""Goldens of shortcuts: exchanges by equal splits with gradients, and when a shortcut may be taken for what."""
+"""Golden of shortcuts: exchanges by equal splits with gradients, and where which shortcut may be taken."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
         for rank in range(len(splits_WW)):
             received = sum(row[rank] for row in splits_WW)
             rows(case, **{f"rows_RD-{rank}": (sum(splits_WW[rank]), D), f"upstream_RD-{rank}": (received, D)})
-    for case, (held, each) in BATCHES.items():
-        rows(case, columns_DR=(D, held * each), upstream_NnD=(held, each, D))
+    for case, (held, n) in BATCHES.items():
+        rows(case, columns_DR=(D, held * n), upstream_NnD=(held, n, D))
     for case, (T, offset, K, ep) in ROBINS.items():
         received_R = [K * len(range((rank - offset // K) % ep, T, ep)) for rank in range(ep)]
         rows(case, x_TD=(T, D), **{f"upstream_RD-{rank}": (R, D) for rank, R in enumerate(received_R)})
@@ -63,28 +63,28 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> Mapping[str, Tenso
         found |= named(case, "out", _padded(given(inputs, case), pieces, split, oracle))
     for case, splits in SPLITS.items():
         found |= named(case, "out", _exchanged(given(inputs, case), torch.tensor(splits), oracle))
-    for case, (held, each) in BATCHES.items():
-        own = given(inputs, case)
-        leaves = {"columns_DR": leaf(own["columns_DR"])}
-        batch_NnD = oracle.as_batch(leaves["columns_DR"].T, held, each)
-        found |= named(case, "out", {"batch_NnD": batch_NnD, **gradients([batch_NnD], leaves, [own["upstream_NnD"]])})
+    for case, (held, n) in BATCHES.items():
+        drawn = given(inputs, case)
+        leaves = {"columns_DR": leaf(drawn["columns_DR"])}
+        batch_NnD = oracle.as_batch(leaves["columns_DR"].T, held, n)
+        found |= named(case, "out", {"batch_NnD": batch_NnD, **gradients([batch_NnD], leaves, [drawn["upstream_NnD"]])})
     for case in ROBINS:
         found |= named(case, "out", _round_robin(given(inputs, case), ROBINS[case], oracle))
     return found
 
 
-def _padded(own: Mapping[str, Tensor], pieces: Sequence[int], split: int, oracle: Oracle) -> dict[str, Tensor]:
-    """Return padded and compacted rows; what stands in padding is NaN, and reaches nothing."""
-    rows_RD, rows_PD = leaf(own["rows_RD"]), leaf(own["rows_PD"])
+def _padded(drawn: Mapping[str, Tensor], pieces: Sequence[int], split: int, oracle: Oracle) -> dict[str, Tensor]:
+    """Return padded and compacted rows; padding is NaN and must reach no result."""
+    rows_RD, rows_PD = leaf(drawn["rows_RD"]), leaf(drawn["rows_PD"])
     padded_PD = oracle.pad(rows_RD, pieces, split)
     is_padding_P1 = oracle.pad(torch.ones(len(rows_RD), 1), pieces, split) == 0
     compacted_RD = oracle.compact(rows_PD.masked_fill(is_padding_P1, nan), pieces, split)
     leaves = {"rows_RD": rows_RD, "rows_PD": rows_PD}
-    back = gradients([padded_PD, compacted_RD], leaves, [own["upstream_PD"], own["upstream_RD"]])
+    back = gradients([padded_PD, compacted_RD], leaves, [drawn["upstream_PD"], drawn["upstream_RD"]])
     return {"padded_PD": padded_PD, "compacted_RD": compacted_RD, **back}
 
 
-def _exchanged(own: Mapping[str, Tensor], splits_WW: Tensor, oracle: Oracle) -> dict[str, object]:
+def _exchanged(drawn: Mapping[str, Tensor], splits_WW: Tensor, oracle: Oracle) -> dict[str, object]:
     """Return what every rank receives, by splits as they are and by two sizes of equal ones, and which are lawful."""
     W, smallest = len(splits_WW), oracle.smallest_split(splits_WW)
     sizes = product(SIZES, repeat=W)
@@ -93,21 +93,21 @@ def _exchanged(own: Mapping[str, Tensor], splits_WW: Tensor, oracle: Oracle) -> 
         "lawful_N": [oracle.lawful_splits(size_by_rank, splits_WW) for size_by_rank in sizes],
     }
     for name, split in (("uneven", None), ("smallest", smallest), ("larger", smallest + 2)):
-        leaves = {f"rows_RD-{rank}": leaf(own[f"rows_RD-{rank}"]) for rank in range(W)}
+        leaves = {f"rows_RD-{rank}": leaf(drawn[f"rows_RD-{rank}"]) for rank in range(W)}
         rows = list(leaves.values())
         received = (
             oracle.uneven_exchange(rows, splits_WW) if split is None else oracle.equal_exchange(rows, splits_WW, split)
         )
-        back = gradients(received, leaves, [own[f"upstream_RD-{rank}"] for rank in range(W)])
+        back = gradients(received, leaves, [drawn[f"upstream_RD-{rank}"] for rank in range(W)])
         found |= prefixed(name, {**{f"received_RD-{rank}": rows_RD for rank, rows_RD in enumerate(received)}, **back})
     return found
 
 
-def _choices(own: Mapping[str, Tensor], oracle: Oracle) -> dict[str, object]:
-    counts_N3 = [*own["counts_N3"].tolist(), [2, 2, 2], [0, 0, 0]]
+def _choices(drawn: Mapping[str, Tensor], oracle: Oracle) -> dict[str, object]:
+    counts_N3 = [*drawn["counts_N3"].tolist(), [2, 2, 2], [0, 0, 0]]
     equal_N = [oracle.equal_counts(counts, sum(counts)) for counts in counts_N3]
     grid = product(EP, range(1, E + 1), OFFSETS)
-    taken_N = own["taken_N"].bool().tolist()
+    taken_N = drawn["taken_N"].bool().tolist()
     return {
         "equal_N": [*equal_N, oracle.equal_counts(None, 6), oracle.equal_counts([], 0)],
         "round-robin_N": [oracle.round_robin_shortcut(offset, K, E, ep) for ep, K, offset in grid],
@@ -116,14 +116,14 @@ def _choices(own: Mapping[str, Tensor], oracle: Oracle) -> dict[str, object]:
     }
 
 
-def _round_robin(own: Mapping[str, Tensor], sizes: tuple[int, int, int, int], oracle: Oracle) -> dict[str, Tensor]:
+def _round_robin(drawn: Mapping[str, Tensor], sizes: tuple[int, int, int, int], oracle: Oracle) -> dict[str, Tensor]:
     _, offset, K, ep = sizes
     found: dict[str, Tensor] = {}
     for rank in range(ep):
-        x_TD = leaf(own["x_TD"])
+        x_TD = leaf(drawn["x_TD"])
         rows_RD = oracle.round_robin_rows(x_TD, rank, offset=offset, top_k=K, experts=E, ep=ep)
         found[f"rows_RD-{rank}"] = rows_RD
-        found[f"dx_TD-{rank}"] = gradients([rows_RD], {"x": x_TD}, [own[f"upstream_RD-{rank}"]])["dx"]
+        found[f"dx_TD-{rank}"] = gradients([rows_RD], {"x": x_TD}, [drawn[f"upstream_RD-{rank}"]])["dx"]
     return found
 
 

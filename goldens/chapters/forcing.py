@@ -1,4 +1,4 @@
-"""Goldens of forcing: routes, weights of forced ids, and what losses may see.
+"""Golden of forcing: routes, weights of forced ids, and what losses may see.
 
 Hot blocks are in `forcing_hot.py`, random and biased draws in `forcing_draws.py`.
 """
@@ -51,9 +51,9 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
         logits_TE[:, 5] = -inf
         if T:
             logits_TE[2, ids_TK[2]] = -inf  # nothing decides the weights of this token
-        own = {"logits_TE": logits_TE, "ids_TK": ids_TK, "upstream_TK": rng.standard_normal((T, _K))}
+        drawn = {"logits_TE": logits_TE, "ids_TK": ids_TK, "upstream_TK": rng.standard_normal((T, _K))}
         forced = {"forced_TE": rng.standard_normal((T, _E)).round(1), "upstream_TE": rng.standard_normal((T, _E))}
-        found |= named(case, "in", {**own, **forced})
+        found |= named(case, "in", {**drawn, **forced})
     return found | forcing_hot.draw(rng) | forcing_draws.draw(rng)
 
 
@@ -63,9 +63,9 @@ def _routes(rng: np.random.Generator) -> np.ndarray[tuple[int, ...], np.dtype[An
 
 def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     """Return routes and judgements on routes, forced weights with gradients, and the views of a loss."""
-    own = given(inputs, "free")
-    legal = {"legal_T": oracle.legal_ids(own["ids_TK"], _E)}
-    legal["legal-or-padding_T"] = oracle.legal_ids(own["ids_TK"], _E, padding_T=own["padding_T"].bool())
+    drawn = given(inputs, "free")
+    legal = {"legal_T": oracle.legal_ids(drawn["ids_TK"], _E)}
+    legal["legal-or-padding_T"] = oracle.legal_ids(drawn["ids_TK"], _E, padding_T=drawn["padding_T"].bool())
     found = named("free", "out", legal)
     used = [oracle.groups_used(given(inputs, "routes")["ids_TK"], _E, groups) for groups in (1, 2, 4, 8)]
     found |= named("routes", "out", {"groups_used_GT": used})
@@ -83,20 +83,20 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     return found | forcing_hot.work_out(inputs, oracle) | forcing_draws.work_out(inputs, oracle)
 
 
-def _weighed(own: Mapping[str, Tensor], settings: Mapping[str, Any], oracle: Oracle) -> dict[str, object]:
-    leaf_TE, ids_TK = leaf(own["logits_TE"]), own["ids_TK"]
+def _weighed(drawn: Mapping[str, Tensor], settings: Mapping[str, Any], oracle: Oracle) -> dict[str, object]:
+    leaf_TE, ids_TK = leaf(drawn["logits_TE"]), drawn["ids_TK"]
     weights_TK = oracle.forced_weights(leaf_TE, ids_TK, **settings)
     found: dict[str, object] = {"undecided_T": oracle.undecided_weights(leaf_TE, ids_TK), "weights_TK": weights_TK}
-    (found["dlogits_TE"],) = torch.autograd.grad(weights_TK, leaf_TE, own["upstream_TK"])
-    z_TE = oracle.straight_through(leaf_TE, own["forced_TE"])
+    (found["dlogits_TE"],) = torch.autograd.grad(weights_TK, leaf_TE, drawn["upstream_TK"])
+    z_TE = oracle.straight_through(leaf_TE, drawn["forced_TE"])
     found["z_TE"] = z_TE
-    (found["dlogits-of-z_TE"],) = torch.autograd.grad(z_TE, leaf_TE, own["upstream_TE"])
-    of_logits = oracle.loss_views(leaf_TE, top_k=_K, forced_logits_TE=own["forced_TE"])
+    (found["dlogits-of-z_TE"],) = torch.autograd.grad(z_TE, leaf_TE, drawn["upstream_TE"])
+    of_logits = oracle.loss_views(leaf_TE, top_k=_K, forced_logits_TE=drawn["forced_TE"])
     of_ids = oracle.loss_views(leaf_TE, top_k=_K, forced_ids_TK=ids_TK)
     views = [*of_logits, *of_ids]
     found["views_VTE"] = [view.logits_TE for view in views]
     found["views_VTK"] = [view.ids_TK for view in views]
-    back = [torch.autograd.grad(view.logits_TE, leaf_TE, own["upstream_TE"])[0] for view in views]
+    back = [torch.autograd.grad(view.logits_TE, leaf_TE, drawn["upstream_TE"])[0] for view in views]
     found["dlogits-of-views_VTE"] = back
     return found
 

@@ -1,4 +1,4 @@
-"""Goldens of draws: what random and biased forcing may look like, of given loads, logits and ids."""
+"""The part of the golden of forcing on draws: which loads, logits and ids random and biased forcing may give."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
         found |= named("chances", "out", {f"{draws}-more-of-{K}-in-{E}": oracle.chance_alike(draws, K, E)})
     for case in _BIASED:
         ids_LFTK = given(inputs, f"biased-{case}")["ids_LFTK"]
-        told: dict[str, object] = {
+        answers: dict[str, object] = {
             "alike_LF": [[oracle.one_choice([ids_TK]) for ids_TK in row] for row in ids_LFTK],
             "alike_L": [oracle.one_choice(list(row)) for row in ids_LFTK],
         }
-        found |= named(f"biased-{case}", "out", told)
+        found |= named(f"biased-{case}", "out", answers)
     return found

@@ -1,4 +1,4 @@
-"""Goldens of hot routes: which blocks a given route may have meant, and how uneven it is."""
+"""The part of the golden of forcing on hot routes: which blocks a route may mean, and how uneven it is."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for case in (*_ROUTES, *_UNEVEN):
         ids = [given(inputs, case)[f"ids_TK-{rank}"] for rank in range(2)]
-        told = {
+        answers = {
             "hot_experts_E": _marks(oracle.hot_experts(ids, _E), _E),
             "hot_DB": [_marks(oracle.hot_blocks(ids, blocks)) for blocks in _DIVISIONS],
             "even_DB": [_marks(oracle.hot_blocks(ids, blocks, even=True)) for blocks in _DIVISIONS],
         }
         equal = [blocks for blocks in _DIVISIONS if len({len(block) for block in blocks}) == 1]
         by_ratio = [[_marks(oracle.hot_by_ratio(ids, blocks, ratio)) for ratio in _RATIOS] for blocks in equal]
-        found |= named(case, "out", {**told, "by-ratio_DAB": by_ratio})
+        found |= named(case, "out", {**answers, "by-ratio_DAB": by_ratio})
     forwards = given(inputs, "forwards")["ids_NFTK"]
     first = [_marks(oracle.first_hot_ranks([[ids_TK] for ids_TK in run], _DIVISIONS[0])) for run in forwards]
     found |= named("forwards", "out", {"first_NB": first})

@@ -1,4 +1,4 @@
-"""Goldens of process groups: who works with whom in drawn layouts, and which sizes make one."""
+"""Golden of process groups: the ranks of every group in some layouts, and which sizes make a layout."""
 
 from __future__ import annotations
 

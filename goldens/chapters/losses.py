@@ -1,4 +1,4 @@
-"""Goldens of the losses: shares, choices, and every loss of a microbatch with its gradient.
+"""Golden of the losses: shares, choices, and every loss of a microbatch with its gradient.
 
 What several ranks and microbatches make of losses is in `losses_of_steps.py`.
 """
@@ -62,24 +62,26 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     """Return shares and choices, the losses of the drawn ids, and all gradients of the logits."""
     found: dict[str, Tensor] = {}
     for case, settings in _CASES.items():
-        own, score = given(inputs, case), settings["score"]
-        leaf_TE, ids_TK = leaf(own["logits_TE"]), own["ids_TK"]
-        padding_T = own["padding_T"].bool() if "padding_T" in own else None
+        drawn, score = given(inputs, case), settings["score"]
+        leaf_TE, ids_TK = leaf(drawn["logits_TE"]), drawn["ids_TK"]
+        padding_T = drawn["padding_T"].bool() if "padding_T" in drawn else None
         charged = {"score": score, "coefficient": _C, "padding_T": padding_T}
-        sequences = int(own["sequences_T"].max()) + 3 if len(ids_TK) else 2  # some of which have no token at all
+        sequences = int(drawn["sequences_T"].max()) + 3 if len(ids_TK) else 2  # some of which have no token at all
         values = {
             "auxiliary": oracle.auxiliary_loss(leaf_TE, ids_TK, **charged),
-            "sequence": oracle.sequence_loss(leaf_TE, ids_TK, own["sequences_T"], **charged),
-            "sequence-of-all": oracle.sequence_loss(leaf_TE, ids_TK, own["sequences_T"], divisor=sequences, **charged),
+            "sequence": oracle.sequence_loss(leaf_TE, ids_TK, drawn["sequences_T"], **charged),
+            "sequence-of-all": oracle.sequence_loss(
+                leaf_TE, ids_TK, drawn["sequences_T"], divisor=sequences, **charged
+            ),
             "z": oracle.z_loss(leaf_TE, coefficient=_C, padding_T=padding_T),
         }
         gradients = {f"d{name}_TE": torch.autograd.grad(value, leaf_TE)[0] for name, value in values.items()}
-        told: dict[str, object] = {
-            "p_TE": oracle.normalised_scores(own["logits_TE"], score),
-            "choices_TK": oracle.choices(own["logits_TE"], top_k=_K, padding_T=padding_T, **settings),
+        answers: dict[str, object] = {
+            "p_TE": oracle.normalised_scores(drawn["logits_TE"], score),
+            "choices_TK": oracle.choices(drawn["logits_TE"], top_k=_K, padding_T=padding_T, **settings),
             "counts_E": oracle.choice_counts(ids_TK, _E, padding_T=padding_T),
         }
-        found |= named(case, "out", told | values | gradients)
+        found |= named(case, "out", answers | values | gradients)
     return found | losses_of_steps.work_out(inputs, oracle)
 
 

@@ -1,4 +1,4 @@
-"""Goldens of the losses of a step: microbatches, groups and ranks, and how their losses train and are reported."""
+"""The part of the golden of losses on steps: losses over microbatches, groups and ranks, and how they are reported."""
 
 from __future__ import annotations
 
@@ -67,20 +67,20 @@ def _step(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
         for word, paddings in (("", padding[m]), ("unpadded-", None)):
             value = oracle.z_loss_of_parts(row, coefficient=_C, padding_by_rank=paddings)
             back = torch.autograd.grad(value, row)
-            told = {f"dlogits_TE-{d}": dlogits_TE for d, dlogits_TE in enumerate(back)}
-            found |= named(f"z-of-parts-{word}{m}", "out", {"z": value, **told})
+            answers = {f"dlogits_TE-{d}": dlogits_TE for d, dlogits_TE in enumerate(back)}
+            found |= named(f"z-of-parts-{word}{m}", "out", {"z": value, **answers})
     return found
 
 
 def _whole(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     x_TD = given(inputs, "whole")["x_TD"]
-    places = [torch.tensor(own, dtype=torch.int64) for own in _PLACES]
-    return named("whole", "out", {"x_TD": oracle.whole([x_TD[own] for own in places], places)})
+    places = [torch.tensor(tokens, dtype=torch.int64) for tokens in _PLACES]
+    return named("whole", "out", {"x_TD": oracle.whole([x_TD[place] for place in places], places)})
 
 
 def _scaling(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
-    own = given(inputs, "scaling")
-    table, valid = [list(row) for row in own["gradients_MdE"]], own["valid_Md"].tolist()
+    drawn = given(inputs, "scaling")
+    table, valid = [list(row) for row in drawn["gradients_MdE"]], drawn["valid_Md"].tolist()
     values = {
         "mean_E": oracle.mean_gradient(table),
         "sum_E": oracle.sum_gradient(table, scale=_SCALE),
@@ -92,18 +92,18 @@ def _scaling(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
 
 def _router(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     """Attach a balance loss and a z-loss to normalised weights, and carry the gradient to the router."""
-    own = given(inputs, "router")
-    logits_TE = own["x_TD"] @ own["router_ED"].T
+    drawn = given(inputs, "router")
+    logits_TE = drawn["x_TD"] @ drawn["router_ED"].T
     ids_TK = oracle.route(logits_TE, top_k=_K, score="sigmoid").ids_TK
     weigh = partial(oracle.weights, ids_TK=ids_TK, score="sigmoid", normalise=True, scale=2.5)
     charges = [
         partial(oracle.auxiliary_loss, ids_TK=ids_TK, score="sigmoid", coefficient=_C),
         partial(oracle.z_loss, coefficient=_C),
     ]
-    dlogits_TE = oracle.attached_gradient(logits_TE, weigh, own["upstream_TK"], charges, scale=_SCALE)
-    alone_TE = oracle.attached_gradient(logits_TE, weigh, own["upstream_TK"], charges, scale=0.0)
-    dx_TD, drouter_ED = oracle.router_gradients(own["x_TD"], own["router_ED"], dlogits_TE)
-    plain_TE = oracle.attached_gradient(logits_TE, weigh, own["upstream_TK"], charges)
+    dlogits_TE = oracle.attached_gradient(logits_TE, weigh, drawn["upstream_TK"], charges, scale=_SCALE)
+    alone_TE = oracle.attached_gradient(logits_TE, weigh, drawn["upstream_TK"], charges, scale=0.0)
+    dx_TD, drouter_ED = oracle.router_gradients(drawn["x_TD"], drawn["router_ED"], dlogits_TE)
+    plain_TE = oracle.attached_gradient(logits_TE, weigh, drawn["upstream_TK"], charges)
     values = {"ids_TK": ids_TK, "dlogits_TE": dlogits_TE, "dlogits_TE-of-weights": alone_TE}
     return named("router", "out", values | {"dlogits_TE-unscaled": plain_TE, "dx_TD": dx_TD, "drouter_ED": drouter_ED})
 

@@ -1,4 +1,4 @@
-"""Goldens of overload: entries, their factors, and reports of many; fractions are pairs of integers.
+"""Golden of overload: entries, their factors, and reports of many; fractions are pairs of integers.
 
 What is in flight at once, and counters of experts, are in `overload_timelines.py`.
 """
@@ -83,9 +83,9 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     """Return pairs, balanced counts and factors, reports in rows, errors that are allowed, and how reports end."""
     found: dict[str, Tensor] = {}
     for case, group in _GROUPS.items():
-        own, ranks = given(inputs, case), range(len(group.tokens))
-        padding = [own[f"padding_T-{rank}"].bool() for rank in ranks] if "padding_T-0" in own else None
-        ids = [own[f"ids_TK-{rank}"] for rank in ranks]
+        drawn, ranks = given(inputs, case), range(len(group.tokens))
+        padding = [drawn[f"padding_T-{rank}"].bool() for rank in ranks] if "padding_T-0" in drawn else None
+        ids = [drawn[f"ids_TK-{rank}"] for rank in ranks]
         entry = oracle.entry(ids, group.held, ep=group.ep, padding_by_rank=padding, copies=group.copies)
         ratios = {"balanced": _ratio(entry.balanced), "factor": _ratio(oracle.factor(entry))}
         found |= named(case, "out", {"pairs_W": entry.pairs, **ratios})
@@ -108,11 +108,11 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
 
 
 def _reports(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
-    own = {name: value.tolist() for name, value in given(inputs, "entries").items()}
+    drawn = {name: value.tolist() for name, value in given(inputs, "entries").items()}
     entries = [
         oracle.Entry(stage, None if layer < 0 else layer, tuple(pairs), Fraction(_K * tokens, 2))
         for stage, layer, pairs, tokens in zip(
-            own["stage_N"], own["layer_N"], own["pairs_NW"], own["tokens_N"], strict=True
+            drawn["stage_N"], drawn["layer_N"], drawn["pairs_NW"], drawn["tokens_N"], strict=True
         )
     ]
     found = named("reported-of-nothing", "out", {"rows_N5": _rows([], 0, "zero", None, oracle)})

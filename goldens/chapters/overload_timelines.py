@@ -1,4 +1,4 @@
-"""Goldens of overload over time: timelines of passes, their peaks, and counters of experts.
+"""The part of the golden of overload on time: timelines of passes, their peaks, and counters of experts.
 
 A pass is stored as a row of its kind and its label, an event as its label and +1 or -1.
 """
@@ -52,23 +52,23 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     pairs: list[peaks.Pairs] = []
     balanced: list[peaks.Balanced] = []
     for rank in range(_RANKS):
-        own = given(inputs, f"time-{rank}")
-        passes = _passes(own["passes_P2"])
-        pairs.append(dict(enumerate(own["pairs_L"].tolist())))
-        balanced.append({label: Fraction(*two) for label, two in enumerate(own["balanced_L2"].tolist())})
+        drawn = given(inputs, f"time-{rank}")
+        passes = _passes(drawn["passes_P2"])
+        pairs.append(dict(enumerate(drawn["pairs_L"].tolist())))
+        balanced.append({label: Fraction(*two) for label, two in enumerate(drawn["balanced_L2"].tolist())})
         choices.append(oracle.legal_timelines(passes))
-        told: dict[str, object] = {}
+        answers: dict[str, object] = {}
         for word, expected in (("", [*range(5), 9]), ("-strangers", [])):
             wrong = oracle.miscounted(passes[:-2], expected)
-            told[f"miscounted{word}_N3"] = sorted([label, *counts] for label, counts in wrong.items())
+            answers[f"miscounted{word}_N3"] = sorted([label, *counts] for label, counts in wrong.items())
         for recomputed in get_args(timelines.Recomputed):
             for alone in get_args(timelines.Alone):
                 events = oracle.timeline(passes, recomputed=recomputed, alone=alone)
                 P, Q = oracle.peaks(events, pairs[rank], balanced[rank])
-                told[f"events_J2-{recomputed}-{alone}"] = np.array(events, dtype=np.int64).reshape(-1, 2)
-                told[f"peaks_3-{recomputed}-{alone}"] = [P, *_ratio(Q)]
-        told["lengths_N"] = [len(events) for events in choices[rank]]
-        found |= named(f"time-{rank}", "out", told)
+                answers[f"events_J2-{recomputed}-{alone}"] = np.array(events, dtype=np.int64).reshape(-1, 2)
+                answers[f"peaks_3-{recomputed}-{alone}"] = [P, *_ratio(Q)]
+        answers["lengths_N"] = [len(events) for events in choices[rank]]
+        found |= named(f"time-{rank}", "out", answers)
     return found | _world(choices, pairs, balanced, oracle) | _log(inputs, oracle) | _counters(inputs, oracle)
 
 
@@ -82,7 +82,7 @@ def _world(
     worst = oracle.cumulative(events, pairs, balanced)
     assert worst is not None
     idle = oracle.cumulative([(), ()], pairs[:2], balanced[:2])
-    told = {
+    answers = {
         "legal-where-nothing-runs_N2": [_ratio(x) for x in oracle.legal_cumulatives([[()]], pairs[:1], balanced[:1])],
         "cumulative": _ratio(worst),
         "none-where-nothing-runs": idle is None,
@@ -92,7 +92,7 @@ def _world(
         ],
         "legal_N2": [_ratio(value) for value in oracle.legal_cumulatives(choices, pairs, balanced)],
     }
-    return named("world", "out", told)
+    return named("world", "out", answers)
 
 
 def _log(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
@@ -102,25 +102,25 @@ def _log(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     reports = oracle.since_reports(lines)
     covered = [[n, *row] for n, passes in enumerate(reports) for row in _rows(passes)]
     orders = sorted(_rows(merged) for merged in oracle.merges(_BLOCKS))
-    told = {"reports": len(reports), "covered_N3": covered}
-    return named("log", "out", told) | named("merged", "out", {"orders_NP2": orders})
+    answers = {"reports": len(reports), "covered_N3": covered}
+    return named("log", "out", answers) | named("merged", "out", {"orders_NP2": orders})
 
 
 def _counters(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     """Count passes of every kind, and a second forward; their labels are their places."""
-    own = given(inputs, "counters")
+    drawn = given(inputs, "counters")
     passes = [
-        oracle.RoutedPass(kind, n, own["ids_PTK"][n], own["padding_PT"][n].bool() if n else None)
+        oracle.RoutedPass(kind, n, drawn["ids_PTK"][n], drawn["padding_PT"][n].bool() if n else None)
         for n, kind in enumerate((*_KINDS, "forward"))
     ]
     trace = oracle.trace(passes)
-    told: dict[str, object] = {
+    answers: dict[str, object] = {
         "counts_E": oracle.expert_counts(passes, _E),
         "counts-of-nothing_E": oracle.expert_counts([], _E),
     }
     for label, record in trace.items():
-        told[f"record_TE-{label}"] = [[e in chosen for e in range(_E)] for chosen in record]
-    return named("counters", "out", told)
+        answers[f"record_TE-{label}"] = [[e in chosen for e in range(_E)] for chosen in record]
+    return named("counters", "out", answers)
 
 
 def _passes(rows_P2: Tensor) -> list[Pass]:

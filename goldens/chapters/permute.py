@@ -1,4 +1,4 @@
-"""Goldens of orders: names changed, rows of experts and their padding, rows by index, received rows reordered."""
+"""Golden of orders: renamed tokens and experts, padded rows of experts, rows by index, received rows reordered."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
 
 
 def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> Mapping[str, Tensor]:
-    """Return what stands where after each reordering, and the gradients on the way back."""
+    """Return the rows after each reordering, and their gradients."""
     found = named("segments", "out", _segments(given(inputs, "segments"), oracle))
     for case, (tokens, experts) in RANKS.items():
         ids_by_rank = [inputs[f"{case}/in/ids_TK-{rank}"] for rank in range(len(tokens))]
@@ -71,9 +71,9 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> Mapping[str, Tenso
     return found
 
 
-def _segments(own: Mapping[str, Tensor], oracle: Oracle) -> dict[str, object]:
-    counts = own["counts_N"].tolist()
-    rows = (own["counts_N"] - own["missing_N"]).clamp(min=0).tolist()
+def _segments(drawn: Mapping[str, Tensor], oracle: Oracle) -> dict[str, object]:
+    counts = drawn["counts_N"].tolist()
+    rows = (drawn["counts_N"] - drawn["missing_N"]).clamp(min=0).tolist()
     return {
         "legal_MCP": [
             [oracle.legal_counts([claim] * len(PAIRS), PAIRS, multiple) for claim in CLAIMS] for multiple in MULTIPLES
@@ -101,39 +101,39 @@ def _verdicts(rows: orders.Rows, oracle: Oracle) -> Tensor:
     return torch.tensor(verdicts, dtype=torch.int64).reshape(-1, 2)
 
 
-def _names(own: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
-    tokens_TK, slots_TK = leaf(own["values_TK"]), leaf(own["values_TK"])
+def _names(drawn: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
+    tokens_TK, slots_TK = leaf(drawn["values_TK"]), leaf(drawn["values_TK"])
     moved = {
-        "tokens": oracle.reorder_tokens(tokens_TK, own["order_T"]),
-        "slots": oracle.reorder_slots(slots_TK, own["order_T"], own["slots_TK"]),
+        "tokens": oracle.reorder_tokens(tokens_TK, drawn["order_T"]),
+        "slots": oracle.reorder_slots(slots_TK, drawn["order_T"], drawn["slots_TK"]),
     }
-    back = gradients(list(moved.values()), {"tokens": tokens_TK, "slots": slots_TK}, [own["upstream_TK"]] * 2)
-    renamed = oracle.relabel_parameters({("gain", e): own["gate_E"][e] for e in range(E)}, own["new_E"])
+    back = gradients(list(moved.values()), {"tokens": tokens_TK, "slots": slots_TK}, [drawn["upstream_TK"]] * 2)
+    renamed = oracle.relabel_parameters({("gain", e): drawn["gate_E"][e] for e in range(E)}, drawn["new_E"])
     return {
         **{f"{name}_TK": value for name, value in {**moved, **back}.items()},
-        "ids_TK": oracle.reorder_slots(own["ids_TK"], own["order_T"], own["slots_TK"]),
-        "relabelled_TK": oracle.relabel(own["ids_TK"], own["new_E"]),
+        "ids_TK": oracle.reorder_slots(drawn["ids_TK"], drawn["order_T"], drawn["slots_TK"]),
+        "relabelled_TK": oracle.relabel(drawn["ids_TK"], drawn["new_E"]),
         "gate_E": torch.stack([renamed["gain", e] for e in range(E)]),
     }
 
 
-def _by_index(own: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
-    """Return rows gathered and scattered; what stands at sentinels is NaN, and reaches nothing."""
-    index_R, T = own["index_R"], len(own["x_TD"])
+def _by_index(drawn: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
+    """Return rows gathered and scattered; rows at sentinels are NaN and must reach no result."""
+    index_R, T = drawn["index_R"], len(drawn["x_TD"])
     sentinel_R = (index_R < 0) | (index_R >= T)
-    leaves = {name: leaf(own[name]) for name in ("x_TD", "out_RD", "weights_R")}
+    leaves = {name: leaf(drawn[name]) for name in ("x_TD", "out_RD", "weights_R")}
     rows_RD = oracle.gather(leaves["x_TD"], index_R)
     out_RD = leaves["out_RD"].masked_fill(sentinel_R[:, None], nan)
     y_TD = oracle.scatter(out_RD, index_R, leaves["weights_R"].masked_fill(sentinel_R, nan), T)
-    back = gradients([rows_RD, y_TD], leaves, [own["drows_RD"], own["dy_TD"]])
+    back = gradients([rows_RD, y_TD], leaves, [drawn["drows_RD"], drawn["dy_TD"]])
     return {"rows_RD": rows_RD, "y_TD": y_TD, **back}
 
 
-def _reordered(own: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
-    counts_WN, upstream_RD = own["counts_WN"], own["upstream_RD"]
+def _reordered(drawn: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
+    counts_WN, upstream_RD = drawn["counts_WN"], drawn["upstream_RD"]
     found = {"positions_R": oracle.reorder_positions(counts_WN)}
     for name, way in (("to-expert", oracle.to_expert_major), ("to-source", oracle.to_source_major)):
-        rows_RD = leaf(own["rows_RD"])
+        rows_RD = leaf(drawn["rows_RD"])
         moved_RD = way(rows_RD, counts_WN)
         found |= prefixed(name, {"rows_RD": moved_RD, **gradients([moved_RD], {"rows_RD": rows_RD}, [upstream_RD])})
     return found

@@ -1,4 +1,4 @@
-"""Goldens of routing: selection, its margins, weights and the gradient back to the logits, for every score function."""
+"""Golden of routing: selection, its margins, weights and the gradient back to the logits, for every score function."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> Mapping[str, Tenso
     """Return ids, how clearly they and the experts after them win, weights, and the gradient of the logits."""
     found: dict[str, Tensor] = {}
     for case, settings in {**_CASES, **_MORE}.items():
-        own = given(inputs, case)
-        logits_TE, bias_E = leaf(own["logits_TE"]), own.get("bias_E")
+        drawn = given(inputs, case)
+        logits_TE, bias_E = leaf(drawn["logits_TE"]), drawn.get("bias_E")
         routed = oracle.route(logits_TE, top_k=_K, bias_E=bias_E, **settings)
-        (dlogits_TE,) = torch.autograd.grad(routed.weights_TK, logits_TE, own["upstream_TK"])
+        (dlogits_TE,) = torch.autograd.grad(routed.weights_TK, logits_TE, drawn["upstream_TK"])
         answers = {"ids_TK": routed.ids_TK, "weights_TK": routed.weights_TK, "dlogits_TE": dlogits_TE}
         how = {name: value for name, value in settings.items() if name not in ("normalise", "scale")}
         for name, ids_TK in (("margins_T", None), ("margins-of-others_T", (routed.ids_TK + 1) % _E)):
-            answers[name] = oracle.margins(own["logits_TE"], ids_TK, top_k=_K, bias_E=bias_E, **how)
+            answers[name] = oracle.margins(drawn["logits_TE"], ids_TK, top_k=_K, bias_E=bias_E, **how)
         found |= named(case, "out", answers)
     return found
 

@@ -1,4 +1,4 @@
-"""Goldens of adding rows: sums and their bounds, routed rows on a base, all gradients, and views that share bytes."""
+"""Golden of adding rows: sums and their bounds, routed rows on a base, all gradients, and views that share bytes."""
 
 from __future__ import annotations
 
@@ -85,20 +85,20 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> Mapping[str, Tenso
     return found | named("views", "out", {**_views(views, oracle), "slices": _slices(oracle)})
 
 
-def _added(own: Mapping[str, Tensor], oracle: Oracle) -> dict[str, object]:
-    leaves = {name: leaf(own[name]) for name in ("out_ND", "src_JD")}
-    y_ND = oracle.scatter_add(leaves["out_ND"], own["index_J"], leaves["src_JD"])
-    bounds = [oracle.scatter_add_bound(own["out_ND"], own["index_J"], own["src_JD"], u) for u in ROUNDOFFS]
-    return {"y_ND": y_ND, "bounds_UND": bounds, **gradients([y_ND], leaves, [own["upstream_ND"]])}
+def _added(drawn: Mapping[str, Tensor], oracle: Oracle) -> dict[str, object]:
+    leaves = {name: leaf(drawn[name]) for name in ("out_ND", "src_JD")}
+    y_ND = oracle.scatter_add(leaves["out_ND"], drawn["index_J"], leaves["src_JD"])
+    bounds = [oracle.scatter_add_bound(drawn["out_ND"], drawn["index_J"], drawn["src_JD"], u) for u in ROUNDOFFS]
+    return {"y_ND": y_ND, "bounds_UND": bounds, **gradients([y_ND], leaves, [drawn["upstream_ND"]])}
 
 
-def _routed(own: Mapping[str, Tensor], parameters: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
-    tokens = {name: own[name] for name in ("base_TD", "x_TD", "weights_TK")}
+def _routed(drawn: Mapping[str, Tensor], parameters: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
+    tokens = {name: drawn[name] for name in ("base_TD", "x_TD", "weights_TK")}
     leaves = {name: leaf(value) for name, value in {**tokens, **parameters}.items()}
-    inputs = leaves["base_TD"], leaves["x_TD"], own["ids_TK"], leaves["weights_TK"]
+    inputs = leaves["base_TD"], leaves["x_TD"], drawn["ids_TK"], leaves["weights_TK"]
     expert = oracle.swiglu_experts({(name, e): leaves[name][e] for name in EXPERT_SHAPES for e in range(E)})
     y_TD = oracle.add_routed(*inputs, expert)
-    return {"y_TD": y_TD, **gradients([y_TD], leaves, [own["dy_TD"]])}
+    return {"y_TD": y_TD, **gradients([y_TD], leaves, [drawn["dy_TD"]])}
 
 
 def views_of(
@@ -132,7 +132,7 @@ def _slices(oracle: Oracle) -> list[list[int]]:
     for tensor in (buffer[1:, 2::2], buffer.T[3:], buffer[2:3].expand(2, 6), buffer[1:, :0]):
         view = oracle.view_of(tensor)
         assert view.address is not None
-        offset = view.address - buffer.data_ptr() if tensor.numel() else 0  # without elements it says nothing
+        offset = view.address - buffer.data_ptr() if tensor.numel() else 0  # a tensor without elements has no address
         found.append([offset, *view.shape, *view.strides, view.itemsize])
     return found
 

@@ -1,4 +1,4 @@
-"""Goldens of shared experts: what each adds to a token, and all together."""
+"""Golden of shared experts: what each adds to a token, and all together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BIASED = (0, 2)
 
 def draw(rng: np.random.Generator) -> dict[str, Tensor]:
     """Return tokens, shared experts and a gate."""
-    draw_experts(rng)  # not stored: what is drawn after them stays what it was
+    draw_experts(rng)  # not stored; keeps later draws the same
     found = named("shared", "in", {"gate_D": rng.standard_normal(D)})
     for n, F in enumerate(_WIDTHS):
         sizes = {"gate_FD": (F, D), "up_FD": (F, D), "down_DF": (D, F), "bias_D": (D,)}
@@ -31,12 +31,12 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     """Return what the experts add, one by one and together, with the gate and without."""
     shared = [oracle.SharedExpert(**given(inputs, f"shared-{n}")) for n in range(len(_WIDTHS))]
     x_TD, gate_D = given(inputs, "rank-0")["x_TD"], given(inputs, "shared")["gate_D"]
-    told = {f"h_TD-{n}": oracle.shared_expert(x_TD, expert) for n, expert in enumerate(shared)}
-    told["factors_T"] = oracle.gate_factors(x_TD, gate_D)
-    told["factors-without-gate_T"] = oracle.gate_factors(x_TD, None)
-    told["part_TD"] = oracle.shared_part(x_TD, shared, gate_D)
-    told["part-without-gate_TD"] = oracle.shared_part(x_TD, shared)
-    return named("shared", "out", told)
+    answers = {f"h_TD-{n}": oracle.shared_expert(x_TD, expert) for n, expert in enumerate(shared)}
+    answers["factors_T"] = oracle.gate_factors(x_TD, gate_D)
+    answers["factors-without-gate_T"] = oracle.gate_factors(x_TD, None)
+    answers["part_TD"] = oracle.shared_part(x_TD, shared, gate_D)
+    answers["part-without-gate_TD"] = oracle.shared_part(x_TD, shared)
+    return named("shared", "out", answers)
 
 
 CHAPTER = Chapter(2901, ("SHARE-01", "SHARE-02", "SHARE-03"), functions(shared_experts), draw, work_out)

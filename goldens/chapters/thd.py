@@ -1,4 +1,4 @@
-"""Goldens of packed sequences: their lengths, which rows are tokens, and shares under context parallelism."""
+"""Golden of packed sequences: their lengths, which rows are tokens, and shares under context parallelism."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
         sums_S = packed_sequences.cumulative(packed_sequences.padded_lengths(lengths, 4))
         moved = [sums_S + by * (torch.arange(len(sums_S)) >= int(rng.integers(len(sums_S)))) for by in (4, 4, 1, -4)]
         found |= named(f"lengths-{i}", "in", {"claimed_NS": torch.stack([sums_S, *moved])})
-    draw_experts(rng)  # not stored, nor what follows: what is drawn after it stays what it was
-    for case, (own, padded, more) in PACKS.items():
+    draw_experts(rng)  # not stored, as below; keeps later draws the same
+    for case, (real, padded, more) in PACKS.items():
         P = sum(padded) + more
-        draw_tokens(rng, case, sum(own))
+        draw_tokens(rng, case, sum(real))
         rng.integers(-1, E - 1, size=(P, K))
         rng.standard_normal(2 * P * K + P * D)
     return found | named("context", "in", {"order_R": rng.permutation(CUMULATIVE_PADDED[-1])})

@@ -1,4 +1,4 @@
-"""Goldens of padding: padded counts, and refusals of a bound."""
+"""Golden of padding: padded counts, and refusals of a bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goldens are what the oracles give, and nothing that happens to one goes unnoticed."""
+"""Goldens are what the oracles of reference/ give, and any change of a golden is reported."""
 
 from __future__ import annotations
 
@@ -33,6 +33,17 @@ def folder(tmp_path):
 def problems(folder, **changed):
     """What --check says of the routing chapter, some of whose parts are other ones."""
     return list(regenerate.check(folder, {"routing": replace(routing.CHAPTER, **changed)}, KNOWN))
+
+
+def changing(change):
+    """A recipe of the routing chapter whose outputs are changed by a function."""
+
+    def work_out(inputs, oracle):
+        made = dict(routing.work_out(inputs, oracle))
+        change(made)
+        return made
+
+    return work_out
 
 
 def edit(path, name, at, value):
@@ -78,7 +89,7 @@ class TestStored:
 
 class TestSpoilt:
     def test_one_number_in_a_golden(self, folder):
-        """The hash tells the chapter, and the oracle tells the element."""
+        """The hash names the chapter, and the oracle the element."""
         edit(folder / "routing.safetensors", "sigmoid-biased/out/weights_TK", (3, 1), 7.5)
         told = problems(folder)
         assert 2 == len(told)
@@ -87,7 +98,7 @@ class TestSpoilt:
         assert "the golden 7.5; 1 of 21 elements differ" in told[1]
 
     def test_one_number_in_an_input(self, folder):
-        """What the oracle makes of it is no longer what is stored."""
+        """What the oracle works out from it is no longer what is stored."""
         edit(folder / "routing.safetensors", "softmax/in/logits_TE", (6, 11), 9.0)
         told = problems(folder)
         assert "routing: softmax/out/dlogits_TE[6, 0] is" in told[1]
@@ -107,24 +118,13 @@ class TestSpoilt:
 
     def test_one_number_in_an_oracle(self, folder):
         """A change of one element by a part in 10^10 is seen and named."""
-
-        def work_out(inputs, oracle):
-            made = dict(routing.work_out(inputs, oracle))
-            made["softmax/out/weights_TK"][2, 0] *= 1 + 1e-10
-            return made
-
+        work_out = changing(lambda made: made["softmax/out/weights_TK"][2, 0].mul_(1 + 1e-10))
         (told,) = problems(folder, work_out=work_out)
         assert told.startswith("routing: softmax/out/weights_TK[2, 0] is 0.")
 
     def test_another_choice_of_an_oracle(self, folder):
         """Integers have no tolerance."""
-
-        def work_out(inputs, oracle):
-            made = dict(routing.work_out(inputs, oracle))
-            made["softmax/out/ids_TK"][4, 2] += 1
-            return made
-
-        (told,) = problems(folder, work_out=work_out)
+        (told,) = problems(folder, work_out=changing(lambda made: made["softmax/out/ids_TK"][4, 2].add_(1)))
         assert told.startswith("routing: softmax/out/ids_TK[4, 2] is ")
 
     def test_one_number_beside_an_infinity(self):
@@ -134,7 +134,7 @@ class TestSpoilt:
         assert 0.0 == regenerate._allowed(stored[:1])
 
     def test_an_oracle_that_fails(self, folder):
-        """It is told like any other difference."""
+        """It is reported like any other difference."""
 
         def work_out(inputs, oracle):
             raise ValueError("there is no such score")
@@ -144,13 +144,8 @@ class TestSpoilt:
         )
 
     def test_what_an_oracle_no_longer_gives_or_gives_anew(self, folder):
-        """Both directions are told."""
-
-        def work_out(inputs, oracle):
-            made = dict(routing.work_out(inputs, oracle))
-            made["softmax/out/more"] = made.pop("softmax/out/ids_TK")
-            return made
-
+        """Both are reported."""
+        work_out = changing(lambda made: made.update({"softmax/out/more": made.pop("softmax/out/ids_TK")}))
         assert [
             "routing: softmax/out/ids_TK is no longer worked out",
             "routing: softmax/out/more is not in the golden",
@@ -246,12 +241,7 @@ class TestRegenerate:
     def test_it_shows_what_becomes_different(self, folder):
         """Which tensor, which element, from what to what."""
         edit_value = stored_values.read(folder, "routing")["softmax/out/weights_TK"][0, 0].item()
-
-        def work_out(inputs, oracle):
-            made = dict(routing.work_out(inputs, oracle))
-            made["softmax/out/weights_TK"][0, 0] = 0.5
-            return made
-
+        work_out = changing(lambda made: made["softmax/out/weights_TK"][0, 0].fill_(0.5))
         other = replace(routing.CHAPTER, work_out=work_out)
         lines = regenerate.regenerate(folder, {"routing": other}, "f" * 40)
         assert "  softmax/out/weights_TK[0, 0] is 0.5, the golden " + repr(edit_value) in lines[1]

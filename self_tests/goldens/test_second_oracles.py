@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import numpy as np
 import pytest
@@ -17,9 +18,11 @@ from moe_conformance.goldens import stored_values
 from moe_conformance.goldens.chapter import Chapter
 from moe_conformance.goldens.chapters import chapters
 from moe_conformance.goldens.chapters import scatter as scatter_chapter
+from moe_conformance.reference.routing import routes
 from self_tests.oracles.agreement import RELATIVE
 
 SECONDS = Path(__file__).parents[1] / "chapters"
+REFERENCE = str(Path(str(routes.__file__)).parents[1])
 
 
 def second_of(name: str) -> ModuleType:
@@ -39,11 +42,29 @@ def assert_same(name: str, stored: Tensor, answer: Tensor) -> None:
         assert torch.equal(answer, stored), name
 
 
+@contextmanager
+def without_reference() -> Iterator[None]:
+    """Fail if a function of reference/ is called."""
+    called = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(REFERENCE):
+            called.add(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+    assert set() == called
+
+
 def compared(name: str, recipe: Chapter, values: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the name of each output of a golden after it was held against what the second oracle works out."""
+    """Yield the name of each output of a golden after it was compared with what the second oracle gives."""
     second = second_of(name)
     inputs = {key: value for key, value in values.items() if "/in/" in key}
-    answers = recipe.work_out(inputs, second.ORACLE)
+    with without_reference():
+        answers = recipe.work_out(inputs, second.ORACLE)
     assert {key for key in values if "/out/" in key} == set(answers)
     for key in sorted({*answers} - {*getattr(second, "UNANSWERED", ())}):
         assert_same(key, values[key], answers[key])
@@ -66,6 +87,13 @@ class TestSecondOracles:
         assert {"bits/out/same-others", "not-positive/out/valid_N", "views/out/slices"} == named
         assert named <= stored
 
+    def test_they_are_not_those_of_reference(self) -> None:
+        """The recipe called with the first oracle calls reference/, which the comparison would report."""
+        recipe = chapters()["groups"]
+        inputs = recipe.draw(np.random.default_rng(recipe.seed))
+        with pytest.raises(AssertionError, match="valid"), without_reference():
+            recipe.work_out(inputs, recipe.oracle)
+
     @pytest.mark.parametrize(
         ("key", "at", "change"),
         [
@@ -74,7 +102,7 @@ class TestSecondOracles:
             ("softmax/out/dlogits_TE", (6, 11), 1e-10),
         ],
     )
-    def test_a_changed_value_is_told(self, key: str, at: tuple[int, int], change: float) -> None:
+    def test_a_changed_value_is_reported(self, key: str, at: tuple[int, int], change: float) -> None:
         """An output that the recipe does not give, of whole numbers, values or gradients, is named."""
         values = stored_values.read(stored_values.folder(), "routing")
         values[key][at] += change

@@ -70,8 +70,9 @@ def attached_gradient(
         leaf_TE = logits_TE.clone().requires_grad_()
         value = charge(leaf_TE)
         charges.append(Loss(value.item(), arrays(torch.autograd.grad(value, leaf_TE)[0])))
-    handed = arrays((logits_TE, ids_TK, gate_of(ids_TK.shape[1], **how), upstream_TK))
-    return tensors(scaling.attached(*handed, charges, scale))
+    logits_TE, ids_TK, upstream_TK = arrays((logits_TE, ids_TK, upstream_TK))
+    gate = gate_of(ids_TK.shape[1], **how)
+    return tensors(scaling.attached(logits_TE, ids_TK, gate, upstream_TK, charges, scale))
 
 
 ORACLE = second_oracle(
