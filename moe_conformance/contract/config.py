@@ -51,9 +51,9 @@ class Config(Sections):
         check(self, experts=0, top_k=1, hidden=1, ffn=1, jitter=0)
 
     def options(self) -> dict[str, Any]:
-        """Return the value of every option by its name, in the order of the fields; sections are not among them."""
+        """Return the value of every option by its name: those of no section first, then section by section."""
         found: dict[str, Any] = {}
-        for field in fields(self):
+        for field in sorted(fields(self), key=lambda each: is_dataclass(each.default)):
             value = getattr(self, field.name)
             if is_dataclass(value):
                 found |= {f"{field.name}.{each.name}": getattr(value, each.name) for each in fields(value)}

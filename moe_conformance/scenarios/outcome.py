@@ -87,33 +87,6 @@ class Microbatch:
     gradients_changed: tuple[str, ...] = ()  # of x, weights: bytes that differ from when their backward returned
 
 
-@dataclass(frozen=True)
-class StepSeen:
-    """What one rank saw of one step of a model of several layers; keys are ("layer0/gate", 3), for example."""
-
-    y: tuple[Tensor, ...]  # by microbatch
-    dx_TD: tuple[Grad, ...]
-    local: Mapping[ParameterKey, Grad]  # gradients of parameters when the step returned
-    final: Mapping[ParameterKey, Grad] | None  # after finish_gradients; None where none is offered
-    calls: tuple[int, int]  # its collectives: the number of the first, and of the first behind them
-
-
-@dataclass(frozen=True)
-class OverlapSeen:
-    """Steps of one model on one rank: the sequential one, and two in the backend's schedule.
-
-    The first of these begins without gradients. The second is behind it, and behind the first microbatch, which goes
-    through the layers by itself.
-    """
-
-    sequential: StepSeen
-    overlapped: tuple[StepSeen, StepSeen]
-    added: tuple[Mapping[ParameterKey, Tensor], ...]  # by microbatch of the sequential step: to the gradients, float64
-    products: Mapping[int, tuple[str, ...]]  # first: weights of the products run during a collective, by its number
-    worked: bool  # whether the first ran any product of something at all
-    written: tuple[str, ...]  # second: the weights whose gradients were written in place, in order
-
-
 Memory = Literal["same tensor", "shared", "apart"]  # of two tensors: one object, one storage, or two
 
 
@@ -175,7 +148,7 @@ class RankOutcome:
     # Phases in order, each with how many collectives were called before it; "answered" begins as the experts are asked.
     phases: tuple[tuple[str, int], ...] = ()
     live_groups: tuple[int, ...] = ()  # process groups that there were after each backward
-    overlap: OverlapSeen | None = None  # of overlapped steps
+    seen: Any = None  # what the scenario of a chapter saw beside all this: a record of that chapter
     bytes_in_use: tuple[int | None, ...] = ()  # after each repetition; None where the process cannot tell
     ledger: tuple[Entry, ...] = ()  # its collectives; written by the engine, past the backend
     hazards: tuple[Hazard, ...] = ()  # what it did to the data of asynchronous ones before they had come

@@ -1,4 +1,4 @@
-"""docs/glossary.md names the option of each library for every field of Config, and those options exist."""
+"""The glossary names the option of each library for every field of Config, and those options exist."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_conformance.contract import Config
-
-GLOSSARY = Path(__file__).parents[2] / "docs" / "glossary.md"
+from tools import glossary
 
 # Where the options of each library are written. The files are parsed, not imported: that takes seconds and a GPU.
 SOURCES = {
@@ -45,7 +44,7 @@ _OPTION = re.compile(r"`(\w+(?:\.Config)?)(?:\.(\w+)|\((\w+)\))`")
 
 def _rows(heading: str) -> Sequence[Sequence[str]]:
     """Return the cells of the table under a heading, without its head."""
-    section = GLOSSARY.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+    section = glossary.page().split(f"## {heading}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")][2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_conformance.chapters.overlap.scenario.records import OverlapSeen
 from moe_conformance.judging.explain.bounded_gradients import part_name
 from moe_conformance.judging.findings import Finding, count, fail, ratio_words
 from moe_conformance.judging.observed.run import Reading
@@ -21,7 +22,7 @@ from moe_conformance.judging.verdict import (
     WrongOutput,
 )
 from moe_conformance.reference.overlap import reordered_sum_bound
-from moe_conformance.scenarios.outcome import Grad, OverlapSeen, RankOutcome
+from moe_conformance.scenarios.outcome import Grad, RankOutcome
 from moe_conformance.workloads.records.workload import ParameterKey
 
 STEPS = ("the overlapped step", "the overlapped step behind another microbatch")
@@ -30,8 +31,8 @@ Which = Literal["first", "second"]
 
 def seen(rank: RankOutcome) -> OverlapSeen:
     """Return what a rank saw of the steps."""
-    assert rank.overlap is not None
-    return rank.overlap
+    assert isinstance(rank.seen, OverlapSeen)
+    return rank.seen
 
 
 def judge_step_tokens(reading: Reading, tally: Tally) -> None:

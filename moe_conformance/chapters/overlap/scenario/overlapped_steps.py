@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from moe_conformance.chapters.overlap.scenario.observed_products import Observed, Places
+from moe_conformance.chapters.overlap.scenario.records import OverlapSeen, StepSeen
 from moe_conformance.contract import OverlappedStep, Unsupported
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters, state
-from moe_conformance.scenarios.outcome import Grad, Microbatch, OverlapSeen, RankOutcome, StepSeen
+from moe_conformance.scenarios.outcome import Grad, Microbatch, RankOutcome
 from moe_conformance.scenarios.reported import claims_of_all, shown_of, without_noise
 from moe_conformance.scenarios.sessions import build, opened
 from moe_conformance.scenarios.tensors import to_cpu
@@ -147,7 +148,7 @@ class OverlappedSteps:
             resolved=shown_of([self.step], claims),
             claims=claims,
             loss_convention=self.session.loss_convention,
-            overlap=seen,
+            seen=seen,
         )
 
 
