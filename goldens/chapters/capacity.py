@@ -1,7 +1,4 @@
-"""Golden of capacity: how many rows fit, which slots may be kept, and what the weights become.
-
-Buffers of a fixed size on the receiving rank are in `capacity_budgets.py`.
-"""
+"""Golden of capacity: how many rows fit, which slots may be kept, and what the weights become."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import numpy as np
 from torch import Tensor
 
 from moe_conformance.goldens.chapter import Chapter, Oracle, draw_ids, functions, given, gradients, leaf, named
-from moe_conformance.goldens.chapters import capacity_budgets
 from moe_conformance.reference.capacity import after_drops, drops, limits, receive_budget
 from moe_conformance.reference.exchange import deliveries
 
@@ -34,10 +30,21 @@ _LAYERS: Mapping[str, tuple[int, int, Mapping[str, Any]]] = {
     "nothing-kept": (4, 0, {"renormalise": True}),
     "no-tokens": (0, 2, {}),
 }
+# Of receive budgets, on four ranks.
+_BUDGET_K, _BUDGET_E = 2, 6
+_BUDGET_TOKENS = (5, 0, 3, 4)  # by rank
+_GROUPS, _HELD = ((0, 1, 2, 3),), ((0, 1, 2), (0, 1, 2), (3, 4, 5), (3, 4, 5))  # ep 2, etp 2: a slot is two rows
+_WORST: Sequence[tuple[int, Mapping[str, Any]]] = (  # experts of a rank
+    (0, {}), (1, {}), (4, {}), (4, {"alignment": 8}), (3, {"alignment": 4, "equal_sizes": True}),
+    (4, {"equal_sizes": True, "per_token": True}), (0, {"per_token": True}), (3, {"per_token": True}),
+)  # fmt: skip
+_ALIGNED: Sequence[Mapping[str, int]] = ({}, {"alignment": 4})
+_BUDGETS = (((99,) * 4, _ALIGNED[0]), ((8, 8, 99, 99), _ALIGNED[0]), ((12,) * 4, _ALIGNED[1]), ((0,) * 4, _ALIGNED[0]))
+_PAIRS = 2 * _BUDGET_K * sum(_BUDGET_TOKENS)  # at most
 
 
 def draw(rng: np.random.Generator) -> dict[str, Tensor]:
-    """Return sizes, ids of ranks with weights that tie and errors, layers, and what capacity_budgets.py needs."""
+    """Return sizes, ids of ranks with weights that tie and errors, layers, and what receive budgets need."""
     sizes = {"tokens_N": rng.integers(0, 300, 40), "experts_N": rng.choice([5, 6, 8, 60, 64], 40)}
     sizes |= {"top_k_N": rng.integers(1, 6, 40), "minimum_N": rng.choice([0, 4], 40)}
     found = named("sizes", "in", sizes | {"factor_N": rng.choice([0.0, 0.5, 1.0, 1.1, 1.25, 2.0], 40)})
@@ -57,7 +64,19 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
         }
         rng.standard_normal(T * 4 + 3 * _E * 3 * 4)
         found |= named(case, "in", drawn)
-    return found | capacity_budgets.draw(rng)
+    return found | _draw_budgets(rng)
+
+
+def _draw_budgets(rng: np.random.Generator) -> dict[str, Tensor]:
+    """Return the ids of every rank, and of every pair and attempt how often it arrives."""
+    found: dict[str, Tensor] = {}
+    for rank, T in enumerate(_BUDGET_TOKENS):
+        found |= named("budgets", "in", {f"ids_TK-{rank}": draw_ids(rng, T, _BUDGET_K, _BUDGET_E)})
+    slots = (rng.random(_PAIRS // 2) < 0.7).repeat(2)  # both shards of a slot, or none
+    pairs = rng.random(_PAIRS) < 0.9
+    twice = 1 + (np.arange(_PAIRS) == 3)
+    found |= named("budgets", "in", {"arrivals_AP": np.stack([np.ones(_PAIRS), slots, pairs, twice]).astype(np.int64)})
+    return found | named("budgets", "in", {"rows_BN": rng.integers(0, 6, (5, 3)), "budget_B": [0, 5, 7, 9, 12]})
 
 
 def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
@@ -73,7 +92,7 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     found |= _drops(inputs, oracle)
     for case, (_, C, how) in _LAYERS.items():
         found |= named(case, "out", _layer(given(inputs, case), C, how, oracle))
-    return found | capacity_budgets.work_out(inputs, oracle)
+    return found | _budgets(inputs, oracle)
 
 
 def _capacities(drawn: Mapping[str, list[Any]], oracle: Oracle) -> list[Sequence[int]]:
@@ -138,6 +157,33 @@ def _layer(drawn: Mapping[str, Tensor], C: int, how: Mapping[str, Any], oracle: 
     dropped = oracle.after_drop(drawn["ids_TK"], leaf_TK, kept_TK, **how)
     back_TK = gradients([dropped.weights_TK], {"weights": leaf_TK}, [drawn["upstream_TK"]])["dweights"]
     return {"kept_TK": kept_TK, "ids_TK": dropped.ids_TK, "weights_TK": dropped.weights_TK, "back_TK": back_TK}
+
+
+def _budgets(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
+    """Return worst cases, which budgets are exceeded, and of every budget and attempt each rank's verdict."""
+    drawn = given(inputs, "budgets")
+    worst = [
+        oracle.worst_case_rows(tokens, _BUDGET_K, held, **how)
+        for tokens in (_BUDGET_TOKENS, (0, 0))
+        for held, how in _WORST
+    ]
+    wants = list(zip(drawn["rows_BN"].tolist(), drawn["budget_B"].tolist(), strict=True))
+    over = [[oracle.over_budget(rows, budget, **how) for rows, budget in wants] for how in _ALIGNED]
+    ids = [drawn[f"ids_TK-{rank}"] for rank in range(len(_BUDGET_TOKENS))]
+    wanted = oracle.deliveries(ids, _GROUPS, _HELD)
+    attempts = [
+        [pair for pair, times in zip(wanted, arrivals, strict=False) for _ in range(times)]
+        for arrivals in drawn["arrivals_AP"].tolist()
+    ]
+    legal = [
+        [oracle.legal_deliveries(delivered, wanted, budgets, **how) for delivered in attempts]
+        for budgets, how in _BUDGETS
+    ]
+    answers: dict[str, object] = {"worst_N": worst, "over_AB": over, "legal_BAR": legal}
+    for attempt, delivered in enumerate(attempts):
+        for rank, kept_TK in enumerate(oracle.delivered_slots(delivered, ids)):
+            answers[f"delivered_TK-{attempt}{rank}"] = kept_TK
+    return named("budgets", "out", answers)
 
 
 _ORACLE = functions(limits, drops, after_drops, receive_budget, deliveries)
