@@ -32,14 +32,14 @@ class Finding:
     connection_lost: bool = False
 
     @property
-    def suffers(self) -> bool:
+    def may_be_secondary(self) -> bool:
         """True where another rank's fault would explain this one's."""
         return self.waits or self.connection_lost
 
     @property
-    def fails(self) -> bool:
+    def failed_itself(self) -> bool:
         """True where the rank itself failed, for a reason of its own as far as it can be seen there."""
-        return self.result.status != "ok" and not self.suffers
+        return self.result.status != "ok" and not self.may_be_secondary
 
 
 def raised(rank: int, fault: Fault) -> Finding:
@@ -75,7 +75,7 @@ def assign(findings: Sequence[Finding], disagreements: Sequence[Disagreement] = 
 def disagreements(findings: Sequence[Finding]) -> tuple[Disagreement, ...]:
     """Cross-checks the ranks' ledgers; calls are not missed where something else explains that they are missing."""
     ledgers = {finding.result.rank: finding.result.ledger for finding in findings}
-    explained = any(finding.fails for finding in findings)
+    explained = any(finding.failed_itself for finding in findings)
     cut = [f.result.rank for f in findings if f.result.status != "ok" and (explained or not f.waits)]
     full = [rank for rank, entries in ledgers.items() if len(entries) >= MOST_CALLS]
     return cross_check(ledgers, [*cut, *full])
@@ -98,8 +98,8 @@ def _blame(result: RankResult, sentence: str, blamed: bool) -> RankResult:
 
 
 def _by_status(findings: Sequence[Finding]) -> list[RankResult]:
-    if any(finding.fails for finding in findings):
-        return [replace(finding.result, secondary=finding.suffers) for finding in findings]
+    if any(finding.failed_itself for finding in findings):
+        return [replace(finding.result, secondary=finding.may_be_secondary) for finding in findings]
     waiting = [finding.result.rank for finding in findings if finding.waits]
     if waiting and any(finding.result.status == "ok" for finding in findings):
         returned = _returned_while(waiting)

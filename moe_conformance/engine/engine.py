@@ -10,11 +10,11 @@ from types import TracebackType
 import torch
 
 from .gpu import delays
-from .host import Host, HostLostError, Site
-from .launcher import LocalSite
-from .parcel import Parcel, pack
+from .hosts import Cluster, HostLostError, Hosts
+from .job_message import PackedJob, pack
+from .local_host import LocalCluster
 from .records import EngineError, Job, JobResult, check
-from .running import Batch, Begun, Running
+from .running import Batch, Running, StartedJobs
 from .store import StoreServer
 from .virtual.world import VirtualWorld
 from .world import World
@@ -34,7 +34,7 @@ class Engine:
         preload: Modules imported once, before ranks are forked. They must start no thread, run no backward
             and not initialise CUDA.
         environment: Variables that the preload and the ranks see on top of the driver's.
-        site: The machines on which ranks run; the driver's alone if None.
+        cluster: The machines on which ranks run; the driver's alone if None.
         notice: Called with a sentence where a job takes long, or the wait for it is interrupted: where its ranks are.
 
     Raises:
@@ -49,7 +49,7 @@ class Engine:
         virtual: bool = False,
         preload: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
-        site: Site | None = None,
+        cluster: Cluster | None = None,
         notice: Callable[[str], None] | None = None,
     ) -> None:
         if device not in ("cpu", "cuda"):
@@ -61,13 +61,13 @@ class Engine:
         self._preload = tuple(preload)
         self._environment = dict(environment or {})
         self._notice = notice or (lambda sentence: None)
-        self._site = site if site is not None else LocalSite()
+        self._cluster = cluster if cluster is not None else LocalCluster()
         self._numbers = itertools.count(1)
         self._worlds: dict[int, World | VirtualWorld] = {}
         self._closed = False
         self._running: dict[int, Batch] = {}  # by the size of its world
-        self._host: Host | None = self._site.open(self._preload, self._environment)
-        self._store = StoreServer(self._host.address)
+        self._hosts: Hosts | None = self._cluster.open(self._preload, self._environment)
+        self._store = StoreServer(self._hosts.address)
 
     def run(self, job: Job) -> JobResult:
         """Runs a job on all its ranks and waits for it: `start(job).result()`."""
@@ -104,32 +104,32 @@ class Engine:
             delays.check(job.asynchrony, self.device)
         if len({job.world for job in jobs}) != 1:
             raise EngineError("jobs that are sent together need one world")
-        parcels = [pack(job) for job in jobs]
+        packed_jobs = [pack(job) for job in jobs]
         if self._virtual and len(jobs) > 1:
             batch = Batch(jobs, None, self._collect, self.start)
         else:
-            batch = Batch(jobs, self._begin(parcels), self._collect, self.start)
+            batch = Batch(jobs, self._begin(packed_jobs), self._collect, self.start)
             self._running[jobs[0].world] = batch
         return [Running(batch, number) for number in range(len(jobs))]
 
-    def _begin(self, parcels: Sequence[Parcel]) -> Begun:
+    def _begin(self, packed_jobs: Sequence[PackedJob]) -> StartedJobs:
         """Sends jobs when what ran before has made way."""
-        size = parcels[0].job.world
+        size = packed_jobs[0].job.world
         if self._virtual or self.device != "cpu":  # ranks of other worlds share a process or GPUs with these
-            with self._unharmed():
+            with self._closing_on_error():
                 for batch in [batch for other, batch in self._running.items() if other != size]:
                     batch.finish()
         previous = self._running.get(size)
         if previous is not None:
-            with self._unharmed():
-                previous.make_way()
-        world, begun = self._send(parcels)
+            with self._closing_on_error():
+                previous.free_ranks()
+        world, started = self._send(packed_jobs)
         if previous is not None and not previous.finished:
             stops = world.stops
             previous.finish()
             if world.stops != stops:  # the ranks disagreed in the job before, and with them these were dropped
-                _, begun = self._send(parcels)
-        return begun
+                _, started = self._send(packed_jobs)
+        return started
 
     def renew(self, world: int) -> None:
         """Ends the ranks of a world of that size; its next job has new ones. What they run is dropped."""
@@ -152,20 +152,20 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _send(self, parcels: Sequence[Parcel]) -> tuple[World | VirtualWorld, Begun]:
-        with self._unharmed():
-            world = self._world(parcels[0].job.world)
-            return world, world.start(next(self._numbers), parcels)
+    def _send(self, packed_jobs: Sequence[PackedJob]) -> tuple[World | VirtualWorld, StartedJobs]:
+        with self._closing_on_error():
+            world = self._world(packed_jobs[0].job.world)
+            return world, world.start(next(self._numbers), packed_jobs)
 
     def _collect(self, batch: Batch) -> list[JobResult] | None:
         if self._running.get(batch.jobs[0].world) is batch:
             del self._running[batch.jobs[0].world]
-        assert batch.begun is not None
-        with self._unharmed():
-            return batch.begun.collect()
+        assert batch.started is not None
+        with self._closing_on_error():
+            return batch.started.collect()
 
     @contextlib.contextmanager
-    def _unharmed(self) -> Iterator[None]:
+    def _closing_on_error(self) -> Iterator[None]:
         """Begins anew where an exception leaves ranks or messages half done: Ctrl-C may strike anywhere."""
         try:
             yield
@@ -175,13 +175,13 @@ class Engine:
             raise
 
     def _world(self, size: int) -> World | VirtualWorld:
-        if self._host is None:
-            self._host = self._site.open(self._preload, self._environment)
+        if self._hosts is None:
+            self._hosts = self._cluster.open(self._preload, self._environment)
         if size not in self._worlds:
             self._worlds[size] = (
-                VirtualWorld(size, self.device, self._host)
+                VirtualWorld(size, self.device, self._hosts)
                 if self._virtual
-                else World(size, self.device, self._host, self._store, self._notice)
+                else World(size, self.device, self._hosts, self._store, self._notice)
             )
         return self._worlds[size]
 
@@ -192,6 +192,6 @@ class Engine:
         for world in self._worlds.values():
             world.stop()
         self._worlds.clear()
-        if self._host is not None:
-            self._host.close()
-            self._host = None
+        if self._hosts is not None:
+            self._hosts.close()
+            self._hosts = None

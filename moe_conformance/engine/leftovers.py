@@ -10,13 +10,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from . import offspring
+from . import processes
 
-TORCHS = ("TORCHINDUCTOR_CACHE_DIR",)  # set when its compiler is imported, as the first functional collective does
+TORCH_VARIABLES = (
+    "TORCHINDUCTOR_CACHE_DIR",
+)  # set when its compiler is imported, as the first functional collective does
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ProcessState:
     """The state of a process that a function could change for whatever runs there next."""
 
     threads: frozenset[threading.Thread]  # Python's; those of torch and of the transport are its own affair
@@ -27,7 +29,7 @@ class Surroundings:
     groups: int
 
 
-def surroundings(own_groups: int = 0) -> Surroundings:
+def process_state(own_groups: int = 0) -> ProcessState:
     """Takes note of the process as it is now; `own_groups` of its process groups are the engine's."""
     modes = {
         "the default dtype": torch.get_default_dtype(),
@@ -37,8 +39,8 @@ def surroundings(own_groups: int = 0) -> Surroundings:
         "the number of threads": torch.get_num_threads(),
     }
     groups = len(dist.distributed_c10d._world.pg_map) - own_groups
-    return Surroundings(
-        frozenset(threading.enumerate()), offspring.living(), os.environ.copy(), _folder(), modes, groups
+    return ProcessState(
+        frozenset(threading.enumerate()), processes.running_children(), os.environ.copy(), _folder(), modes, groups
     )
 
 
@@ -49,11 +51,15 @@ def _folder() -> str:
         return ""
 
 
-def difference(before: Surroundings, after: Surroundings) -> tuple[str, ...]:
+def difference(before: ProcessState, after: ProcessState) -> tuple[str, ...]:
     """Says what is otherwise than before, one item each; a thread, process or group that has ended is no difference."""
     started = sorted(thread.name for thread in after.threads - before.threads)
     names = sorted(before.variables.keys() | after.variables.keys())
-    changed = [name for name in names if before.variables.get(name) != after.variables.get(name) and name not in TORCHS]
+    changed = [
+        name
+        for name in names
+        if before.variables.get(name) != after.variables.get(name) and name not in TORCH_VARIABLES
+    ]
     groups = after.groups - before.groups
     return (
         *(f"thread {name!r}" for name in started),

@@ -20,25 +20,23 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from . import offspring, store, wire
+from . import processes, store, wire
 from .faults import Fault, describe
-from .gpu import poisoned
-from .gpu.memory import Baseline, in_use
-from .gpu.syncs import HostSyncs
-from .ledger.book import Book
+from .gpu.job_checks import HostSyncs, MemoryBaseline, bytes_in_use, wait_for_gpu
+from .job_message import Request, Task, unpack
+from .ledger.ledger_file import LedgerFile
 from .ledger.tap import Tap
-from .leftovers import difference, surroundings
-from .parcel import Assignment, Task, unpack
+from .leftovers import difference, process_state
 from .records import Partition, RankContext
 
 LARGEST_RESULT = 2 << 30  # bytes; the driver holds those of all ranks at once
 
 
 @dataclass(frozen=True)
-class Station:
+class RankSpec:
     """The place of one rank: its device ("cuda:1"), its world, and where to find its peers in the driver's store.
 
-    A virtual station is that of all ranks of a world, which are threads of one process.
+    A virtual spec is that of all ranks of a world, which are threads of one process.
     """
 
     rank: int
@@ -88,37 +86,37 @@ class Answer:
         return self.outcome != "returned"
 
 
-def serve(channel: wire.Channel, station: Station, ledger: int) -> NoReturn:
+def serve(channel: wire.Channel, spec: RankSpec, ledger: int) -> NoReturn:
     """Runs a rank until its process ends; its first answer, to job 0, says whether it could join.
 
     `ledger` is the descriptor of the file that the rank's ledger is in.
     """
     torch.set_num_threads(1)
-    os.environ.update(_as_under_torchrun(station))
+    os.environ.update(_as_under_torchrun(spec))
     # Otherwise new_group returns while other ranks still connect, and one that raises then, and ends, fails these too.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
-    offspring.adopt()  # so that it is seen what a function leaves behind
+    processes.become_subreaper()  # so that it is seen what a function leaves behind
     with contextlib.suppress(EOFError, OSError):  # of the channel: the driver has closed its end
-        _work(channel, station, ledger)
+        _serve_jobs(channel, spec, ledger)
     os._exit(0)
 
 
-def _as_under_torchrun(station: Station) -> dict[str, str]:
+def _as_under_torchrun(spec: RankSpec) -> dict[str, str]:
     """Returns the variables in which libraries look for their rank; at the address there is the driver's store."""
     return {
-        "RANK": str(station.rank),
-        "LOCAL_RANK": str(station.local_rank),
-        "WORLD_SIZE": str(station.world),
-        "MASTER_ADDR": station.address,
-        "MASTER_PORT": str(station.port),
+        "RANK": str(spec.rank),
+        "LOCAL_RANK": str(spec.local_rank),
+        "WORLD_SIZE": str(spec.world),
+        "MASTER_ADDR": spec.address,
+        "MASTER_PORT": str(spec.port),
     }
 
 
-def _work(channel: wire.Channel, station: Station, ledger: int) -> None:
+def _serve_jobs(channel: wire.Channel, spec: RankSpec, ledger: int) -> None:
     """Answers until there is an answer after which the rank must not go on."""
     try:
-        home = Home(station)
-        book = Book(ledger)
+        state = RankState(spec)
+        book = LedgerFile(ledger)
         tap = Tap(book.write)
     except BaseException as error:
         channel.send(wire.dumps(Answer(0, "unprepared", describe(error))))
@@ -128,27 +126,27 @@ def _work(channel: wire.Channel, station: Station, ledger: int) -> None:
     while not answer.last:
         message = channel.receive()
         book.begin()
-        answer, values = _do(home, tap, message)
+        answer, values = _run_jobs(state, tap, message)
         flush()
         channel.send([*wire.dumps(answer), *values])
 
 
-def _do(home: Home, tap: Tap, message: list[bytearray]) -> tuple[Answer, list[wire.Buffer]]:
+def _run_jobs(state: RankState, tap: Tap, message: list[bytearray]) -> tuple[Answer, list[wire.Buffer]]:
     """Returns the answer, and after it the buffers of all values."""
-    assignment: Assignment = wire.loads(message[:1])
+    request: Request = wire.loads(message[:1])
     returned: list[Returned] = []
     values: list[wire.Buffer] = []
     myself = os.getpid()
-    for task, payload, own in unpack(assignment.tasks, message[1:]):
-        ended = _run(home, tap, task, payload, own)
+    for task, payload, rank_payload in unpack(request.tasks, message[1:]):
+        ended = _run_job(state, tap, task, payload, rank_payload)
         if os.getpid() != myself:  # the function forked, and this is its child: one rank gives one answer
             flush()
             os._exit(0)
         if isinstance(ended, _Failed):
-            return Answer(assignment.number, *ended), []
+            return Answer(request.number, *ended), []
         returned.append(ended[0])
         values += ended[1]
-    return Answer(assignment.number, "returned", returned=tuple(returned)), values
+    return Answer(request.number, "returned", returned=tuple(returned)), values
 
 
 class _Failed(NamedTuple):
@@ -158,22 +156,22 @@ class _Failed(NamedTuple):
     fault: Fault
 
 
-def _run(
-    home: Home, tap: Tap, task: Task, payload: list[bytearray], own: list[bytearray]
+def _run_job(
+    state: RankState, tap: Tap, task: Task, payload: list[bytearray], rank_payload: list[bytearray]
 ) -> tuple[Returned, list[wire.Buffer]] | _Failed:
     """Runs one job; returns what is to be said of it with the buffers of its value."""
     began = time.monotonic()
     try:
         function = find(task.function)
         given = wire.loads(payload)
-        context = home.context(task.groups, tap, wire.loads(own) if own else None)
+        context = state.context(task.groups, tap, wire.loads(rank_payload) if rank_payload else None)
     except BaseException as error:
         return _Failed("unprepared", describe(error))
     held = dict(context.kept)
     try:
         with HostSyncs(context.device) as syncs, tap.recording(task.asynchrony):
             value = function(context, given)
-        poisoned.check(context.device)
+        wait_for_gpu(context.device)
     except BaseException as error:  # SystemExit too: whatever the function does is its result
         return _Failed("raised", describe(error))
     if not dist.is_initialized():
@@ -184,7 +182,7 @@ def _run(
     except BaseException as error:
         return _Failed("raised", describe(UnsendableResultError(value, error)))
     del value  # may hold device memory
-    left = home.left() if same(held, context.kept) else home.settle()
+    left = state.left() if same(held, context.kept) else state.reset()
     return Returned(len(buffers), time.monotonic() - began, left, syncs.count), buffers
 
 
@@ -214,41 +212,41 @@ def find(function: str) -> Callable[[RankContext, Any], Any]:
     return found
 
 
-class Home:
+class RankState:
     """A rank's process group, its device, and the groups made so far."""
 
-    def __init__(self, station: Station) -> None:
-        self._rank, self._world = station.rank, station.world
-        self._device = torch.device(station.device)
+    def __init__(self, spec: RankSpec) -> None:
+        self._rank, self._world = spec.rank, spec.world
+        self._device = torch.device(spec.device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         dist.init_process_group(
-            station.transport,
-            store=store.join(station.address, station.port, station.prefix),
-            rank=station.rank,
-            world_size=station.world,
+            spec.transport,
+            store=store.join(spec.address, spec.port, spec.prefix),
+            rank=spec.rank,
+            world_size=spec.world,
             timeout=store.FOREVER,
         )
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._kept: dict[str, Any] = {}
-        self._surroundings = surroundings()
-        self._memory = Baseline(in_use(self._device)) if self._device.type == "cuda" else None
+        self._process_state = process_state()
+        self._memory = MemoryBaseline(bytes_in_use(self._device)) if self._device.type == "cuda" else None
 
     def left(self) -> tuple[str, ...]:
         """Returns what differs in the process from when this was last asked."""
-        before, self._surroundings = self._surroundings, surroundings(self._own_groups())
+        before, self._process_state = self._process_state, process_state(self._own_groups())
         memory = self._memory.left() if self._memory is not None else ()
-        return (*difference(before, self._surroundings), *memory)
+        return (*difference(before, self._process_state), *memory)
 
     def _own_groups(self) -> int:
         return sum(isinstance(group, dist.ProcessGroup) for group in self._groups.values())  # else it is not in it
 
-    def settle(self) -> tuple[str, ...]:
+    def reset(self) -> tuple[str, ...]:
         """Takes the process as it is now; nothing counts as left behind."""
         self.left()
         return ()
 
-    def context(self, partitions: Mapping[str, Partition], tap: Tap, own: Any) -> RankContext:
+    def context(self, partitions: Mapping[str, Partition], tap: Tap, rank_payload: Any) -> RankContext:
         """Makes the groups that do not exist yet: all of them, on all ranks, in the same order."""
         mine: dict[str, dist.ProcessGroup] = {}
         for name, partition in partitions.items():
@@ -257,4 +255,6 @@ class Home:
                     self._groups[ranks] = dist.new_group(list(ranks), timeout=store.FOREVER)
                 if self._rank in ranks:
                     mine[name] = self._groups[ranks]
-        return RankContext(self._rank, self._world, self._device, mine, self._kept, tap.calls, own, tap.in_flight)
+        return RankContext(
+            self._rank, self._world, self._device, mine, self._kept, tap.calls, rank_payload, tap.in_flight
+        )

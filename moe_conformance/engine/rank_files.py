@@ -7,7 +7,7 @@ import tempfile
 import time
 from typing import IO
 
-from .ledger import book
+from .ledger import ledger_file
 
 
 class RankFiles:
@@ -33,7 +33,7 @@ class RankFiles:
         """Leaves behind what was written before the job that is about to be sent."""
         self.begun = time.monotonic()
         self._first = self._read = self.stacks_size()
-        book.clear(self._ledger.fileno())
+        ledger_file.clear(self._ledger.fileno())
 
     def stacks_size(self) -> int:
         """Bytes dumped so far."""
@@ -53,7 +53,7 @@ class RankFiles:
 
     def ledger(self) -> bytes:
         """Returns what the rank wrote into its ledger since `begin`."""
-        return book.read(self._ledger.fileno())
+        return ledger_file.read(self._ledger.fileno())
 
     def _stacks_from(self, start: int) -> str:
         # Never by the file's own position: the rank writes at it.

@@ -32,7 +32,7 @@ class Job:
         payload: Pickled once on the driver and sent to every rank. Tensors arrive as plain CPU tensors (see
             wire.py).
         world: The number of ranks.
-        own: What is sent to one rank alone, by rank, and is `RankContext.own` there; empty if there is nothing.
+        rank_payloads: One value per rank, sent to that rank alone as `RankContext.rank_payload`; or empty.
         groups: Named partitions of some or all of the ranks, e.g. `{"rows": ((0, 1), (2, 3))}`. Ranks ascend
             within a group and are in at most one group of a partition.
         deadline_s: Seconds from sending the job until ranks without an answer are taken for hung. Includes
@@ -49,7 +49,7 @@ class Job:
     groups: Mapping[str, Partition]
     deadline_s: float = 60.0
     asynchrony: Asynchrony = "plain"
-    own: Sequence[Any] = ()
+    rank_payloads: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class RankContext:
         kept: What functions leave here for later jobs of the same process. A replaced rank starts with nothing. A
             job that adds to it may change the process too (start threads, set variables): it made something to last.
         calls: Returns how many collectives this job has called on this rank so far: the next one's `Entry.order`.
-        own: What the job has for this rank alone, None if nothing.
+        rank_payload: This rank's value of `Job.rank_payloads`; None if the job has none.
         in_flight: Returns the `Entry.order` of every asynchronous collective that was not waited for yet.
     """
 
@@ -75,7 +75,7 @@ class RankContext:
     groups: Mapping[str, dist.ProcessGroup]
     kept: MutableMapping[str, Any]
     calls: Callable[[], int]
-    own: Any = None
+    rank_payload: Any = None
     in_flight: Callable[[], tuple[int, ...]] = tuple
 
 
@@ -169,8 +169,8 @@ def check(job: Job) -> None:
         raise EngineError(f"a world needs at least one rank, not {job.world}")
     if not job.deadline_s > 0:
         raise EngineError(f"the deadline must be a positive number of seconds, not {job.deadline_s}")
-    if len(job.own) not in (0, job.world):
-        raise EngineError(f"`own` has something for {len(job.own)} of {job.world} ranks")
+    if len(job.rank_payloads) not in (0, job.world):
+        raise EngineError(f"`rank_payloads` has {len(job.rank_payloads)} values for {job.world} ranks")
     for name, partition in job.groups.items():
         _check_partition(name, partition, job.world)
 

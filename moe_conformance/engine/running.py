@@ -6,18 +6,18 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from .host import HostLostError
+from .hosts import HostLostError
 from .records import EngineError, Job, JobResult
 
 
-class Begun(Protocol):
+class StartedJobs(Protocol):
     """Jobs that ranks were given."""
 
     @property
     def ready(self) -> bool:
-        """Whether `settle` would not wait."""
+        """Whether `wait` would not wait."""
 
-    def settle(self) -> bool:
+    def wait(self) -> bool:
         """Tells whether the ranks can have other jobs before these are collected; may wait for them."""
 
     def collect(self) -> list[JobResult] | None:
@@ -37,7 +37,7 @@ class Batch:
 
     Args:
         jobs: One or more.
-        begun: None if they are to be run one by one from the start.
+        started: None if they are to be run one by one from the start.
         collect: Takes the results from the ranks.
         start: Starts one job alone.
     """
@@ -45,18 +45,18 @@ class Batch:
     def __init__(
         self,
         jobs: Sequence[Job],
-        begun: Begun | None,
+        started: StartedJobs | None,
         collect: Callable[[Batch], list[JobResult] | None],
         start: Callable[[Job], Running],
     ) -> None:
         self.jobs = jobs
-        self.begun = begun
+        self.started = started
         self._collect = collect
         self._start = start
         self._results: list[JobResult] | None = None
         self._alone: dict[int, Running] = {}
         self._failure: EngineError | None = None
-        self.finished = begun is None  # finished: what is still to run again counts as other jobs
+        self.finished = started is None  # finished: what is still to run again counts as other jobs
 
     def result(self, number: int) -> JobResult:
         """Waits for the job of that number and returns how it went; see Running.result."""
@@ -74,19 +74,19 @@ class Batch:
     @property
     def ready(self) -> bool:
         """Whether nothing is to be waited for before ranks can have other jobs."""
-        return self.finished or (self.begun is not None and self.begun.ready)
+        return self.finished or (self.started is not None and self.started.ready)
 
-    def make_way(self) -> None:
+    def free_ranks(self) -> None:
         """Waits until the ranks can have other jobs; finishes unless that can wait."""
         if self.finished:
             return
-        assert self.begun is not None
+        assert self.started is not None
         try:
-            settled = self.begun.settle()
+            free = self.started.wait()
         except BaseException:  # Ctrl-C
             self.drop("waiting for it failed")
             raise
-        if not settled:
+        if not free:
             self.finish()
 
     def finish(self) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 # Our own, between a call of torch.distributed and torch; they are left out of every stack that is read here.
-_LISTENING = f"{__package__.replace('.', '/')}/ledger/"
+_LEDGER_FILES = f"{__package__.replace('.', '/')}/ledger/"
 # A frame of torch that only hands the call on says nothing of what is waited for.
-_TRANSPARENT = (
+_FORWARDING_FILES = (
     "torch/_ops.py",
     "torch/_library/",
     "torch/utils/_contextlib.py",
@@ -51,12 +51,12 @@ def waits_in_collective(text: str) -> bool:
     return any(_waits(_frames(block)) for block in re.split(r"\n\s*\n", text))
 
 
-def place(text: str) -> str:
+def location(text: str) -> str:
     """Says where a rank stands: its innermost call, and the frame outside of torch that led to it."""
     frames = main_frames(text)
     if not frames:
         return "it dumped no stack"
-    outside = next((f for f in frames if "/torch/" not in f.file and not _only_hands_on(f)), frames[-1])
+    outside = next((f for f in frames if "/torch/" not in f.file and not _only_forwards(f)), frames[-1])
     return f"in {frames[0].function}, from {outside.file}:{outside.line}"
 
 
@@ -65,21 +65,21 @@ def innermost(text: str) -> str:
     frames = main_frames(text)
     if not frames:
         return "no known place: it dumped no stack"
-    frame = next((f for f in frames if "/torch/" not in f.file and not _only_hands_on(f)), frames[0])
+    frame = next((f for f in frames if "/torch/" not in f.file and not _only_forwards(f)), frames[0])
     return f"{frame.file}:{frame.line} ({frame.function})"
 
 
 def _frames(block: str) -> list[Frame]:
     frames = (Frame(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(block))
-    return [frame for frame in frames if _LISTENING not in frame.file]
+    return [frame for frame in frames if _LEDGER_FILES not in frame.file]
 
 
-def _only_hands_on(frame: Frame) -> bool:
-    return any(part in frame.file for part in _TRANSPARENT)
+def _only_forwards(frame: Frame) -> bool:
+    return any(part in frame.file for part in _FORWARDING_FILES)
 
 
 def _waits(frames: list[Frame]) -> bool:
-    telling = next((f for f in frames if not _only_hands_on(f)), None)
+    telling = next((f for f in frames if not _only_forwards(f)), None)
     if telling is None:
         return False
     if "torch/distributed/" in telling.file:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from .gpu.slices import visible
-from .host import Place
+from .hosts import Placement
 from .records import EngineError
 
 
@@ -18,7 +18,7 @@ def device_of(number: int, device: str, devices: int) -> torch.device:
     return torch.device("cpu") if device == "cpu" else torch.device(device, number % devices)
 
 
-def assign(device: str, places: Sequence[Place]) -> tuple[list[str], str]:
+def assign(device: str, placements: Sequence[Placement]) -> tuple[list[str], str]:
     """Returns the device of each rank, by its place, and the backend string of their process group.
 
     Ranks of a machine take the GPUs that they see in turn; with fewer GPUs than ranks, several ranks share one.
@@ -29,13 +29,13 @@ def assign(device: str, places: Sequence[Place]) -> tuple[list[str], str]:
         EngineError: a rank sees no GPU at its place.
     """
     if device == "cpu":
-        return ["cpu"] * len(places), "gloo"
-    if blind := [rank for rank, place in enumerate(places) if not place.gpus]:
+        return ["cpu"] * len(placements), "gloo"
+    if blind := [rank for rank, placement in enumerate(placements) if not placement.gpus]:
         raise EngineError(f"device is {device!r}, but rank {blind[0]} would see no GPU where it runs")
-    devices = [device_of(place.local_rank, device, len(place.gpus)) for place in places]
-    taken = {place.gpus[own.index] for place, own in zip(places, devices, strict=True)}
-    alone = len(taken) == len(places)
-    return [str(own) for own in devices], "cpu:gloo,cuda:nccl" if alone else "gloo"
+    devices = [device_of(placement.local_rank, device, len(placement.gpus)) for placement in placements]
+    taken = {placement.gpus[one.index] for placement, one in zip(placements, devices, strict=True)}
+    alone = len(taken) == len(placements)
+    return [str(one) for one in devices], "cpu:gloo,cuda:nccl" if alone else "gloo"
 
 
 def visible_gpus(variable: str | None) -> tuple[str, ...]:

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 from . import blame, wire
 from .blame import Finding
-from .host import Host, RankProcess
-from .launcher import describe_exit
-from .parcel import Assignment, Parcel
-from .rank import Answer, Station
+from .hosts import Hosts, RankProcess
+from .job_message import PackedJob, Request
+from .job_wait import JobWait
+from .local_host import describe_exit
+from .rank import Answer, RankSpec
 from .records import EngineError, JobResult
-from .running import Begun
+from .running import StartedJobs
 from .store import StoreServer
 from .transport import assign
-from .vigil import Vigil
 
 _START_LIMIT_S = 120.0
 
@@ -31,16 +31,16 @@ class World:
     said.
     """
 
-    def __init__(self, size: int, device: str, host: Host, store: StoreServer, notice: Callable[[str], None]) -> None:
+    def __init__(self, size: int, device: str, hosts: Hosts, store: StoreServer, notice: Callable[[str], None]) -> None:
         self._size = size
         self._device = device
-        self._host = host
+        self._hosts = hosts
         self._store = store
         self._notice = notice
         self._ranks: list[RankProcess] = []
         self.stops = 0
 
-    def start(self, number: int, parcels: Sequence[Parcel]) -> Begun:
+    def start(self, number: int, packed_jobs: Sequence[PackedJob]) -> StartedJobs:
         """Sends jobs to the ranks; `number` is never used twice.
 
         Raises:
@@ -49,39 +49,41 @@ class World:
         self._ensure()
         try:
             began = time.monotonic()
-            head = wire.dumps(Assignment(number, tuple(parcel.task for parcel in parcels)))
-            jobs = [parcel.job for parcel in parcels]
-            self._post(head, parcels, min(job.deadline_s for job in jobs))
+            head = wire.dumps(Request(number, tuple(packed_job.task for packed_job in packed_jobs)))
+            jobs = [packed_job.job for packed_job in packed_jobs]
+            self._send(head, packed_jobs, min(job.deadline_s for job in jobs))
             gpu = self._device != "cpu"
-            return _Begun(self, Vigil(self._host, self._ranks, number, began, jobs, gpu=gpu, notice=self._notice))
+            return _StartedJobs(
+                self, JobWait(self._hosts, self._ranks, number, began, jobs, gpu=gpu, notice=self._notice)
+            )
         except BaseException:
             self.stop()
             raise
 
-    def collect(self, vigil: Vigil) -> list[JobResult] | None:
+    def collect(self, job_wait: JobWait) -> list[JobResult] | None:
         """Waits for jobs that were started; None if there are several and not all of them are ok."""
         try:
-            results = [_result(findings, seconds) for findings, seconds in vigil.findings()]
+            results = [_result(findings, seconds) for findings, seconds in job_wait.findings()]
         except BaseException:  # Ctrl-C too: the ranks are in the middle of something
             self.stop()
             raise
         if results and all(result.ok and not any(rank.left for rank in result.ranks) for result in results):
             return results
         self.stop()
-        return results if len(vigil.jobs) == 1 else None
+        return results if len(job_wait.jobs) == 1 else None
 
     def stop(self) -> None:
         """Kills the ranks; the next job starts new ones."""
         self.stops += 1
         ranks, self._ranks = self._ranks, []
         for process in ranks:
-            self._host.drop(process)
+            self._hosts.drop(process)
 
     def _ensure(self) -> None:
-        self._host.collect()
+        self._hosts.collect()
         # Between jobs a rank says nothing: what can be read is the end of its channel, which may come before the news
         # that it has ended.
-        if any(self._host.exit_code(each) is not None or each.channel.readable() for each in self._ranks):
+        if any(self._hosts.exit_code(each) is not None or each.channel.readable() for each in self._ranks):
             self.stop()
         if not self._ranks:
             try:
@@ -92,14 +94,14 @@ class World:
 
     def _start(self) -> None:
         prefix = self._store.fresh_prefix()
-        places = [self._host.place(rank) for rank in range(self._size)]
-        devices, transport = assign(self._device, places)
-        where = (self._size, transport, self._host.address, self._store.port, prefix)
-        stations = [
-            Station(rank, device, *where, local_rank=place.local_rank)
-            for rank, (device, place) in enumerate(zip(devices, places, strict=True))
+        placements = [self._hosts.placement(rank) for rank in range(self._size)]
+        devices, transport = assign(self._device, placements)
+        where = (self._size, transport, self._hosts.address, self._store.port, prefix)
+        specs = [
+            RankSpec(rank, device, *where, local_rank=placement.local_rank)
+            for rank, (device, placement) in enumerate(zip(devices, placements, strict=True))
         ]
-        self._ranks = self._host.start(stations)
+        self._ranks = self._hosts.start(specs)
         until = time.monotonic() + _START_LIMIT_S
         with selectors.DefaultSelector() as selector:
             for process in self._ranks:
@@ -109,25 +111,25 @@ class World:
                 if not ready:
                     raise EngineError(f"a world of {self._size} had not started after {_START_LIMIT_S} s")
                 for key, _ in ready:
-                    self._greet(key.data)
+                    self._receive_first_answer(key.data)
                     selector.unregister(key.fileobj)
 
-    def _greet(self, process: RankProcess) -> None:
+    def _receive_first_answer(self, process: RankProcess) -> None:
         """Takes a new rank's first answer."""
         who = f"rank {process.rank} of a world of {self._size}"
         try:
             answer: Answer = wire.loads(process.channel.receive())
         except (EOFError, OSError):
-            code = self._host.wait(process, patience_s=1.0)
+            code = self._hosts.wait(process, patience_s=1.0)
             how = "closed its channel" if code is None else describe_exit(code)
             raise EngineError(f"{who} ended while it was starting: {how}") from None
         if answer.fault is not None:
             raise EngineError(f"{who} could not start: {answer.fault.error}\n{answer.fault.traceback}")
 
-    def _post(self, head: Sequence[wire.Buffer], parcels: Sequence[Parcel], deadline_s: float) -> None:
-        self._host.begin(self._ranks)
+    def _send(self, head: Sequence[wire.Buffer], packed_jobs: Sequence[PackedJob], deadline_s: float) -> None:
+        self._hosts.begin(self._ranks)
         for process in self._ranks:
-            contents = [buffer for parcel in parcels for buffer in parcel.contents(process.rank)]
+            contents = [buffer for packed_job in packed_jobs for buffer in packed_job.buffers_for(process.rank)]
             process.channel.socket.settimeout(deadline_s)
             with contextlib.suppress(OSError):  # it has just ended, or is stopped: there will be no answer
                 process.channel.send([*head, *contents])
@@ -139,16 +141,16 @@ def _result(findings: Sequence[Finding], seconds: float) -> JobResult:
 
 
 @dataclass(frozen=True)
-class _Begun:
+class _StartedJobs:
     world: World
-    vigil: Vigil
+    job_wait: JobWait
 
     @property
     def ready(self) -> bool:
-        return self.vigil.ready
+        return self.job_wait.ready
 
-    def settle(self) -> bool:
-        return self.vigil.settle()
+    def wait(self) -> bool:
+        return self.job_wait.wait()
 
     def collect(self) -> list[JobResult] | None:
-        return self.world.collect(self.vigil)
+        return self.world.collect(self.job_wait)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from moe_conformance.engine.remote.cluster import RemoteCluster
     from moe_conformance.engine.remote.rendezvous import Launch
-    from moe_conformance.engine.remote.site import RemoteSite
 
 TOKEN = "MOE_CONFORMANCE_TOKEN"
 _USAGE_ERROR = int(pytest.ExitCode.USAGE_ERROR)
@@ -19,7 +19,7 @@ _USAGE_ERROR = int(pytest.ExitCode.USAGE_ERROR)
 class Launched:
     """A plug-in of RANK 0's process: it lets the others go, with the status of the session, when pytest ends."""
 
-    def __init__(self, launch: Launch, site: RemoteSite | None) -> None:
+    def __init__(self, launch: Launch, site: RemoteCluster | None) -> None:
         """Remember them; a launcher of one process needs no site."""
         self.size = launch.size
         self.site = site
@@ -58,17 +58,17 @@ def join(config: pytest.Config) -> int | None:
             raise pytest.UsageError(problem)
         return 0  # RANK 0 says why and fails; torchrun would end it, should we be the first to fail
     from moe_conformance.engine import EngineError
-    from moe_conformance.engine.remote.outpost import serve
-    from moe_conformance.engine.remote.rendezvous import Given, launch_of
-    from moe_conformance.engine.remote.site import RemoteSite
+    from moe_conformance.engine.remote.agent import serve
+    from moe_conformance.engine.remote.cluster import RemoteCluster
+    from moe_conformance.engine.remote.rendezvous import UserSecret, launch_of
 
     token = os.environ.pop(TOKEN, None)  # ranks, and what they start, need not know it
     try:
         launch = launch_of(os.environ)
         assert launch is not None
         if launch.rank > 0:
-            return serve(launch, Given(token, TOKEN))
-        launched = Launched(launch, RemoteSite(launch, Given(token, TOKEN)) if launch.size > 1 else None)
+            return serve(launch, UserSecret(token, TOKEN))
+        launched = Launched(launch, RemoteCluster(launch, UserSecret(token, TOKEN)) if launch.size > 1 else None)
     except EngineError as error:
         if driver:
             raise pytest.UsageError(str(error)) from None
@@ -103,6 +103,6 @@ def _problem(config: pytest.Config) -> str | None:
     return None
 
 
-def site_of(config: pytest.Config) -> RemoteSite | None:
+def site_of(config: pytest.Config) -> RemoteCluster | None:
     """Return the machines on which ranks run, None for this one alone."""
     return config.stash[LAUNCHED].site if LAUNCHED in config.stash else None

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moe_conformance.engine import Engine, EngineError
-from moe_conformance.engine.host import SiteLostError
+from moe_conformance.engine.hosts import MachineLostError
 from moe_conformance.judging.observed import run as judging
 from moe_conformance.judging.shared.equivalence.runs import Ran
 from moe_conformance.plugin.run import Run, engine_needs
@@ -80,7 +80,7 @@ def _ends_with_its_site(method: Callable[_P, _R]) -> Callable[_P, _R]:
     def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return method(*args, **kwargs)
-        except SiteLostError as error:
+        except MachineLostError as error:
             stop_now(str(error), int(pytest.ExitCode.TESTS_FAILED))
 
     return guarded
@@ -266,7 +266,7 @@ class Outcomes:
             engine = Engine(
                 device=options.device,
                 virtual=options.profile == VIRTUAL,
-                site=self._run.site,
+                cluster=self._run.site,
                 notice=self._notice,
                 **engine_needs(self._run.backend),
             )

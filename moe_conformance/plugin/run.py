@@ -14,7 +14,7 @@ from moe_conformance import spec
 from moe_conformance import waiving as waivers
 from moe_conformance.backends import registry
 from moe_conformance.contract import Backend, Unsupported
-from moe_conformance.engine.host import Site
+from moe_conformance.engine.hosts import Cluster
 from moe_conformance.goldens import stored_values
 from moe_conformance.plugin import gpus
 from moe_conformance.plugin.options import Options, Unusable
@@ -39,12 +39,12 @@ class Run:
     versions: Mapping[str, str]
     waivers: waivers.Waivers
     started: datetime
-    site: Site | None = None
+    site: Cluster | None = None
     floor: floor.Floor | None = None
     against: result.Report | None = None
 
 
-def prepare(options: Options, site: Site | None = None) -> Run:
+def prepare(options: Options, site: Cluster | None = None) -> Run:
     """Check everything that can be checked without starting a rank.
 
     Raises:

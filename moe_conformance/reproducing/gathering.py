@@ -73,8 +73,8 @@ class Gathering:
         if sent.world != self._rank.place.world:
             raise CannotRun(f"the check also runs a layout of {sent.world} ranks")
         self._running = workload
-        for rank, own in enumerate(sent.own):
-            self._mailbox.put(f"{number}/job/{rank}", (replace(sent, own=()), own))
+        for rank, own in enumerate(sent.rank_payloads):
+            self._mailbox.put(f"{number}/job/{rank}", (replace(sent, rank_payloads=()), own))
         self._rank.run(self._mailbox, number)
         return self._outcome(self._mailbox)
 

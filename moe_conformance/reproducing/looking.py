@@ -45,7 +45,7 @@ def _look(rank: Rank, stuck: Callable[[Mailbox], None] | None) -> None:
 
 
 def _hung(rank: Rank, why: str, text: str, waits: bool) -> Finding:
-    error = f"{why}: {stacks.place(text)}"
+    error = f"{why}: {stacks.location(text)}"
     return Finding(RankResult(rank.place.rank, "hung", error=error, traceback=text), waits=waits)
 
 

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import NoReturn
 
 from moe_conformance.engine import store
-from moe_conformance.engine.launcher import describe_exit
+from moe_conformance.engine.local_host import describe_exit
 from moe_conformance.reproducing import secrets
 from moe_conformance.reproducing.mailbox import Mailbox
 

@@ -16,7 +16,7 @@ from moe_conformance.engine.blame import Finding, raised
 from moe_conformance.engine.faults import describe
 from moe_conformance.engine.ledger.entry import decode
 from moe_conformance.engine.ledger.tap import Tap
-from moe_conformance.engine.rank import Home, Station, find, flush
+from moe_conformance.engine.rank import RankSpec, RankState, find, flush
 from moe_conformance.engine.transport import device_of
 from moe_conformance.reproducing import secrets
 from moe_conformance.reproducing.mailbox import Mailbox
@@ -55,7 +55,7 @@ class Rank:
         self._lines: list[bytes] = []
         self._store = _hosted(place)
         self.place = replace(place, secret=secrets.agreed(place.rank, place.world, place.address, place.port))
-        self._home = Home(_station(place, device))
+        self._home = RankState(_station(place, device))
         self._tap = Tap(self._lines.append)
 
     def run(self, mailbox: Mailbox, number: int) -> None:
@@ -102,14 +102,14 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _station(place: Place, device: str) -> Station:
+def _station(place: Place, device: str) -> RankSpec:
     """Return the place of this rank as the engine has it; with fewer GPUs than ranks several share one, over gloo."""
     local = int(os.environ.get("LOCAL_RANK", place.rank))
     count = torch.cuda.device_count() if device == "cuda" else 0
     alone = int(os.environ.get("LOCAL_WORLD_SIZE", place.world)) <= count
     own = str(device_of(local, device, count))
     transport = "cpu:gloo,cuda:nccl" if alone else "gloo"
-    return Station(place.rank, own, place.world, transport, place.address, place.port, "ranks", local_rank=local)
+    return RankSpec(place.rank, own, place.world, transport, place.address, place.port, "ranks", local_rank=local)
 
 
 def _hosted(place: Place) -> object:

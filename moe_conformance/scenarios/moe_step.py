@@ -79,7 +79,7 @@ def job(device: str, backend: str, workload: Workload, deadline_s: float = 60.0)
         groups=workload.layout.groups(),
         deadline_s=deadline_s,
         asynchrony=_on(device, workload.asynchrony),
-        own=[part(workload, rank) for rank in range(world)],
+        rank_payloads=[part(workload, rank) for rank in range(world)],
     )
 
 
@@ -125,7 +125,7 @@ def _rank_outcome(result: RankResult, deserted: bool) -> RankOutcome:
 
 def run(context: RankContext, assignment: Assignment) -> RankOutcome:
     """Do the step or follow the script on this rank. An exception carries the phase it was raised in as `reached`."""
-    workload = joined(assignment.workload, context.own, context.rank)
+    workload = joined(assignment.workload, context.rank_payload, context.rank)
     step = _scenario_of(workload)(context, workload)
     try:
         return step.run(assignment.backend)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_conformance.engine.leftovers import TORCHS
+from moe_conformance.engine.leftovers import TORCH_VARIABLES
 
 _FLAGS: dict[str, Callable[[], Any]] = {
     "the default dtype": torch.get_default_dtype,
@@ -52,7 +52,7 @@ def settings() -> dict[str, str]:
     told["the default process group"] = _default_group()
     told["the warning filters"] = "\n".join(map(str, warnings.filters))
     return told | {
-        f"the environment variable {name}": value for name, value in os.environ.items() if name not in TORCHS
+        f"the environment variable {name}": value for name, value in os.environ.items() if name not in TORCH_VARIABLES
     }
 
 

@@ -384,7 +384,7 @@ def call_for_ever(context: RankContext, payload: Any) -> None:
 
 def own(context: RankContext, payload: Any) -> tuple[Any, Any]:
     """Returns what all ranks were sent, and what this one alone was."""
-    return payload, context.own
+    return payload, context.rank_payload
 
 
 def peek_before_the_wait(context: RankContext, payload: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Processes of a launcher's job, without the launcher: this process is the driver's, the outposts are children."""
+"""Processes of a launcher's job, without the launcher: this process is the driver's, the agents are children."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from moe_conformance.engine.remote.rendezvous import Given, Launch, launch_of
+from moe_conformance.engine.remote.rendezvous import Launch, UserSecret, launch_of
 from self_tests.plugin.plugin_runs import environment
 
 CHECKOUT = Path(__file__).parents[2]
-GIVEN = Given(None, "SECRET_OF_TEST")
-OUTPOST = """
+GIVEN = UserSecret(None, "SECRET_OF_TEST")
+AGENT = """
 import os, sys
 from moe_conformance.engine import EngineError
-from moe_conformance.engine.remote.outpost import serve
-from moe_conformance.engine.remote.rendezvous import Given, launch_of
+from moe_conformance.engine.remote.agent import serve
+from moe_conformance.engine.remote.rendezvous import UserSecret, launch_of
 try:
-    sys.exit(serve(launch_of(os.environ), Given(os.environ.get("SECRET_OF_TEST"), "SECRET_OF_TEST")))
+    sys.exit(serve(launch_of(os.environ), UserSecret(os.environ.get("SECRET_OF_TEST"), "SECRET_OF_TEST")))
 except EngineError as error:
     sys.exit(str(error))
 """
@@ -39,7 +39,7 @@ class Processes:
             **variables,
         }
         self._mark = mark
-        self.outposts = [self._start(rank) for rank in range(1, size)]
+        self.agents = [self._start(rank) for rank in range(1, size)]
 
     @property
     def driver(self) -> Launch:
@@ -49,15 +49,15 @@ class Processes:
         return launch
 
     def end(self) -> None:
-        """Ends those outposts that still run."""
-        for outpost in self.outposts:
-            outpost.kill()
-            outpost.wait()
-            outpost.stdout.close()
+        """Ends those agents that still run."""
+        for agent in self.agents:
+            agent.kill()
+            agent.wait()
+            agent.stdout.close()
 
     def _start(self, rank: int) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-c", OUTPOST],
+            [sys.executable, "-c", AGENT],
             cwd=CHECKOUT,
             env={**environment(self._mark), **self._variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,

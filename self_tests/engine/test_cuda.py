@@ -102,7 +102,7 @@ class TestPoisoned:
     def test_a_job_that_loses_its_gpu_is_told_and_its_process_replaced(self, run, swallow):
         """Though the function returned; the next job has a new process with a working GPU."""
         (rank,) = run("fail_late", swallow).ranks
-        assert ("raised", "moe_conformance.engine.gpu.poisoned.LateError") == (rank.status, rank.error_type)
+        assert ("raised", "moe_conformance.engine.gpu.job_checks.LateError") == (rank.status, rank.error_type)
         assert "device-side assert" in rank.error
         assert rank.infrastructure is None
         assert 64.0 == run("multiply").ranks[0].value

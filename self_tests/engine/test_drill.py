@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from moe_conformance import cli
 from moe_conformance.engine.drill import FAULTS, Drill, table
-from moe_conformance.engine.drill.scene import Scene, groups
+from moe_conformance.engine.drill.injection import Injection, groups
 
 WORLDS = (2, 4)
 BY_NAME = {fault.name: fault for fault in FAULTS}
@@ -29,7 +29,7 @@ class TestFaults:
     def test_the_engine_says_and_leaves_what_it_must(self, drill, fault):
         """Verdict, blame, statuses, stacks, ledgers, the next case and what is left over, in a world of 2 and of 4."""
         turn = FAULTS.index(fault)  # another faulty rank for each
-        wrong = {world: drill.play(Scene(fault, world, turn)).wrong for world in WORLDS}
+        wrong = {world: drill.inject(Injection(fault, world, turn)).wrong for world in WORLDS}
         assert dict.fromkeys(WORLDS, ()) == wrong
 
     def test_each_collective_fault_is_played_on_a_group_too(self):
@@ -39,7 +39,7 @@ class TestFaults:
             fault.job for fault in FAULTS if fault.scope == "world" and fault.job.startswith("collectives:")
         ]
         assert on_the_world == [fault.job for fault in on_groups]
-        assert (0, 1, 3) == Scene(on_groups[0], 4, 0).members
+        assert (0, 1, 3) == Injection(on_groups[0], 4, 0).members
         assert {"most": ((0, 1, 3),), "halves": ((0, 1), (2, 3))} == groups(4)
 
 
@@ -67,45 +67,45 @@ class TestExpectations:
     def test_an_engine_that_says_otherwise_is_wrong(self, drill, name, change, sentence):
         """Each expectation is held against the result: change one, and the drill objects."""
         fault = replace(BY_NAME[name], **change)
-        wrong = drill.play(Scene(fault, world=2, turn=1)).wrong
+        wrong = drill.inject(Injection(fault, world=2, turn=1)).wrong
         assert sentence in wrong[0]
 
 
 class TestLeaks:
     def test_a_descriptor_is_told_once(self, drill):
         """One more than before counts, and so does one less."""
-        scene = Scene(BY_NAME["unpicklable result"], 2, 0)
+        injection = Injection(BY_NAME["unpicklable result"], 2, 0)
         descriptor = os.open(os.devnull, os.O_RDONLY)
         try:
-            (told,) = drill.play(scene).wrong
+            (told,) = drill.inject(injection).wrong
             assert told.startswith("driver_descriptors: ")
-            assert () == drill.play(scene).wrong
+            assert () == drill.inject(injection).wrong
         finally:
             os.close(descriptor)
-        assert 1 == len(drill.play(scene).wrong)
+        assert 1 == len(drill.inject(injection).wrong)
 
     def test_a_process_and_then_a_zombie_is_told(self, drill):
         """A process with the mark of the engine is one that a rank has left."""
-        scene = Scene(BY_NAME["unpicklable result"], 2, 0)
+        injection = Injection(BY_NAME["unpicklable result"], 2, 0)
         variable, _, value = drill.mark.partition("=")
         process = subprocess.Popen(["sleep", "600"], env={variable: value})
         try:
-            (told,) = drill.play(scene).wrong
+            (told,) = drill.inject(injection).wrong
             assert told.startswith("processes: ")
             assert str(process.pid) in told
         finally:
             process.kill()
-            processes, zombies = drill.play(scene).wrong
+            processes, zombies = drill.inject(injection).wrong
             process.wait()
         assert (processes.split(":")[0], zombies.split(":")[0]) == ("processes", "zombies")
-        assert [told.split(":")[0] for told in drill.play(scene).wrong] == ["zombies"]
+        assert [told.split(":")[0] for told in drill.inject(injection).wrong] == ["zombies"]
 
 
 class TestTable:
     def test_one_playing_names_ranks_and_several_the_rule(self, drill):
         """Times of several are least, median and greatest."""
-        scene = Scene(BY_NAME["one row more expected"], 2, 0)
-        first = replace(drill.play(scene), report_s=0.5, next_s=0.25)
+        injection = Injection(BY_NAME["one row more expected"], 2, 0)
+        first = replace(drill.inject(injection), report_s=0.5, next_s=0.25)
         second = replace(first, report_s=1.5, wrong=("something",))
         expected = "| one row more expected | 2     | fail    | 0 and 1 | 0.50     | 0.25        | yes   |"
         assert expected == table([first])[-1]

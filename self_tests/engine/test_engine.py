@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from moe_conformance.engine import Engine, EngineError, Job, vigil
+from moe_conformance.engine import Engine, EngineError, Job, job_wait
 from self_tests.engine import engine_jobs
 from self_tests.engine.engine_jobs import BreaksWhileLoading
 from self_tests.engine.test_life import survivors
@@ -238,7 +238,7 @@ class TestHangs:
 
     def test_a_long_wait_is_told_while_it_lasts(self, monkeypatch):
         """Once, with the rank, the file, the line and the function that it is waited for."""
-        monkeypatch.setattr(vigil, "_NOTICE_S", 0.2)
+        monkeypatch.setattr(job_wait, "_NOTICE_S", 0.2)
         told: list[str] = []
         with Engine(preload=(JOBS,), notice=told.append) as engine:
             engine.run(Job(f"{JOBS}:sleep_before_meeting", 1, 2, {}, 2.0))

@@ -8,9 +8,7 @@ import warnings
 import pytest
 import torch
 
-from moe_conformance.engine.gpu import poisoned
-from moe_conformance.engine.gpu.memory import Baseline
-from moe_conformance.engine.gpu.syncs import MESSAGE, HostSyncs
+from moe_conformance.engine.gpu.job_checks import MESSAGE, HostSyncs, LateError, MemoryBaseline, wait_for_gpu
 
 CPU = torch.device("cpu")
 MARK = 12345  # a size that no other tensor of this process has
@@ -25,7 +23,7 @@ class TestMemory:
     def test_nothing_more_is_nothing_left(self):
         """A tensor that was there before, or is gone again, is no growth."""
         before = torch.zeros(MARK)
-        baseline = Baseline(bytes_of_marked_tensors)
+        baseline = MemoryBaseline(bytes_of_marked_tensors)
         during = torch.zeros(MARK)
         del during
         assert () == baseline.left()
@@ -33,7 +31,7 @@ class TestMemory:
 
     def test_what_is_left_is_told_once(self):
         """The growth becomes the baseline: the next job is not blamed for it."""
-        baseline = Baseline(bytes_of_marked_tensors)
+        baseline = MemoryBaseline(bytes_of_marked_tensors)
         held = torch.zeros(MARK, dtype=torch.float64)
         assert (f"{8 * MARK} bytes of device memory",) == baseline.left()
         assert () == baseline.left()
@@ -41,7 +39,7 @@ class TestMemory:
 
     def test_garbage_in_a_cycle_is_collected_first(self):
         """A tensor that only a reference cycle holds is nobody's."""
-        baseline = Baseline(bytes_of_marked_tensors)
+        baseline = MemoryBaseline(bytes_of_marked_tensors)
         cycle: list[object] = [torch.zeros(MARK)]
         cycle.append(cycle)
         del cycle
@@ -50,7 +48,7 @@ class TestMemory:
     def test_less_than_before_lowers_the_baseline(self):
         """What a job frees, a later one may not take in silence."""
         held = [torch.zeros(MARK)]
-        baseline = Baseline(bytes_of_marked_tensors)
+        baseline = MemoryBaseline(bytes_of_marked_tensors)
         held.clear()
         assert () == baseline.left()
         held.append(torch.zeros(MARK))
@@ -58,9 +56,9 @@ class TestMemory:
 
     def test_what_is_settled_is_not_left(self):
         """A job that makes something to last moves the baseline."""
-        baseline = Baseline(bytes_of_marked_tensors)
+        baseline = MemoryBaseline(bytes_of_marked_tensors)
         held = torch.zeros(MARK)
-        baseline.settle()
+        baseline.reset()
         assert () == baseline.left()
         assert held is not None
 
@@ -68,13 +66,13 @@ class TestMemory:
 class TestPoisoned:
     def test_a_late_error_says_that_the_function_had_returned(self):
         """One line, whatever CUDA adds."""
-        late = poisoned.LateError(RuntimeError("CUDA error: device-side assert triggered\nFor debugging consider"))
+        late = LateError(RuntimeError("CUDA error: device-side assert triggered\nFor debugging consider"))
         expected = "the function returned, but its GPU work failed: CUDA error: device-side assert triggered"
         assert expected == str(late)
 
     def test_the_cpu_has_nothing_to_wait_for(self):
         """The check is free there."""
-        poisoned.check(CPU)
+        wait_for_gpu(CPU)
 
 
 @pytest.fixture
@@ -82,9 +80,9 @@ def listening():
     """A counter that listens, as it would on a GPU."""
     with warnings.catch_warnings():
         counter = HostSyncs(torch.device("cuda"))
-        counter.listen()
+        counter.start_counting()
         yield counter
-        counter.ignore()
+        counter.stop_counting()
 
 
 def synchronise(times: int) -> None:
@@ -112,8 +110,8 @@ class TestHostSyncs:
         before = warnings._showwarnmsg
         with warnings.catch_warnings():
             counter = HostSyncs(torch.device("cuda"))
-            counter.listen()
-            counter.ignore()
+            counter.start_counting()
+            counter.stop_counting()
         assert before is warnings._showwarnmsg
 
     def test_on_the_cpu_nothing_is_counted(self):

@@ -7,10 +7,10 @@ import os
 import pytest
 import torch
 
-from moe_conformance.engine.ledger.counts import Count, count
 from moe_conformance.engine.ledger.entry import Hazard, decode, group_words
 from moe_conformance.engine.ledger.operators import Call, Group
 from moe_conformance.engine.ledger.recorder import Recorder
+from moe_conformance.engine.ledger.table import Count, count
 
 PAIR = Group("a", (0, 3), 0)
 X, Y = torch.ones(5, 2), torch.empty(3, 2, dtype=torch.float64)

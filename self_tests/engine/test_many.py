@@ -62,9 +62,10 @@ class TestWithoutAFault:
         assert [0, 1] == [entry.order for entry in sums.ranks[3].ledger]
         assert pids(pid) == pids(engine.run(job("pid", world=4)))
 
-    def test_a_rank_is_sent_what_is_its_own(self, engine):
-        """`own` holds something for each rank, which has it beside the payload; None where a job has nothing."""
-        first, second = run(engine, replace(job("own", "both"), own=("a", "b")), job("own", "none"))
+    def test_a_rank_is_sent_its_rank_payload(self, engine):
+        """`context.rank_payload` is the rank's value of `Job.rank_payloads`; None where the job has none."""
+        both = replace(job("own", "both"), rank_payloads=("a", "b"))
+        first, second = run(engine, both, job("own", "none"))
         assert [("both", "a"), ("both", "b")] == [rank.value for rank in first.ranks]
         assert [("none", None)] * 2 == [rank.value for rank in second.ranks]
 
@@ -134,8 +135,8 @@ class TestUse:
 
     def test_own_values_must_be_one_for_each_rank(self, engine):
         """One value for two ranks is refused."""
-        with pytest.raises(EngineError, match="`own` has something for 1 of 2 ranks"):
-            engine.start(replace(job("echo"), own=(1,)))
+        with pytest.raises(EngineError, match="`rank_payloads` has 1 values for 2 ranks"):
+            engine.start(replace(job("echo"), rank_payloads=(1,)))
 
     def test_ranks_that_are_renewed_drop_what_runs(self, engine):
         """There will be no result of any of the jobs."""
@@ -157,7 +158,7 @@ class TestUse:
     def test_virtual_ranks_run_them_one_by_one(self):
         """On virtual ranks the results are the same."""
         with Engine(virtual=True, preload=(JOBS,)) as engine:
-            jobs = (replace(job("own", 1, 3), own=(4, 5, 6)), job("one_raises", 2, 3), job("own", 2, 3))
+            jobs = (replace(job("own", 1, 3), rank_payloads=(4, 5, 6)), job("one_raises", 2, 3), job("own", 2, 3))
             results = run(engine, *jobs)
         assert [(), (2,), ()] == [result.blamed for result in results]
         assert [(1, 4), (1, 5), (1, 6)] == [rank.value for rank in results[0].ranks]

@@ -11,8 +11,8 @@ import pytest
 
 from moe_conformance.engine import EngineError
 from moe_conformance.engine.remote import secret, sockets
-from moe_conformance.engine.remote.handshake import SUBJECT, Doorkeeper, HandshakeError, call
-from moe_conformance.engine.remote.reception import Reception
+from moe_conformance.engine.remote.handshake import SUBJECT, HandshakeError, ServerHandshake, client_handshake
+from moe_conformance.engine.remote.listener import Listener
 
 SECRET = b"a secret of the test, and no other"
 CONTROL = b"control".ljust(SUBJECT)
@@ -20,20 +20,20 @@ OTHER = b"other".ljust(SUBJECT)
 
 
 @pytest.fixture
-def reception():
+def listener():
     """A listener on loopback."""
-    listening = Reception("127.0.0.1", SECRET)
+    listening = Listener("127.0.0.1", SECRET)
     yield listening
     listening.close()
 
 
 @pytest.fixture
-def dial(reception):
+def dial(listener):
     """Connects to the listener."""
     ends = []
 
     def connect() -> socket.socket:
-        ends.append(sockets.connect(reception.address, reception.port, 5.0))
+        ends.append(sockets.connect(listener.address, listener.port, 5.0))
         return ends[-1]
 
     yield connect
@@ -72,50 +72,50 @@ def in_thread(function, *arguments, **named):
 
 
 def calling(end, known=SECRET, subject=CONTROL):
-    """Does the caller's half in a thread."""
-    return in_thread(call, end, known, subject, greeting_s=5.0, limit_s=5.0)
+    """Does the client's half in a thread."""
+    return in_thread(client_handshake, end, known, subject, greeting_s=5.0, limit_s=5.0)
 
 
 class TestHandshake:
-    def test_both_ends_that_know_the_secret_are_connected(self, reception, dial):
-        """The receiver gets a connection under the subject that the caller named, and it carries what follows."""
+    def test_both_ends_that_know_the_secret_are_connected(self, listener, dial):
+        """The server gets a connection under the subject that the client named, and it carries what follows."""
         end = dial()
         ended = calling(end)
-        theirs = reception.wait([CONTROL], 5.0)[CONTROL]
+        theirs = listener.wait([CONTROL], 5.0)[CONTROL]
         assert ended() is None
         end.sendall(b"what follows")
         assert b"what follows" == theirs.recv(64)
         theirs.close()
 
-    def test_a_caller_with_a_wrong_secret_is_refused(self, reception, dial):
-        """It is told nothing but the end of the connection, and the receiver knows why it sent it away."""
+    def test_a_client_with_a_wrong_secret_is_refused(self, listener, dial):
+        """It is told nothing but the end of the connection, and the server knows why it sent it away."""
         ended = calling(dial(), known=b"guessed")
-        assert {} == reception.wait([CONTROL], 0.3)
-        assert "a caller had the wrong secret" == reception.refused
+        assert {} == listener.wait([CONTROL], 0.3)
+        assert "a client had the wrong secret" == listener.refused
         assert "closed the connection" in str(ended())
 
-    def test_a_receiver_with_a_wrong_secret_is_refused(self, pair):
-        """The caller does not go on with a receiver that asks for a proof and has none itself."""
+    def test_a_server_with_a_wrong_secret_is_refused(self, pair):
+        """The client does not go on with a server that asks for a proof and has none itself."""
         ours, theirs = pair
         ended = calling(ours)
-        theirs.sendall(Doorkeeper(b"guessed").greeting)
+        theirs.sendall(ServerHandshake(b"guessed").greeting)
         theirs.recv(4096)
         theirs.sendall(b"x" * 32)
         assert isinstance(error := ended(), HandshakeError)
         assert "has the wrong secret" in str(error)
 
     def test_a_reflected_proof_is_refused(self, pair):
-        """A receiver that sends the caller's own proof back, and its own nonce, proves nothing."""
+        """A server that sends the client's own proof back, and its own nonce, proves nothing."""
         ours, theirs = pair
         ended = calling(ours)
-        theirs.sendall(Doorkeeper(b"guessed").greeting)
+        theirs.sendall(ServerHandshake(b"guessed").greeting)
         answer = theirs.recv(4096)
         theirs.sendall(answer[-32:])
         assert isinstance(ended(), HandshakeError)
 
-    def test_a_caller_that_reflects_the_greeting_is_refused(self):
-        """A caller that has every proof of a real receiver, made over the same nonces, is no caller."""
-        real, attacked = Doorkeeper(SECRET), Doorkeeper(SECRET)
+    def test_a_client_that_reflects_the_greeting_is_refused(self):
+        """A client that has every proof of a real server, made over the same nonces, is no client."""
+        real, attacked = ServerHandshake(SECRET), ServerHandshake(SECRET)
         attacked._nonce = real._nonce
         left, right = socket.socketpair()
         with left, right:
@@ -132,15 +132,15 @@ class TestHandshake:
         """The answer to one greeting is not the answer to another."""
         ours, theirs = pair
         calling(ours)
-        theirs.sendall(Doorkeeper(SECRET).greeting)
+        theirs.sendall(ServerHandshake(SECRET).greeting)
         answer = theirs.recv(4096)
         with pytest.raises(HandshakeError):
-            Doorkeeper(SECRET).feed(answer)
+            ServerHandshake(SECRET).feed(answer)
 
     def test_another_subject_under_the_same_proof_is_refused(self, pair):
         """What a connection is for is part of the proof."""
         ours, theirs = pair
-        keeper = Doorkeeper(SECRET)
+        keeper = ServerHandshake(SECRET)
         calling(ours)
         theirs.sendall(keeper.greeting)
         answer = bytearray(theirs.recv(4096))
@@ -151,87 +151,87 @@ class TestHandshake:
     def test_garbage_is_refused_at_its_first_byte(self):
         """What is no handshake is not listened to any longer than needed."""
         with pytest.raises(HandshakeError, match="another protocol"):
-            Doorkeeper(SECRET).feed(b"G")
+            ServerHandshake(SECRET).feed(b"G")
 
-    def test_a_silent_receiver_costs_a_limited_time(self, pair):
-        """A caller gives a receiver up that says nothing, or only a part."""
+    def test_a_silent_server_costs_a_limited_time(self, pair):
+        """A client gives a server up that says nothing, or only a part."""
         ours, theirs = pair
         theirs.sendall(b"rank")
         with pytest.raises(HandshakeError, match="took longer"):
-            call(ours, SECRET, CONTROL, greeting_s=0.1, limit_s=5.0)
+            client_handshake(ours, SECRET, CONTROL, greeting_s=0.1, limit_s=5.0)
 
-    def test_a_receiver_that_sends_byte_by_byte_has_no_more_time(self, pair):
+    def test_a_server_that_sends_byte_by_byte_has_no_more_time(self, pair):
         """The limit is for all bytes of a step together."""
         ours, theirs = pair
         stop = threading.Event()
 
         def drip():
-            for byte in Doorkeeper(SECRET).greeting:
+            for byte in ServerHandshake(SECRET).greeting:
                 if stop.wait(0.05):
                     return
                 theirs.sendall(bytes([byte]))
 
         ended = in_thread(drip)
         with pytest.raises(HandshakeError, match="took longer"):
-            call(ours, SECRET, CONTROL, greeting_s=0.2, limit_s=5.0)
+            client_handshake(ours, SECRET, CONTROL, greeting_s=0.2, limit_s=5.0)
         stop.set()
         assert ended() is None
 
 
-class TestReception:
-    def test_silent_slow_and_garbled_callers_hold_nobody_up(self, reception, dial):
-        """A caller with the secret gets in while others keep silent, drip, send garbage or send too much."""
+class TestListener:
+    def test_silent_slow_and_garbled_clients_hold_nobody_up(self, listener, dial):
+        """A client with the secret gets in while others keep silent, drip, send garbage or send too much."""
         dial()
         dial().sendall(b"ranks")
         dial().sendall(os.urandom(1 << 16))
-        dial().sendall(b"ranks' outpost 1" + os.urandom(1 << 16))
+        dial().sendall(b"ranks' agent 1" + os.urandom(1 << 16))
         dial().close()
         ended = calling(dial())
-        found = reception.wait([CONTROL], 5.0)
+        found = listener.wait([CONTROL], 5.0)
         assert [CONTROL] == list(found)
         assert ended() is None
         found[CONTROL].close()
 
-    def test_a_silent_caller_is_dropped_in_the_end(self, reception, dial, monkeypatch):
-        """A caller without a word has a limited time."""
-        monkeypatch.setattr("moe_conformance.engine.remote.reception._LIMIT_S", 0.05)
+    def test_a_silent_client_is_dropped_in_the_end(self, listener, dial, monkeypatch):
+        """A client without a word has a limited time."""
+        monkeypatch.setattr("moe_conformance.engine.remote.listener._LIMIT_S", 0.05)
         end = dial()
-        assert {} == reception.wait([CONTROL], 0.3)
-        assert "a caller was silent or too slow" == reception.refused
+        assert {} == listener.wait([CONTROL], 0.3)
+        assert "a client was silent or too slow" == listener.refused
         end.settimeout(5.0)
         assert b"" == end.recv(4096)[48:]
 
-    def test_crowds_make_room_for_the_latest(self, reception, dial, monkeypatch):
-        """More silent callers than are kept do not keep the right one out."""
-        monkeypatch.setattr("moe_conformance.engine.remote.reception._MOST", 3)
+    def test_crowds_make_room_for_the_latest(self, listener, dial, monkeypatch):
+        """More silent clients than are kept do not keep the right one out."""
+        monkeypatch.setattr("moe_conformance.engine.remote.listener._MOST", 3)
         for _ in range(8):
             dial()
         ended = calling(dial())
-        found = reception.wait([CONTROL], 5.0)
+        found = listener.wait([CONTROL], 5.0)
         assert [CONTROL] == list(found)
         assert ended() is None
         found[CONTROL].close()
 
-    def test_callers_for_later_are_kept(self, reception, dial):
+    def test_clients_for_later_are_kept(self, listener, dial):
         """Connections come in any order; those that nobody waits for yet stay."""
         early = calling(dial(), subject=OTHER)
-        assert {} == reception.wait([CONTROL], 0.3)
+        assert {} == listener.wait([CONTROL], 0.3)
         late = calling(dial())
-        first, second = reception.wait([CONTROL], 5.0), reception.wait([OTHER], 5.0)
+        first, second = listener.wait([CONTROL], 5.0), listener.wait([OTHER], 5.0)
         assert early() is late() is None
         assert [CONTROL, OTHER] == [*first, *second]
         for end in (*first.values(), *second.values()):
             end.close()
 
-    def test_waiting_in_vain_ends(self, reception):
+    def test_waiting_in_vain_ends(self, listener):
         """Nobody comes, and the wait is over when its time is."""
         began = time.monotonic()
-        assert {} == reception.wait([CONTROL], 0.1)
+        assert {} == listener.wait([CONTROL], 0.1)
         assert 0.1 <= time.monotonic() - began
 
-    def test_it_listens_on_its_own_address_alone(self, reception):
+    def test_it_listens_on_its_own_address_alone(self, listener):
         """Loopback is not all interfaces."""
-        assert "127.0.0.1" == reception._listener.getsockname()[0]
+        assert "127.0.0.1" == listener._listener.getsockname()[0]
 
 
 class TestSecret:

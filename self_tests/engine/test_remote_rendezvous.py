@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 from moe_conformance.engine import EngineError
 from moe_conformance.engine.remote import rendezvous, sockets
 from moe_conformance.engine.remote.handshake import SUBJECT
-from moe_conformance.engine.remote.rendezvous import Given, announce, find, launch_of
+from moe_conformance.engine.remote.rendezvous import UserSecret, announce, find_driver, launch_of
 from self_tests.engine.ports import free_port
 
 TORCHRUN = {
@@ -26,8 +26,8 @@ TORCHRUN = {
     "TORCHELASTIC_RESTART_COUNT": "0",
     "TORCHELASTIC_RUN_ID": "run",
 }
-NOTHING = Given(None, "SECRET_OF_TEST")
-SOMETHING = Given("what everybody was given", "SECRET_OF_TEST")
+NOTHING = UserSecret(None, "SECRET_OF_TEST")
+SOMETHING = UserSecret("what everybody was given", "SECRET_OF_TEST")
 SUBJECT_1 = b"1".ljust(SUBJECT)
 
 
@@ -81,17 +81,17 @@ class TestEnvironment:
 class TestRendezvous:
     def meet(self, driver, other, drivers=NOTHING, others=NOTHING):
         """Lets one process announce itself and another find and call it; returns both ends."""
-        reception, file = announce(driver, drivers)
+        listener, file = announce(driver, drivers)
         ends = []
         try:
-            found = find(other, others)
-            thread = threading.Thread(target=lambda: ends.append(found.dial(SUBJECT_1)))
+            found = find_driver(other, others)
+            thread = threading.Thread(target=lambda: ends.append(found.connect(SUBJECT_1)))
             thread.start()
-            here = reception.wait([SUBJECT_1], 5.0)
+            here = listener.wait([SUBJECT_1], 5.0)
             thread.join(5)
-            return here[SUBJECT_1], ends[0], reception.address
+            return here[SUBJECT_1], ends[0], listener.address
         finally:
-            reception.close()
+            listener.close()
             if file is not None:
                 file.remove()
 
@@ -121,15 +121,15 @@ class TestRendezvous:
         monkeypatch.setattr(rendezvous, "FIND_LIMIT_S", 0.2)
         gone = launch(RANK="1", LOCAL_WORLD_SIZE="1", MASTER_PORT=str(free_port()))
         with pytest.raises(EngineError, match="set SECRET_OF_TEST to the same text for all"):
-            find(gone, NOTHING)
+            find_driver(gone, NOTHING)
 
     def test_a_secret_for_the_driver_alone_is_told(self, launch):
         """The process that was given none says so, instead of trying another."""
-        reception, file = announce(launch(RANK="0"), SOMETHING)
-        reception.close()
+        listener, file = announce(launch(RANK="0"), SOMETHING)
+        listener.close()
         assert file is None
         with pytest.raises(EngineError, match="RANK 1 was not; set it for all"):
-            find(launch(RANK="1"), NOTHING)
+            find_driver(launch(RANK="1"), NOTHING)
 
     def test_without_a_store_the_driver_listens_at_the_port_of_the_launcher(self):
         """Plain srun leaves MASTER_PORT to us; a secret is needed, since nothing says that all share a machine."""
@@ -140,7 +140,7 @@ class TestRendezvous:
         assert int(port) == ours.getsockname()[1]
         ours.close()
         theirs.close()
-        for refused in (announce, find):
+        for refused in (announce, find_driver):
             with pytest.raises(EngineError, match="SECRET_OF_TEST"):
                 refused(driver, NOTHING)
 
@@ -148,7 +148,7 @@ class TestRendezvous:
         """The wait is limited."""
         monkeypatch.setattr(rendezvous, "FIND_LIMIT_S", 0.2)
         with pytest.raises(EngineError, match="RANK 0, was not found"):
-            find(launch(RANK="1"), NOTHING)
+            find_driver(launch(RANK="1"), NOTHING)
 
     def test_an_address_of_another_machine_is_refused(self, launch):
         """RANK 0 must run where MASTER_ADDR says; 192.0.2.1 is nobody's."""
@@ -158,8 +158,8 @@ class TestRendezvous:
 
     def test_the_file_is_private_and_goes_with_the_driver(self, launch):
         """Nobody but this user reads it, and it is gone after remove()."""
-        reception, file = announce(launch(RANK="0"), NOTHING)
-        reception.close()
+        listener, file = announce(launch(RANK="0"), NOTHING)
+        listener.close()
         assert 0o600 == os.stat(file.path).st_mode & 0o777
         file.remove()
         assert not os.path.exists(file.path)

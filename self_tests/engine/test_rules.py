@@ -10,11 +10,11 @@ from functools import partial
 
 import pytest
 
-from moe_conformance.engine import EngineError, RankResult, faults, processor, stacks
+from moe_conformance.engine import EngineError, RankResult, faults, processes, stacks
 from moe_conformance.engine.blame import Finding, assign
-from moe_conformance.engine.host import Place
-from moe_conformance.engine.launcher import describe_exit
-from moe_conformance.engine.stillness import Stillness
+from moe_conformance.engine.deadlock import IdlePeriod
+from moe_conformance.engine.hosts import Placement
+from moe_conformance.engine.local_host import describe_exit
 from moe_conformance.engine.transport import assign as assign_devices
 from moe_conformance.engine.transport import visible_gpus
 
@@ -56,10 +56,10 @@ class TestBlame:
         assert "returned while ranks 0, 2 waited in a collective" == results[1].error
 
 
-def places(*gpus_per_machine: int, ranks: int) -> list[Place]:
-    """Returns the places of as many ranks on each of some machines, which have so many GPUs each."""
+def placements(*gpus_per_machine: int, ranks: int) -> list[Placement]:
+    """Returns the placements of as many ranks on each of some machines, which have so many GPUs each."""
     return [
-        Place(local, tuple(f"machine {machine}/{gpu}" for gpu in range(gpus)))
+        Placement(local, tuple(f"machine {machine}/{gpu}" for gpu in range(gpus)))
         for machine, gpus in enumerate(gpus_per_machine)
         for local in range(ranks)
     ]
@@ -81,25 +81,25 @@ class TestTransport:
     )
     def test_nccl_only_where_each_rank_has_a_gpu(self, device, ranks, gpus, transport):
         """NCCL refuses two ranks on one GPU, on whichever machine."""
-        assert transport == assign_devices(device, places(*gpus, ranks=ranks))[1]
+        assert transport == assign_devices(device, placements(*gpus, ranks=ranks))[1]
 
     def test_ranks_of_a_machine_share_its_gpus_in_turn(self):
         """The number on the machine counts, not the rank."""
-        assert ["cuda:0", "cuda:1", "cuda:0"] == assign_devices("cuda", places(2, ranks=3))[0]
-        assert ["cuda:0", "cuda:1"] * 2 == assign_devices("cuda", places(4, 4, ranks=2))[0]
-        assert ["cpu"] * 3 == assign_devices("cpu", places(2, ranks=3))[0]
+        assert ["cuda:0", "cuda:1", "cuda:0"] == assign_devices("cuda", placements(2, ranks=3))[0]
+        assert ["cuda:0", "cuda:1"] * 2 == assign_devices("cuda", placements(4, 4, ranks=2))[0]
+        assert ["cpu"] * 3 == assign_devices("cpu", placements(2, ranks=3))[0]
 
     def test_processes_that_see_one_gpu_each_take_it(self):
         """Where a batch system hides the others, every rank's device is its first."""
-        own = [Place(local, (f"machine/{local}",)) for local in range(2)]
+        own = [Placement(local, (f"machine/{local}",)) for local in range(2)]
         assert (["cuda:0", "cuda:0"], "cpu:gloo,cuda:nccl") == assign_devices("cuda", own)
-        same = [Place(local, ("machine/0",)) for local in range(2)]
+        same = [Placement(local, ("machine/0",)) for local in range(2)]
         assert (["cuda:0", "cuda:0"], "gloo") == assign_devices("cuda", same)
 
     def test_a_machine_without_a_gpu_is_told(self):
         """The sentence names the first rank that would have no device."""
         with pytest.raises(EngineError, match="rank 2 would see no GPU"):
-            assign_devices("cuda", places(2, 0, ranks=2))
+            assign_devices("cuda", placements(2, 0, ranks=2))
 
     def test_gpus_of_a_machine_are_named_as_their_process_sees_them(self):
         """A slice of the machine's GPUs keeps their names and its own order."""
@@ -147,16 +147,16 @@ class TestStacks:
 
     def test_the_place_names_the_call_and_who_made_it(self):
         """The innermost call, and the innermost frame outside of torch."""
-        assert "in all_reduce, from /home/me/layer.py:12" == stacks.place(dumped(C10D, USER))
-        assert "it dumped no stack" == stacks.place("")
+        assert "in all_reduce, from /home/me/layer.py:12" == stacks.location(dumped(C10D, USER))
+        assert "it dumped no stack" == stacks.location("")
 
 
-def look(pids: list[int], mains: bool) -> dict[int, dict[int, processor.Turns]]:
+def look(pids: list[int], main_only: bool) -> dict[int, dict[int, processes.ThreadStats]]:
     """Returns what the threads of some processes have had of a processor."""
-    return {pid: processor.turns(pid, mains) for pid in pids}
+    return {pid: processes.thread_stats(pid, main_only) for pid in pids}
 
 
-class TestStillness:
+class TestIdlePeriod:
     @pytest.fixture
     def child(self):
         """Starts a Python process and returns its pid once it runs the code."""
@@ -180,40 +180,44 @@ class TestStillness:
         """A process that waits is still; with one that computes beside it, on whatever thread, the two are not."""
         waits = child("input()")
         computes = child("import threading\nthreading.Thread(target=lambda: [n for n in iter(int, 1)]).start()")
-        still, moving = (Stillness(partial(look, pids)) for pids in ([waits], [waits, computes]))
+        still, moving = (IdlePeriod(partial(look, pids)) for pids in ([waits], [waits, computes]))
         time.sleep(0.3)
-        assert (True, False) == (still.holds(), moving.holds())
+        assert (True, False) == (still.is_idle(), moving.is_idle())
 
     def test_it_is_still_for_as_long_as_it_was_watched(self, child):
-        """Stillness lasts from its making, and no longer than that."""
-        still = Stillness(partial(look, [child("input()")]))
+        """IdlePeriod lasts from its making, and no longer than that."""
+        still = IdlePeriod(partial(look, [child("input()")]))
         time.sleep(0.1)
-        assert (True, True, False) == (still.holds(), still.lasts(0.1), still.lasts(60.0))
+        assert (True, True, False) == (still.is_idle(), still.lasted(0.1), still.lasted(60.0))
 
     @pytest.mark.parametrize(
         ("helper", "lasts"),
         [
-            (processor.Turns(ran_ns=0, waited_ns=0, count=3, ready=False), True),
-            (processor.Turns(ran_ns=0, waited_ns=10**7, count=3, ready=True), False),
-            (processor.Turns(ran_ns=0, waited_ns=0, count=0, ready=True), False),
-            (processor.Turns(ran_ns=0, waited_ns=0, count=0, ready=False), True),
+            (processes.ThreadStats(ran_ns=0, waited_ns=0, count=3, ready=False), True),
+            (processes.ThreadStats(ran_ns=0, waited_ns=10**7, count=3, ready=True), False),
+            (processes.ThreadStats(ran_ns=0, waited_ns=0, count=0, ready=True), False),
+            (processes.ThreadStats(ran_ns=0, waited_ns=0, count=0, ready=False), True),
         ],
         ids=["had its turns", "waited for them", "waits for its first", "has nothing to do"],
     )
     def test_on_a_crowded_machine_it_has_to_last_longer(self, helper, lasts):
         """Where threads wait for their turn, it may only be that which keeps the ranks from moving."""
-        main = processor.Turns(ran_ns=1, waited_ns=0, count=1, ready=False)
+        main = processes.ThreadStats(ran_ns=1, waited_ns=0, count=1, ready=False)
         looks = iter(["main", "all", "main", "later"])
-        told = {"main": {1: main}, "all": {1: main, 2: processor.Turns(0, 0, 0, False)}, "later": {1: main, 2: helper}}
-        still = Stillness(lambda mains: {0: told[next(looks)]})
+        told = {
+            "main": {1: main},
+            "all": {1: main, 2: processes.ThreadStats(0, 0, 0, False)},
+            "later": {1: main, 2: helper},
+        }
+        still = IdlePeriod(lambda main_only: {0: told[next(looks)]})
         time.sleep(0.05)
-        assert (True, lasts) == (still.holds(), still.lasts(0.05))
+        assert (True, lasts) == (still.is_idle(), still.lasted(0.05))
 
     def test_a_main_thread_that_waits_for_its_turn_is_about_to_move(self):
         """It does not count that it has not run yet."""
-        asleep = processor.Turns(ran_ns=1, waited_ns=0, count=1, ready=False)
+        asleep = processes.ThreadStats(ran_ns=1, waited_ns=0, count=1, ready=False)
         looks = iter([asleep, asleep, replace(asleep, ready=True)])
-        assert not Stillness(lambda mains: {0: {1: next(looks)}}).holds()
+        assert not IdlePeriod(lambda main_only: {0: {1: next(looks)}}).is_idle()
 
 
 class TestFaults:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_conformance.engine import Engine, EngineError, Job, nursery
-from moe_conformance.engine.launcher import Launcher
+from moe_conformance.engine import Engine, EngineError, Job, fork_server
 from moe_conformance.engine.ledger.entry import MOST_CALLS
+from moe_conformance.engine.local_host import LocalHost
 
 JOBS = "self_tests.engine.engine_jobs"
 
@@ -39,11 +39,11 @@ def engine():
         yield engine
 
 
-class LateAsker(Launcher):
+class LateAsker(LocalHost):
     """Asks what a rank has printed when it has just ended."""
 
     def _order(self, order):
-        if isinstance(order, nursery.Print):
+        if isinstance(order, fork_server.ReadOutput):
             with contextlib.suppress(ProcessLookupError):  # it may have ended of its own
                 os.kill(order.pid, signal.SIGKILL)
             while Path(f"/proc/{order.pid}").exists():
@@ -158,7 +158,7 @@ class TestPrinting:
 
     def test_a_rank_that_ends_while_it_is_asked_has_told_already(self):
         """What it printed comes with the news of its end, which may overtake the answer."""
-        with Engine(preload=(JOBS,), site=Overtaken()) as engine:
+        with Engine(preload=(JOBS,), cluster=Overtaken()) as engine:
             (rank,) = engine.run(job("print_then_fail", 1, world=1)).ranks
             assert ("raised", "rank 0 line 0\nfrom a child\n") == (rank.status, rank.output)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .faults import FAULTS, Fault
-from .report import table
-from .runner import Drill, Trial
+from .runner import Drill, Trial, table
 
 __all__ = ["FAULTS", "Drill", "Fault", "Trial", "table"]

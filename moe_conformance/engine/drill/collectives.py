@@ -6,148 +6,148 @@ import torch
 import torch.distributed as dist
 
 from .. import RankContext
-from .plot import BYSTANDER, Plot, meet
+from .injection import NONMEMBER, Target, sum_over
 
 
-def skip_the_last(context: RankContext, plot: Plot) -> str:
+def skip_the_last(context: RankContext, target: Target) -> str:
     """The faulty rank leaves out the last collective and returns."""
-    if (group := plot.place(context)) is None:
-        return BYSTANDER
-    meet(group)
-    if context.rank != plot.faulty:
-        meet(group)
+    if (group := target.place(context)) is None:
+        return NONMEMBER
+    sum_over(group)
+    if context.rank != target.faulty:
+        sum_over(group)
     return "returned"
 
 
-def skip_one_in_the_middle(context: RankContext, plot: Plot) -> str:
+def skip_one_in_the_middle(context: RankContext, target: Target) -> str:
     """The faulty rank leaves out the second of three collectives."""
-    if (group := plot.place(context)) is None:
-        return BYSTANDER
-    meet(group)
-    if context.rank != plot.faulty:
+    if (group := target.place(context)) is None:
+        return NONMEMBER
+    sum_over(group)
+    if context.rank != target.faulty:
         _gather(group)
-    meet(group, size=5)
+    sum_over(group, size=5)
     return "returned"
 
 
-def take_another_kind(context: RankContext, plot: Plot) -> str:
+def take_another_kind(context: RankContext, target: Target) -> str:
     """The faulty rank gathers where the others add up."""
-    if (group := plot.place(context)) is None:
-        return BYSTANDER
-    meet(group)
-    if context.rank == plot.faulty:
+    if (group := target.place(context)) is None:
+        return NONMEMBER
+    sum_over(group)
+    if context.rank == target.faulty:
         _gather(group)
     else:
-        meet(group)
+        sum_over(group)
     return "returned"
 
 
-def take_another_group(context: RankContext, plot: Plot) -> str:
+def take_another_group(context: RankContext, target: Target) -> str:
     """The faulty rank adds up over another group than the others."""
-    if (group := plot.place(context)) is None:
-        return BYSTANDER
-    meet(group)
-    if context.rank == plot.faulty:
-        meet(plot.elsewhere(context))
+    if (group := target.place(context)) is None:
+        return NONMEMBER
+    sum_over(group)
+    if context.rank == target.faulty:
+        sum_over(target.elsewhere(context))
     else:
-        meet(group)
+        sum_over(group)
     return "returned"
 
 
-def take_another_size(context: RankContext, plot: Plot) -> str:
+def take_another_size(context: RankContext, target: Target) -> str:
     """The faulty rank adds up fewer elements than the others."""
-    if (group := plot.place(context)) is None:
-        return BYSTANDER
-    meet(group)
-    meet(group, size=2 if context.rank == plot.faulty else 7)
+    if (group := target.place(context)) is None:
+        return NONMEMBER
+    sum_over(group)
+    sum_over(group, size=2 if context.rank == target.faulty else 7)
     return "returned"
 
 
-def take_another_root(context: RankContext, plot: Plot) -> str:
+def take_another_root(context: RankContext, target: Target) -> str:
     """The faulty rank takes itself for the one from which all get something; the others take its partner."""
-    if (group := plot.place(context)) is None:
-        return BYSTANDER
-    meet(group)
-    root = plot.faulty if context.rank == plot.faulty else plot.partner
+    if (group := target.place(context)) is None:
+        return NONMEMBER
+    sum_over(group)
+    root = target.faulty if context.rank == target.faulty else target.partner
     dist.broadcast(torch.ones(3), src=root, group=group)
     return "returned"
 
 
-def receive_from_nobody(context: RankContext, plot: Plot) -> str:
+def receive_from_nobody(context: RankContext, target: Target) -> str:
     """The faulty rank waits for a message that its partner does not send."""
-    if (group := plot.place(context)) is None:
-        return BYSTANDER
-    meet(group)
-    if context.rank == plot.faulty:
-        dist.recv(torch.empty(3), src=plot.partner, group=group)
+    if (group := target.place(context)) is None:
+        return NONMEMBER
+    sum_over(group)
+    if context.rank == target.faulty:
+        dist.recv(torch.empty(3), src=target.partner, group=group)
     return "returned"
 
 
-def never_wait(context: RankContext, plot: Plot) -> str:
+def never_wait(context: RankContext, target: Target) -> str:
     """All begin a collective together, and the faulty rank does not wait for it."""
-    if (group := plot.place(context)) is None:
-        return BYSTANDER
-    meet(group)
+    if (group := target.place(context)) is None:
+        return NONMEMBER
+    sum_over(group)
     handle = dist.all_reduce(torch.ones(3), group=group, async_op=True)
-    if context.rank != plot.faulty:
+    if context.rank != target.faulty:
         handle.wait()
     return "returned"
 
 
-def begin_one_alone(context: RankContext, plot: Plot) -> str:
+def begin_one_alone(context: RankContext, target: Target) -> str:
     """The faulty rank begins a collective that is nobody else's, does not wait for it, and returns."""
-    if (group := plot.place(context)) is None:
-        return BYSTANDER
-    meet(group)
-    if context.rank == plot.faulty:
+    if (group := target.place(context)) is None:
+        return NONMEMBER
+    sum_over(group)
+    if context.rank == target.faulty:
         dist.all_reduce(torch.ones(3), group=group, async_op=True)
     return "returned"
 
 
-def split_wrongly(context: RankContext, plot: Plot) -> str:
+def split_wrongly(context: RankContext, target: Target) -> str:
     """The faulty rank's splits do not sum to the rows that it sends."""
-    if (group := plot.place(context)) is None:
-        return BYSTANDER
-    meet(group)
+    if (group := target.place(context)) is None:
+        return NONMEMBER
+    sum_over(group)
     sent, received = _rows(group)
     rows = sum(sent)
-    if context.rank == plot.faulty:
+    if context.rank == target.faulty:
         rows += 1
     dist.all_to_all_single(torch.empty(sum(received), 2), torch.ones(rows, 2), received, sent, group=group)
     return "returned"
 
 
-def expect_fewer(context: RankContext, plot: Plot) -> str:
+def expect_fewer(context: RankContext, target: Target) -> str:
     """The faulty rank expects one row less from its partner than that sends."""
-    return _expect(context, plot, -1)
+    return _expect(context, target, -1)
 
 
-def expect_more(context: RankContext, plot: Plot) -> str:
+def expect_more(context: RankContext, target: Target) -> str:
     """The faulty rank expects one row more from its partner than that sends."""
-    return _expect(context, plot, +1)
+    return _expect(context, target, +1)
 
 
-def swap_splits(context: RankContext, plot: Plot) -> str:
+def swap_splits(context: RankContext, target: Target) -> str:
     """The faulty rank takes its partner's count for another rank's and the other way round: the totals are right."""
-    if (group := plot.place(context)) is None:
-        return BYSTANDER
-    meet(group)
+    if (group := target.place(context)) is None:
+        return NONMEMBER
+    sum_over(group)
     sent, received = _rows(group)
-    if context.rank == plot.faulty:
+    if context.rank == target.faulty:
         members = dist.get_process_group_ranks(group)
-        others = [rank for rank in members if rank not in (plot.faulty, plot.partner)]
-        one, two = members.index(plot.partner), members.index((others or [plot.faulty])[0])
+        others = [rank for rank in members if rank not in (target.faulty, target.partner)]
+        one, two = members.index(target.partner), members.index((others or [target.faulty])[0])
         received[one], received[two] = received[two], received[one]
     return _exchange(group, sent, received)
 
 
-def _expect(context: RankContext, plot: Plot, surplus: int) -> str:
-    if (group := plot.place(context)) is None:
-        return BYSTANDER
-    meet(group)
+def _expect(context: RankContext, target: Target, surplus: int) -> str:
+    if (group := target.place(context)) is None:
+        return NONMEMBER
+    sum_over(group)
     sent, received = _rows(group)
-    if context.rank == plot.faulty:
-        received[dist.get_process_group_ranks(group).index(plot.partner)] += surplus
+    if context.rank == target.faulty:
+        received[dist.get_process_group_ranks(group).index(target.partner)] += surplus
     return _exchange(group, sent, received)
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 Verdict = Literal["pass", "fail", "crash", "hang"]
 Status = Literal["ok", "raised", "hung", "died"]
-Role = Literal["faulty", "partner", "peer", "bystander"]
+Role = Literal["faulty", "partner", "peer", "nonmember"]
 
 # Who must be blamed: where "minority", the faulty rank if the group has at least three ranks; of two that disagree none
 # is known to be right, and both are blamed.
@@ -61,14 +61,14 @@ class Fault:
 def _end(name: str, job: str, status: Status, says: str, *, stacks: bool = True) -> Fault:
     """A rank that raises or dies while the others wait for it in their second collective."""
     calls = ("all_reduce", "all_reduce all_reduce")
-    return Fault(name, f"ends:{job}", ("crash",), "faulty", (status,), ("raised",), says, calls, stacks=stacks)
+    return Fault(name, f"failures:{job}", ("crash",), "faulty", (status,), ("raised",), says, calls, stacks=stacks)
 
 
 def _hang(name: str, job: str, says: str = "") -> Fault:
     """A rank that does not come to the second collective, in which the others wait for it."""
     return Fault(
         name,
-        f"ends:{job}",
+        f"failures:{job}",
         ("hang",),
         "faulty",
         ("hung",),
@@ -79,18 +79,18 @@ def _hang(name: str, job: str, says: str = "") -> Fault:
     )
 
 
-_ENDS = (
+_FAILURES = (
     _end("exception on one rank", "raise_on_one", "raised", "ValueError: drilled"),
     Fault(
-        "exception on all ranks", "ends:raise_on_all", ("crash",), "everyone", ("raised",), ("raised",),
+        "exception on all ranks", "failures:raise_on_all", ("crash",), "everyone", ("raised",), ("raised",),
         "ValueError: drilled",
     ),
     _end("exception in a backward hook", "raise_in_backward", "raised", "ValueError: drilled"),
     _end("os._exit", "exit_hard", "died", "exited with code 7", stacks=False),
     _end("SIGKILL", "be_killed", "died", "killed by SIGKILL", stacks=False),
     Fault(
-        "SIGKILL in the midst of work", "ends:be_killed_while_meeting", ("crash",), "faulty", ("died",), ("raised",),
-        "killed by SIGKILL", ("(all_reduce ?)+", "(all_reduce ?)+"), stacks=False,
+        "SIGKILL in the midst of work", "failures:be_killed_while_meeting", ("crash",), "faulty", ("died",),
+        ("raised",), "killed by SIGKILL", ("(all_reduce ?)+", "(all_reduce ?)+"), stacks=False,
     ),
     _end("segmentation fault", "touch_no_memory", "died", "killed by SIGSEGV"),
     _end("out of memory", "run_out_of_memory", "raised", "MemoryError"),
@@ -184,15 +184,15 @@ _COLLECTIVES = (
 
 def _bad_result(name: str, job: str, says: str, *, stacks: bool = True) -> Fault:
     """A function that returns what does not reach the driver."""
-    return Fault(name, f"remains:{job}", ("crash",), "faulty", ("raised",), ("ok",), says, stacks=stacks)
+    return Fault(name, f"leftovers:{job}", ("crash",), "faulty", ("raised",), ("ok",), says, stacks=stacks)
 
 
 def _left(name: str, job: str, says: str) -> Fault:
     """A function that returns and leaves something behind."""
-    return Fault(name, f"remains:{job}", ("pass",), "nobody", ("ok",), ("ok",), says)
+    return Fault(name, f"leftovers:{job}", ("pass",), "nobody", ("ok",), ("ok",), says)
 
 
-_REMAINS = (
+_LEFTOVERS = (
     _bad_result("unpicklable result", "return_what_cannot_be_sent", "a generator, cannot be sent"),
     _bad_result(
         "result that cannot be loaded", "return_what_cannot_be_loaded", "cannot be read on the driver: ValueError",
@@ -201,11 +201,11 @@ _REMAINS = (
     _bad_result("result too large", "return_too_much", r"takes 1024\.0 GiB, and more than .* are not sent"),
     _bad_result("default group destroyed", "destroy_the_default_group", "destroyed the default process group"),
     Fault(
-        "channel closed", "remains:close_the_channel", ("crash",), "faulty", ("died",), ("ok",), "before it answered",
+        "channel closed", "leftovers:close_the_channel", ("crash",), "faulty", ("died",), ("ok",), "before it answered",
         stacks=False,
     ),
     Fault(
-        "channel written into", "remains:write_into_the_channel", ("crash",), "faulty", ("raised",), ("ok",),
+        "channel written into", "leftovers:write_into_the_channel", ("crash",), "faulty", ("raised",), ("ok",),
         r"unexpected bytes in this rank's channel .* b'drilled\\n' is not the start of a message", stacks=False,
     ),
     _left("thread left behind", "leave_a_thread", "thread 'left-behind'"),
@@ -214,7 +214,7 @@ _REMAINS = (
     _left("dtype and grad mode left changed", "leave_a_default_dtype", "dtype.*grad mode"),
     _left("child processes left behind", "leave_children", "process '.*', process '.*'"),
     Fault(
-        "child processes of a rank that exits", "remains:leave_children_and_die", ("crash",), "faulty", ("died",),
+        "child processes of a rank that exits", "leftovers:leave_children_and_die", ("crash",), "faulty", ("died",),
         ("raised",), "exited with code 7", ("all_reduce", "all_reduce all_reduce"), stacks=False,
     ),
 )  # fmt: skip
@@ -224,4 +224,4 @@ def _on_a_group(fault: Fault) -> Fault:
     return replace(fault, name=f"{fault.name}, on a group", scope="group")
 
 
-FAULTS = (*_ENDS, *(each for fault in _COLLECTIVES for each in (fault, _on_a_group(fault))), *_REMAINS)
+FAULTS = (*_FAILURES, *(each for fault in _COLLECTIVES for each in (fault, _on_a_group(fault))), *_LEFTOVERS)

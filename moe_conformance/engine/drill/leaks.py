@@ -19,24 +19,24 @@ class Holdings:
     zombies: frozenset[int]  # children of either that nobody has buried
     driver_descriptors: int
     driver_threads: int
-    nursery_descriptors: int
+    fork_server_descriptors: int
 
 
-def holdings(mark: str, nursery: int, ranks: Collection[int]) -> Holdings:
+def holdings(mark: str, fork_server: int, ranks: Collection[int]) -> Holdings:
     """Counts now. `mark` is an environment variable with its value, which all processes of the engine inherit."""
     return Holdings(
         frozenset(pid for pid in _pids() if _has(pid, mark)) - frozenset(ranks),
-        frozenset(pid for pid in _pids() if _parent_of_zombie(pid) in (os.getpid(), nursery)),
+        frozenset(pid for pid in _pids() if _parent_of_zombie(pid) in (os.getpid(), fork_server)),
         len(os.listdir("/proc/self/fd")),
         len(os.listdir("/proc/self/task")),
-        len(os.listdir(f"/proc/{nursery}/fd")),
+        len(os.listdir(f"/proc/{fork_server}/fd")),
     )
 
 
-def settled(before: Holdings, mark: str, nursery: int, ranks: Collection[int]) -> Holdings:
+def settled(before: Holdings, mark: str, fork_server: int, ranks: Collection[int]) -> Holdings:
     """Counts until it is as before, with a moment of patience."""
     until = time.monotonic() + _PATIENCE_S
-    while (now := holdings(mark, nursery, ranks)) != before and time.monotonic() < until:
+    while (now := holdings(mark, fork_server, ranks)) != before and time.monotonic() < until:
         time.sleep(0.01)
     return now
 

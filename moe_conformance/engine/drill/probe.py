@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from .. import RankContext
-from .plot import meet
+from .injection import sum_over
 
 
 @dataclass(frozen=True)
-class Good:
+class ProbeResult:
     """What one rank says in a good case.
 
     Attributes:
@@ -34,13 +34,13 @@ class Good:
     state: tuple[object, ...]
 
 
-def good(context: RankContext, ticket: int) -> Good:
+def run(context: RankContext, ticket: int) -> ProbeResult:
     """Talks to everybody and returns what came of it."""
-    sums = {"world": meet(), **{name: meet(group) for name, group in context.groups.items()}}
+    sums = {"world": sum_over(), **{name: sum_over(group) for name, group in context.groups.items()}}
     sent = torch.tensor([10.0 * context.rank + target for target in range(context.world)])
     received = torch.empty(context.world)
     dist.all_to_all_single(received, sent)
-    return Good(ticket, sums, tuple(received.tolist()), os.getpid(), os.getppid(), _state())
+    return ProbeResult(ticket, sums, tuple(received.tolist()), os.getpid(), os.getppid(), _state())
 
 
 def expected(ticket: int, rank: int, world: int, sizes: dict[str, int]) -> tuple[object, ...]:

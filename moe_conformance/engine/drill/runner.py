@@ -10,17 +10,17 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from types import TracebackType
 from typing import cast
 
 from .. import Engine, Job, JobResult, RankResult
 from . import leaks, probe
 from .faults import FAULTS, Fault, Verdict
-from .plot import BYSTANDER
-from .scene import Scene, groups
+from .injection import NONMEMBER, Injection, groups
 
 _PACKAGE = __name__.rpartition(".")[0]
-_PRELOAD = tuple(f"{_PACKAGE}.{name}" for name in ("ends", "collectives", "remains", "probe"))
+_PRELOAD = tuple(f"{_PACKAGE}.{name}" for name in ("failures", "collectives", "leftovers", "probe"))
 _MARK = "ENGINE_DRILL"
 _LARGEST_OUTPUT = 1 << 16
 
@@ -48,7 +48,7 @@ class Trial:
     wrong: tuple[str, ...]
 
 
-class BadCaseError(Exception):
+class ProbeError(Exception):
     """A good case went wrong."""
 
 
@@ -70,10 +70,10 @@ class Drill:
             self._engine = Engine(preload=_PRELOAD, environment={_MARK: mark})
         self._pids: dict[int, tuple[int, ...]] = {}
         for world in worlds:
-            self._run_good(world)  # makes the groups
-        self._states = {world: [each.state for each in self._run_good(world)] for world in worlds}
-        self._nursery = self._run_good(worlds[0])[0].parent
-        self._before = leaks.holdings(self.mark, self._nursery, self._ranks())
+            self._run_probe(world)  # makes the groups
+        self._states = {world: [each.state for each in self._run_probe(world)] for world in worlds}
+        self._fork_server = self._run_probe(worlds[0])[0].parent
+        self._before = leaks.holdings(self.mark, self._fork_server, self._ranks())
 
     def __enter__(self) -> Drill:
         return self
@@ -86,46 +86,46 @@ class Drill:
     def run(self, times: int = 1, faults: Sequence[Fault] = FAULTS) -> Iterator[Trial]:
         """Plays every fault on every world, with another faulty rank each time."""
         for turn, fault, world in itertools.product(range(times), faults, self._states):
-            yield self.play(Scene(fault, world, turn))
+            yield self.inject(Injection(fault, world, turn))
 
-    def play(self, scene: Scene) -> Trial:
+    def inject(self, injection: Injection) -> Trial:
         """Plays one fault, and a good case after it."""
-        fault, world = scene.fault, scene.world
+        fault, world = injection.fault, injection.world
         began = time.monotonic()
-        result = self._engine.run(Job(fault.function, scene.plot, world, groups(world), fault.deadline_s))
+        result = self._engine.run(Job(fault.function, injection.target, world, groups(world), fault.deadline_s))
         told = time.monotonic()
-        wrong = list(_wrong_result(scene, result))
+        wrong = list(_wrong_result(injection, result))
         try:
-            good = self._run_good(world)
-        except BadCaseError as error:
+            good = self._run_probe(world)
+        except ProbeError as error:
             wrong.append(str(error))
             self._engine.renew(world)
-            good = self._run_good(world)
+            good = self._run_probe(world)
         again = time.monotonic()
         if [one.state for one in good] != self._states[world]:
             wrong.append(f"the ranks of the next case are not as new: {good}")
         wrong += self._leaks()
         return Trial(fault, world, verdict_of(result), result.blamed, told - began, again - told, tuple(wrong))
 
-    def _run_good(self, world: int) -> list[probe.Good]:
+    def _run_probe(self, world: int) -> list[probe.ProbeResult]:
         ticket = next(self._tickets)
         partitions = groups(world)
-        result = self._engine.run(Job(f"{_PACKAGE}.probe:good", ticket, world, partitions))
+        result = self._engine.run(Job(f"{_PACKAGE}.probe:run", ticket, world, partitions))
         if not result.ok:
-            raise BadCaseError(f"the next case failed: {'; '.join(rank.error for rank in result.ranks if rank.error)}")
-        said = [cast(probe.Good, rank.value) for rank in result.ranks]
+            raise ProbeError(f"the next case failed: {'; '.join(rank.error for rank in result.ranks if rank.error)}")
+        said = [cast(probe.ProbeResult, rank.value) for rank in result.ranks]
         for rank, one in enumerate(said):
             mine = {name: len(ranks) for name, lists in partitions.items() for ranks in lists if rank in ranks}
             expected = probe.expected(ticket, rank, world, mine)
             if expected != (one.ticket, one.sums, one.received):
-                raise BadCaseError(f"rank {rank} computed {one} in the next case, not {expected}")
+                raise ProbeError(f"rank {rank} computed {one} in the next case, not {expected}")
         self._pids[world] = tuple(one.pid for one in said)
         return said
 
     def _leaks(self) -> list[str]:
         """Says what leaked; it is told once."""
         before = self._before
-        self._before = leaks.settled(before, self.mark, self._nursery, self._ranks())
+        self._before = leaks.settled(before, self.mark, self._fork_server, self._ranks())
         return leaks.differences(before, self._before)
 
     def _ranks(self) -> list[int]:
@@ -156,44 +156,86 @@ def verdict_of(result: JobResult) -> Verdict:
     return "fail" if blamed else "pass"
 
 
-def _wrong_result(scene: Scene, result: JobResult) -> Iterator[str]:
-    fault = scene.fault
+def _wrong_result(injection: Injection, result: JobResult) -> Iterator[str]:
+    fault = injection.fault
     if (verdict := verdict_of(result)) not in fault.verdict:
         yield f"verdict {verdict}, not {' or '.join(fault.verdict)}"
-    if result.blamed != scene.blamed:
-        yield f"blamed {result.blamed}, not {scene.blamed}"
-    if [rank.rank for rank in result.ranks] != list(range(scene.world)):
+    if result.blamed != injection.blamed:
+        yield f"blamed {result.blamed}, not {injection.blamed}"
+    if [rank.rank for rank in result.ranks] != list(range(injection.world)):
         yield f"results of ranks {[rank.rank for rank in result.ranks]}"
     if bool(result.disagreements) != fault.disagrees:
         yield f"disagreements {[str(each) for each in result.disagreements]}"
     cause = str(result.disagreements[0]) if result.disagreements else ""
     for rank in result.ranks:
-        for sentence in _wrong_rank(scene, rank, cause):
-            yield f"rank {rank.rank} ({scene.role(rank.rank)}): {sentence}"
+        for sentence in _wrong_rank(injection, rank, cause):
+            yield f"rank {rank.rank} ({injection.role(rank.rank)}): {sentence}"
 
 
-def _wrong_rank(scene: Scene, rank: RankResult, cause: str) -> Iterator[str]:
-    fault, role = scene.fault, scene.role(rank.rank)
-    allowed = ("ok",) if role == "bystander" else fault.faulty if role == "faulty" else fault.peers
+def _wrong_rank(injection: Injection, rank: RankResult, cause: str) -> Iterator[str]:
+    fault, role = injection.fault, injection.role(rank.rank)
+    allowed = ("ok",) if role == "nonmember" else fault.faulty if role == "faulty" else fault.peers
     if rank.status not in allowed:
         yield f"{rank.status}, not {' or '.join(allowed)}: {rank.error}"
-    returned = None if rank.status != "ok" else BYSTANDER if role == "bystander" else "returned"
+    returned = None if rank.status != "ok" else NONMEMBER if role == "nonmember" else "returned"
     if rank.value != returned:
         yield f"returned {rank.value!r}, not {returned!r}"
-    if rank.rank in scene.blamed and not re.search(fault.says, f"{rank.error}; {cause}"):
+    if rank.rank in injection.blamed and not re.search(fault.says, f"{rank.error}; {cause}"):
         yield f"says {rank.error!r} because of {cause!r}, not {fault.says!r}"
-    if not scene.blamed and role == "faulty" and not re.search(fault.says, ", ".join(rank.left)):
+    if not injection.blamed and role == "faulty" and not re.search(fault.says, ", ".join(rank.left)):
         yield f"left {rank.left}, not {fault.says!r}"
     if rank.status != "ok" and (role != "faulty" or fault.stacks) and not rank.traceback:
         yield f"{rank.status} without a stack"
     if len(rank.output or "") > _LARGEST_OUTPUT:
         yield f"{len(rank.output or '')} characters of output"
-    yield from _wrong_ledger(scene, rank)
+    yield from _wrong_ledger(injection, rank)
 
 
-def _wrong_ledger(scene: Scene, rank: RankResult) -> Iterator[str]:
+def _wrong_ledger(injection: Injection, rank: RankResult) -> Iterator[str]:
     calls = " ".join(entry.op for entry in rank.ledger)
-    role = scene.role(rank.rank)
-    expected = "" if role == "bystander" else scene.fault.calls[0 if role == "faulty" else 1]
+    role = injection.role(rank.rank)
+    expected = "" if role == "nonmember" else injection.fault.calls[0 if role == "faulty" else 1]
     if not re.fullmatch(expected, calls):
         yield f"made the calls {calls!r}, not {expected!r}"
+
+
+def table(trials: Sequence[Trial]) -> list[str]:
+    """Returns the lines of a Markdown table: one row per fault and world; times are least / median / greatest."""
+    rows: dict[tuple[str, int], list[Trial]] = {}
+    for trial in trials:
+        rows.setdefault((trial.fault.name, trial.world), []).append(trial)
+    cells = [
+        ("fault", "ranks", "verdict", "blamed", "report s", "next case s", "right"),
+        *(_row(name, world, played) for (name, world), played in rows.items()),
+    ]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
+    ]
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+
+
+def _row(name: str, world: int, played: Sequence[Trial]) -> tuple[str, ...]:
+    right = sum(not trial.wrong for trial in played)
+    return (
+        name,
+        str(world),
+        ", ".join(sorted({trial.verdict for trial in played})),
+        _blamed(played),
+        _times([trial.report_s for trial in played]),
+        _times([trial.next_s for trial in played]),
+        ("yes" if right else "NO") if len(played) == 1 else f"{right} of {len(played)}",
+    )
+
+
+def _blamed(played: Sequence[Trial]) -> str:
+    """Names the ranks of one playing, and the rule of many: each has another faulty rank."""
+    if len(played) == 1:
+        return " and ".join(map(str, played[0].blamed)) or "nobody"
+    return played[0].fault.blamed
+
+
+def _times(seconds: Sequence[float]) -> str:
+    if len(seconds) == 1:
+        return f"{seconds[0]:.2f}"
+    return f"{min(seconds):.2f} / {median(seconds):.2f} / {max(seconds):.2f}"

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from .disagreement import Disagreement, blamed_of_classes, counted
 from .entry import Entry, group_words
-from .messages import check_messages
+from .send_recv import check_send_recv
 from .sizes import check_sizes
 
 _Group = tuple[str, tuple[int, ...]]  # its name and its ranks
@@ -38,7 +38,7 @@ def cross_check(ledgers: Mapping[int, Sequence[Entry]], cut: Collection[int] = (
     for (_, ranks), calls in groups.items():
         members = {rank: calls.get(rank, []) for rank in ranks if rank in ledgers}
         found += _check_group(ranks, members, cut)
-    found += check_messages(messages, cut)
+    found += check_send_recv(messages, cut)
     return tuple(sorted(found, key=lambda one: _when(one, found)))
 
 

@@ -18,39 +18,39 @@ class Handle(Work):
 
     Args:
         inner: The transport's handle.
-        settle: Called once, after the wait, before it returns; it may raise.
+        on_wait: Called once, after the wait, before it returns; it may raise.
         results: What `result` and the future's value are instead of the transport's own, if not None.
     """
 
-    def __init__(self, inner: Work, settle: Callable[[], None], results: list[Any] | None = None) -> None:
+    def __init__(self, inner: Work, on_wait: Callable[[], None], results: list[Any] | None = None) -> None:
         super().__init__()
         self._inner = inner
-        self._settle = settle
+        self._on_wait = on_wait
         self._results = results
         self._lock = threading.Lock()
-        self._settled = False
+        self._was_waited = False
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
         """Waits until the call has finished and its result is there."""
         done = self._inner.wait(*args, **kwargs)
-        self._settle_once()
+        self._mark_waited()
         return done
 
     def synchronize(self) -> None:
         """Makes the current stream wait."""
         self._inner.synchronize()
-        self._settle_once()
+        self._mark_waited()
 
     def block_current_stream(self) -> None:
         """Makes the current stream wait, without the host."""
         self._inner.block_current_stream()
-        self._settle_once()
+        self._mark_waited()
 
     def is_completed(self) -> bool:
         """Who polls until this is true has waited."""
         done = self._inner.is_completed()
         if done:
-            self._settle_once()
+            self._mark_waited()
         return done
 
     def get_future(self) -> Future[Any]:
@@ -58,13 +58,13 @@ class Handle(Work):
         future = self._inner.get_future()
         if self._results is not None:
             return future.then(self._after)
-        self._settle_once()  # from here on the future is waited for
+        self._mark_waited()  # from here on the future is waited for
         return future
 
     def result(self) -> list[Any]:
         """Returns the results of a call that has finished."""
         results = self._inner.result()
-        self._settle_once()
+        self._mark_waited()
         return results if self._results is None else self._results
 
     def is_success(self) -> bool:
@@ -83,9 +83,9 @@ class Handle(Work):
         return self._inner._source_rank()
 
     @property
-    def settled(self) -> bool:
+    def was_waited(self) -> bool:
         """Whether the caller has waited."""
-        return self._settled
+        return self._was_waited
 
     def seems_finished(self) -> bool:
         """Tells whether the transport is done; unlike `is_completed` no wait."""
@@ -93,11 +93,11 @@ class Handle(Work):
 
     def _after(self, future: Future[Any]) -> Any:
         future.value()  # raises what the collective raised
-        self._settle_once()
+        self._mark_waited()
         return self._results
 
-    def _settle_once(self) -> None:
+    def _mark_waited(self) -> None:
         with self._lock:  # to the end: another thread that waits must find the data delivered
-            if not self._settled:
-                self._settle()
-                self._settled = True
+            if not self._was_waited:
+                self._on_wait()
+                self._was_waited = True

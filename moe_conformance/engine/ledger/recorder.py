@@ -26,7 +26,7 @@ _VIRTUAL = os.path.join(os.path.dirname(_LEDGER), "virtual")
 _OWN_FILES = (os.path.dirname(torch.__file__) + os.sep, _LEDGER + os.sep, _VIRTUAL + os.sep, "<")
 
 
-class Ticket(NamedTuple):
+class RecordedCall(NamedTuple):
     """Stands for one recorded call."""
 
     order: int
@@ -48,7 +48,7 @@ class Recorder:
         self.calls = 0
         self._sequences: Counter[str] = Counter()
 
-    def issue(self, call: Call) -> Ticket:
+    def issue(self, call: Call) -> RecordedCall:
         """Records a call that is about to be made; of the contents of its tensors nothing is read."""
         where = caller()
         with self._lock:  # the numbers and the lines in the order in which the calls are made
@@ -59,18 +59,18 @@ class Recorder:
                 sequence = self._sequences[call.group.name] = self._sequences[call.group.name] + 1
             if order < MOST_CALLS:
                 self._write(_line(order, sequence, call, where).encode())
-        return Ticket(order, call.op, call.group.ranks, where)
+        return RecordedCall(order, call.op, call.group.ranks, where)
 
-    def reached(self, state: State, ticket: Ticket) -> None:
+    def reached(self, state: State, recorded: RecordedCall) -> None:
         """Records that a call has come further; of blocking ones it is known without."""
-        if ticket.order < MOST_CALLS:
+        if recorded.order < MOST_CALLS:
             with self._lock:
-                self._write(state_line(state, ticket.order))
+                self._write(state_line(state, recorded.order))
 
-    def hazard(self, kind: HazardKind, ticket: Ticket, where: str = "") -> None:
+    def hazard(self, kind: HazardKind, recorded: RecordedCall, where: str = "") -> None:
         """Records a hazard; `where` is the line that did it, if known."""
-        if ticket.order < MOST_CALLS:
-            line = hazard_line(Hazard(kind, ticket.order, ticket.op, ticket.ranks, ticket.where, where))
+        if recorded.order < MOST_CALLS:
+            line = hazard_line(Hazard(kind, recorded.order, recorded.op, recorded.ranks, recorded.where, where))
             with self._lock:
                 self._write(line)
 

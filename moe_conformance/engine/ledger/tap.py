@@ -16,7 +16,7 @@ from .entry import Asynchrony
 from .handle import Handle
 from .operators import Groups, Operator, functional_overloads, operators
 from .poison import Poisoned, can_poison
-from .recorder import Recorder, Ticket
+from .recorder import RecordedCall, Recorder
 from .watch import Watch
 
 _NOTHING = contextlib.nullcontext()
@@ -43,7 +43,7 @@ class Tap:
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
         self._write = write
-        self._session: _Session | None = None
+        self._recording: _Recording | None = None
         self._unwaited: list[Handle] = []  # C++ may still hold these and must find them alive
         self._functional_calls = threading.local()
         self._libraries = [torch.library.Library(name, "IMPL") for name in ("c10d", "_c10d_functional")]
@@ -56,33 +56,33 @@ class Tap:
     @contextlib.contextmanager
     def recording(self, asynchrony: Asynchrony = "plain") -> Iterator[None]:
         """Records what is called inside; what was not waited for when it ends without an exception is a hazard."""
-        session = self._session = _Session(Recorder(self._write), asynchrony)
+        recording = self._recording = _Recording(Recorder(self._write), asynchrony)
         try:
-            with session.watch or contextlib.nullcontext():
+            with recording.watch or contextlib.nullcontext():
                 yield
-            session.finish()
+            recording.finish()
         finally:
-            self._session = None
-            self._unwaited = [handle for handle in (*self._unwaited, *session.close()) if not handle.settled]
+            self._recording = None
+            self._unwaited = [handle for handle in (*self._unwaited, *recording.close()) if not handle.was_waited]
 
     def calls(self) -> int:
         """Returns how many calls were made since the recording began."""
-        return self._session.calls() if self._session is not None else 0
+        return self._recording.calls() if self._recording is not None else 0
 
     def in_flight(self) -> tuple[int, ...]:
         """Returns the numbers of the asynchronous calls that were not waited for so far."""
-        return self._session.in_flight() if self._session is not None else ()
+        return self._recording.in_flight() if self._recording is not None else ()
 
     def _kernel(self, operator: Operator) -> Callable[..., Any]:
         overload = operator.overload
 
         def kernel(keys: DispatchKeySet, *args: Any) -> Any:
             device = _device(keys)
-            session = self._session
-            if session is None or device is _META:
+            recording = self._recording
+            if recording is None or device is _META:
                 return overload.redispatch(device, *args)
             functional = getattr(self._functional_calls, "inside", False)
-            return session.run(operator, device, args, functional=functional)
+            return recording.run(operator, device, args, functional=functional)
 
         return kernel
 
@@ -101,12 +101,12 @@ class Tap:
 class _Pending:
     """A call that the caller has not waited for."""
 
-    ticket: Ticket
+    recorded: RecordedCall
     handle: Handle
     functional: bool
 
 
-class _Session:
+class _Recording:
     """The recording of one job."""
 
     def __init__(self, recorder: Recorder, asynchrony: Asynchrony) -> None:
@@ -129,9 +129,9 @@ class _Session:
     def run(self, operator: Operator, device: DispatchKeySet, args: tuple[Any, ...], *, functional: bool) -> Any:
         """Records a call, makes it, and returns what its operator returns, if asynchronous with a handle of ours."""
         call = operator.read(args, self._groups)
-        ticket = self._recorder.issue(call)
+        recorded = self._recorder.issue(call)
         if self.watch is not None:
-            self.watch.began(ticket, call)
+            self.watch.began(recorded, call)
         poisoned = Poisoned(operator, args, call) if self._poisons and can_poison(call) else None
         try:
             with self._delays.around(call.asynchronous) if self._delays is not None else _NOTHING:
@@ -143,18 +143,18 @@ class _Session:
         if not call.asynchronous or (work := operator.work(result)) is None:
             return result
         results = None if poisoned is None else list(call.outputs)
-        handle = Handle(work, lambda: self._settle(ticket, poisoned), results)
-        self._pending[ticket.order] = _Pending(ticket, handle, functional)
+        handle = Handle(work, lambda: self._on_wait(recorded, poisoned), results)
+        self._pending[recorded.order] = _Pending(recorded, handle, functional)
         return operator.result(args, handle)
 
     def finish(self) -> None:
         """Looks at what was not waited for by a function that has returned."""
         for pending in self._pending.values():
             if pending.handle.seems_finished():
-                self._recorder.reached("finished", pending.ticket)
+                self._recorder.reached("finished", pending.recorded)
             # Who uses the result of a functional collective waits for it without knowing; not to use it is no fault.
             if not pending.functional:
-                self._recorder.hazard("never waited", pending.ticket)
+                self._recorder.hazard("never waited", pending.recorded)
 
     def close(self) -> list[Handle]:
         """Ends the recording and returns the handles that were not waited for."""
@@ -162,16 +162,16 @@ class _Session:
         self._recorder.end()
         return [pending.handle for pending in self._pending.values()]
 
-    def _settle(self, ticket: Ticket, poisoned: Poisoned | None) -> None:
+    def _on_wait(self, recorded: RecordedCall, poisoned: Poisoned | None) -> None:
         """Ends a call that was waited for, perhaps long after the job that made it."""
         hazards = poisoned.deliver() if poisoned is not None else []
-        self._pending.pop(ticket.order, None)
+        self._pending.pop(recorded.order, None)
         if self._open:
             if self.watch is not None:
-                self.watch.ended(ticket)
+                self.watch.ended(recorded)
             for kind in hazards:
-                self._recorder.hazard(kind, ticket)
-            self._recorder.reached("waited", ticket)
+                self._recorder.hazard(kind, recorded)
+            self._recorder.reached("waited", recorded)
 
 
 def _device(keys: DispatchKeySet) -> DispatchKeySet:

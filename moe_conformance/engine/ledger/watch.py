@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .entry import HazardKind
 from .operators import Call
-from .recorder import Recorder, Ticket, caller
+from .recorder import RecordedCall, Recorder, caller
 
 # They look at the form of a tensor and not at its data, though their schema does not tell.
 _FORM_ONLY = frozenset(
@@ -57,7 +57,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Pending:
-    ticket: Ticket
+    recorded: RecordedCall
     inputs: tuple[_Part, ...]
     outputs: tuple[_Part, ...]
 
@@ -84,7 +84,7 @@ class Watch(TorchDispatchMode):
         """Keeps torch from importing its compiler for this mode, which takes seconds."""
         return False
 
-    def began(self, ticket: Ticket, call: Call) -> None:
+    def began(self, recorded: RecordedCall, call: Call) -> None:
         """Takes in a call that is about to be made; its own use of pending buffers is looked at too."""
         written = {id(tensor) for tensor in call.outputs}
         for tensor in (*call.inputs, *call.outputs):
@@ -92,11 +92,11 @@ class Watch(TorchDispatchMode):
         if call.asynchronous:
             inputs = tuple(_part(tensor) for tensor in call.inputs if tensor.numel() and id(tensor) not in written)
             outputs = tuple(_part(tensor) for tensor in call.outputs if tensor.numel())
-            self._pending[ticket.order] = _Pending(ticket, inputs, outputs)
+            self._pending[recorded.order] = _Pending(recorded, inputs, outputs)
 
-    def ended(self, ticket: Ticket) -> None:
+    def ended(self, recorded: RecordedCall) -> None:
         """Takes in that a call was waited for."""
-        self._pending.pop(ticket.order, None)
+        self._pending.pop(recorded.order, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -115,8 +115,8 @@ class Watch(TorchDispatchMode):
             return
         for pending in list(self._pending.values()):
             if (kind := pending.hazard(tensor, writes=writes)) is not None:
-                self._recorder.hazard(kind, pending.ticket, f"{caller() or 'an unknown line'} ({by})")
-                self.ended(pending.ticket)
+                self._recorder.hazard(kind, pending.recorded, f"{caller() or 'an unknown line'} ({by})")
+                self.ended(pending.recorded)
 
 
 @cache

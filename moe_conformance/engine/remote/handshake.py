@@ -2,12 +2,12 @@
 
 Everything is of a fixed size, so that no peer says how much is to be read. In order:
 
-    receiver -> caller   MAGIC, a nonce
-    caller -> receiver   MAGIC, a subject, a nonce, HMAC(secret, "caller" + subject + both nonces)
-    receiver -> caller   HMAC(secret, "receiver" + subject + both nonces)
+    server -> client   MAGIC, a nonce
+    client -> server   MAGIC, a subject, a nonce, HMAC(secret, "client" + subject + both nonces)
+    server -> client   HMAC(secret, "server" + subject + both nonces)
 
 Each end proves with a role of its own, so that to send back what was received proves nothing, and over both
-nonces, so that what was heard once is of no use again. The receiver proves nothing to a caller that has not.
+nonces, so that what was heard once is of no use again. The server proves nothing to a client that has not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from ..records import EngineError
 
-_MAGIC = b"ranks' outpost 1"  # the version of this protocol
+_MAGIC = b"ranks' agent 1"  # the version of this protocol
 _NONCE = 32
 _MAC = 32
 SUBJECT = 16  # bytes: what a connection is for
@@ -32,8 +32,8 @@ class HandshakeError(EngineError):
     """The other end did not prove that it knows the secret, or not in time."""
 
 
-class Doorkeeper:
-    """The receiver's half for one connection, fed with bytes as they come, so that one thread serves many.
+class ServerHandshake:
+    """The server's half for one connection, fed with bytes as they come, so that one thread serves many.
 
     Usage: send `greeting`; feed what arrives, at most `wants` bytes at a time, until `wants` is 0; then send
     `proof`, and the connection is for `subject`.
@@ -48,7 +48,7 @@ class Doorkeeper:
 
     @property
     def greeting(self) -> bytes:
-        """What the caller must be sent first."""
+        """What the client must be sent first."""
         return _MAGIC + self._nonce
 
     @property
@@ -60,33 +60,33 @@ class Doorkeeper:
         """Takes in what has arrived.
 
         Raises:
-            HandshakeError: the caller does not know the secret, or speaks of something else.
+            HandshakeError: the client does not know the secret, or speaks of something else.
         """
         self._heard += data
         known = min(len(self._heard), len(_MAGIC))
         if self._heard[:known] != _MAGIC[:known]:
-            raise HandshakeError("a caller used another protocol")
+            raise HandshakeError("a client used another protocol")
         if self.wants > 0:
             return
         subject, nonce, mac = _split(self._heard[len(_MAGIC) :], SUBJECT, _NONCE)
-        if not hmac.compare_digest(mac, _mac(self._secret, b"caller", subject, self._nonce, nonce)):
-            raise HandshakeError("a caller had the wrong secret")
+        if not hmac.compare_digest(mac, _mac(self._secret, b"client", subject, self._nonce, nonce)):
+            raise HandshakeError("a client had the wrong secret")
         self.subject = subject
-        self.proof = _mac(self._secret, b"receiver", subject, self._nonce, nonce)
+        self.proof = _mac(self._secret, b"server", subject, self._nonce, nonce)
 
 
-def call(end: socket.socket, secret: bytes, subject: bytes, *, greeting_s: float, limit_s: float) -> None:
-    """Does the caller's half on a connected socket, which is blocking afterwards.
+def client_handshake(end: socket.socket, secret: bytes, subject: bytes, *, greeting_s: float, limit_s: float) -> None:
+    """Does the client's half on a connected socket, which is blocking afterwards.
 
     Args:
         end: The socket; whoever called closes it after an error.
         secret: What both ends know.
         subject: SUBJECT bytes that say what the connection is for.
-        greeting_s: The time that the receiver has until its first word: it may be busy.
+        greeting_s: The time that the server has until its first word: it may be busy.
         limit_s: The time that the rest may take.
 
     Raises:
-        HandshakeError: the receiver does not know the secret, or was silent or too slow.
+        HandshakeError: the server does not know the secret, or was silent or too slow.
     """
     if len(subject) != SUBJECT:
         raise ValueError(f"a subject has {SUBJECT} bytes, not {len(subject)}")
@@ -98,11 +98,11 @@ def call(end: socket.socket, secret: bytes, subject: bytes, *, greeting_s: float
     ours = os.urandom(_NONCE)
     end.settimeout(left())
     try:
-        end.sendall(_MAGIC + subject + ours + _mac(secret, b"caller", subject, theirs, ours))
+        end.sendall(_MAGIC + subject + ours + _mac(secret, b"client", subject, theirs, ours))
     except OSError as error:
         raise HandshakeError(f"the connection was lost: {error}") from None
     proof = read_exactly(end, _MAC, left)
-    if not hmac.compare_digest(proof, _mac(secret, b"receiver", subject, theirs, ours)):
+    if not hmac.compare_digest(proof, _mac(secret, b"server", subject, theirs, ours)):
         raise HandshakeError("the process at the driver's address has the wrong secret")
     end.settimeout(None)
 
@@ -144,9 +144,9 @@ def read_exactly(end: socket.socket, size: int, left: Callable[[], float]) -> by
     return data
 
 
-def _mac(secret: bytes, role: bytes, subject: bytes, receivers: bytes, callers: bytes) -> bytes:
+def _mac(secret: bytes, role: bytes, subject: bytes, servers: bytes, clients: bytes) -> bytes:
     # No part is of a length that a peer chooses, so that no two messages look the same.
-    return hmac.digest(secret, role + b"\0" + subject + receivers + callers, "sha256")
+    return hmac.digest(secret, role + b"\0" + subject + servers + clients, "sha256")
 
 
 def _split(data: bytes, *sizes: int) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""What driver and outpost say to each other, once both have proved themselves."""
+"""What driver and agent say to each other, once both have proved themselves."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 
 import torch
 
-from ..host import Child, Place
-from ..rank import Station
+from ..hosts import Child, Placement
+from ..rank import RankSpec
 from .handshake import SUBJECT
 
 
 @dataclass(frozen=True)
-class Presence:
-    """The outpost's first message: where it is, for people and for ranks, and what it runs."""
+class AgentInfo:
+    """The agent's first message: where it is, for people and for ranks, and what it runs."""
 
     machine: str
-    place: Place
+    placement: Placement
     versions: Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Opening:
+class Setup:
     """Asks to make ready to fork ranks."""
 
     preload: tuple[str, ...]
@@ -34,14 +34,14 @@ class Opening:
 
 @dataclass(frozen=True)
 class Start:
-    """Asks to fork a rank, whose channel is a connection to the driver for the subject `ticket`."""
+    """Asks to fork a rank, whose channel is a connection to the driver for the subject `subject`."""
 
-    station: Station
-    ticket: bytes
+    spec: RankSpec
+    subject: bytes
 
 
 @dataclass(frozen=True)
-class Ask:
+class Invoke:
     """Asks to do with a rank what the local launcher has a method for."""
 
     method: str
@@ -50,7 +50,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Forget:
+class Kill:
     """Tells to kill a rank and to forget it; has no answer."""
 
     pid: int
@@ -58,11 +58,11 @@ class Forget:
 
 @dataclass(frozen=True)
 class Close:
-    """Tells to end all ranks and what forks them, until another Opening; has no answer."""
+    """Tells to end all ranks and what forks them, until another Setup; has no answer."""
 
 
 @dataclass(frozen=True)
-class Farewell:
+class Shutdown:
     """The driver's last message: the status with which the whole run ends; has no answer."""
 
     status: int
@@ -70,7 +70,7 @@ class Farewell:
 
 @dataclass(frozen=True)
 class Done:
-    """Answers Opening, Start (by the pid) or Ask."""
+    """Answers Setup, Start (by the pid) or Ask."""
 
     value: object = None
 
@@ -83,7 +83,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Ended:
+class Exited:
     """Says unasked that a rank has ended; `code` is negative for a signal."""
 
     pid: int
@@ -92,13 +92,13 @@ class Ended:
 
 @dataclass(frozen=True)
 class Failed:
-    """The outpost's last message, unasked: it cannot go on, and why."""
+    """The agent's last message, unasked: it cannot go on, and why."""
 
     reason: str
 
 
-Request = Opening | Start | Ask | Forget | Close | Farewell
-Reply = Done | Refused | Ended | Failed
+Request = Setup | Start | Invoke | Kill | Close | Shutdown
+Reply = Done | Refused | Exited | Failed
 
 
 def versions() -> dict[str, str]:
@@ -107,5 +107,5 @@ def versions() -> dict[str, str]:
 
 
 def control(rank: int) -> bytes:
-    """Returns the subject of an outpost's first connection."""
-    return f"outpost {rank}".encode().ljust(SUBJECT, b"\0")
+    """Returns the subject of an agent's first connection."""
+    return f"agent {rank}".encode().ljust(SUBJECT, b"\0")

@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from ..records import EngineError
 from . import secret, sockets
-from .handshake import call
-from .reception import Reception
+from .handshake import client_handshake
+from .listener import Listener
 
 FIND_LIMIT_S = 300.0  # until the driver's process has come as far as to listen: machines load at different speed
 _STEP_LIMIT_S = 30.0  # for what it does at once
@@ -60,7 +60,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Given:
+class UserSecret:
     """The secret that the user has set for all processes, or None, and the variable for it."""
 
     value: str | None
@@ -101,7 +101,7 @@ def launch_of(environment: Mapping[str, str]) -> Launch | None:
     return launch
 
 
-def announce(launch: Launch, given: Given) -> tuple[Reception, secret.SecretFile | None]:
+def announce(launch: Launch, given: UserSecret) -> tuple[Listener, secret.SecretFile | None]:
     """Opens the driver's listener and lets the other processes know where it is.
 
     Returns the listener, and the file with the secret if the user gave none: to be removed once all are here.
@@ -112,15 +112,15 @@ def announce(launch: Launch, given: Given) -> tuple[Reception, secret.SecretFile
     """
     file = _own_secret(launch, given)
     try:
-        reception = _listen(launch, _checked(given) if file is None else file.secret)
+        listener = _listen(launch, _checked(given) if file is None else file.secret)
         if launch.store:
-            where = {"address": reception.address, "port": reception.port, "secret": file.path if file else None}
+            where = {"address": listener.address, "port": listener.port, "secret": file.path if file else None}
             _store(launch).set(_key(launch), json.dumps(where))
     except BaseException:
         if file is not None:
             file.remove()
         raise
-    return reception, file
+    return listener, file
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Driver:
     port: int
     secret: bytes
 
-    def dial(self, subject: bytes, patience_s: float = _STEP_LIMIT_S) -> socket.socket:
+    def connect(self, subject: bytes, patience_s: float = _STEP_LIMIT_S) -> socket.socket:
         """Connects to the driver; both have proved themselves when this returns.
 
         Args:
@@ -148,14 +148,14 @@ class Driver:
             hint = "; MASTER_ADDR must be an address by which every machine reaches RANK 0's"
             raise EngineError(f"the driver does not listen at {where}: {error}{hint}") from None
         try:
-            call(end, self.secret, subject, greeting_s=patience_s, limit_s=_STEP_LIMIT_S)
+            client_handshake(end, self.secret, subject, greeting_s=patience_s, limit_s=_STEP_LIMIT_S)
         except BaseException:
             end.close()
             raise
         return end
 
 
-def find(launch: Launch, given: Given) -> Driver:
+def find_driver(launch: Launch, given: UserSecret) -> Driver:
     """Finds the driver, for another process of the launcher.
 
     Raises:
@@ -178,7 +178,7 @@ def find(launch: Launch, given: Given) -> Driver:
     return Driver(where["address"], where["port"], secret.read(where["secret"]))
 
 
-def _own_secret(launch: Launch, given: Given) -> secret.SecretFile | None:
+def _own_secret(launch: Launch, given: UserSecret) -> secret.SecretFile | None:
     if given.value is not None:
         return None
     if not _may_share_a_file(launch):
@@ -190,23 +190,23 @@ def _may_share_a_file(launch: Launch) -> bool:
     return launch.on_one_machine and launch.store
 
 
-def _no_secret(given: Given) -> EngineError:
+def _no_secret(given: UserSecret) -> EngineError:
     return EngineError(
         f"processes on several machines need a secret in common: set {given.variable} to the same text for all of "
         "them, for example what `openssl rand -hex 32` prints"
     )
 
 
-def _checked(given: Given) -> bytes:
+def _checked(given: UserSecret) -> bytes:
     assert given.value is not None
     return secret.checked(given.value, given.variable)
 
 
-def _listen(launch: Launch, known: bytes) -> Reception:
+def _listen(launch: Launch, known: bytes) -> Listener:
     if launch.on_one_machine and launch.store:
-        return Reception("127.0.0.1", known)
+        return Listener("127.0.0.1", known)
     try:
-        return Reception(sockets.resolve(launch.address), known, 0 if launch.store else launch.port)
+        return Listener(sockets.resolve(launch.address), known, 0 if launch.store else launch.port)
     except OSError as error:
         raise EngineError(
             f"the driver cannot listen at MASTER_ADDR {launch.address}: {error}; give the launcher an address of "

@@ -1,4 +1,4 @@
-"""TCP as driver and outposts use it: without delay, and noticing within seconds that a machine is gone."""
+"""TCP as driver and agents use it: without delay, and noticing within seconds that a machine is gone."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Work
 
 from ..store import FOREVER
-from .meeting import Awaited, Hall, House
-from .moves import REDUCTIONS, Call
-from .notes import Notes
+from .collectives import REDUCTIONS, Call
+from .matching import GroupState, PendingOp, WorldState
+from .recorder import MemoryRecorder
 
 BACKEND = "virtual"
 
 
-def install(house: House) -> None:
+def install(world_state: WorldState) -> None:
     """Makes every thread of this process a world of its own, and `virtual` a backend; for good."""
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
@@ -44,7 +44,7 @@ def install(house: House) -> None:
     def create(options: Any, _: object) -> VirtualGroup:
         members = tuple(options.global_ranks_in_group)
         rank = members[options.group_rank] if members else options.group_rank
-        return VirtualGroup(options.group_rank, house.hall(members, rank), str(options.group_id))
+        return VirtualGroup(options.group_rank, world_state.group_state(members, rank), str(options.group_id))
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
 
@@ -70,12 +70,12 @@ class VirtualGroup(dist.ProcessGroup):
     unless all others came earlier.
     """
 
-    def __init__(self, place: int, hall: Hall, name: str) -> None:
-        super().__init__(place, len(hall.ranks))  # type: ignore[call-arg]
-        self._place, self._hall, self._name = place, hall, name
-        self._notes = hall.house.notes[hall.ranks[place]]
+    def __init__(self, group_rank: int, group_state: GroupState, name: str) -> None:
+        super().__init__(group_rank, len(group_state.ranks))  # type: ignore[call-arg]
+        self._group_rank, self._group_state, self._name = group_rank, group_state, name
+        self._recorder = group_state.world_state.recorders[group_state.ranks[group_rank]]
         self._thread = threading.get_ident()
-        self._together: list[Work] | None = None  # between _start_coalescing and _end_coalescing
+        self._coalesced: list[Work] | None = None  # between _start_coalescing and _end_coalescing
 
     @property
     def group_name(self) -> str:
@@ -87,37 +87,37 @@ class VirtualGroup(dist.ProcessGroup):
         return BACKEND
 
     def __repr__(self) -> str:
-        return f"<virtual group, place {self._place} of ranks {self._hall.ranks}>"
+        return f"<virtual group, rank {self._group_rank} of ranks {self._group_state.ranks}>"
 
     # ---- collectives, by the names that torch calls them ---------------------------------------------------------
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._meet(Call("barrier"), opts)
+        return self._collective(Call("barrier"), opts)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        return self._meet(Call("all_reduce", _reduction(opts), send=tensors, receive=tensors), opts)
+        return self._collective(Call("all_reduce", _reduction(opts), send=tensors, receive=tensors), opts)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         call = Call("reduce", _reduction(opts), send=tensors, receive=tensors, root=opts.rootRank)
-        return self._meet(call, opts)
+        return self._collective(call, opts)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
-        return self._meet(Call("broadcast", send=tensors, receive=tensors, root=opts.rootRank), opts)
+        return self._collective(Call("broadcast", send=tensors, receive=tensors, root=opts.rootRank), opts)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
-        return self._meet(Call("all_gather", send=inputs, receive=outputs[0]), opts)
+        return self._collective(Call("all_gather", send=inputs, receive=outputs[0]), opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        return self._meet(Call("all_gather_into_tensor", send=[input], receive=[output]), opts)
+        return self._collective(Call("all_gather_into_tensor", send=[input], receive=[output]), opts)
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        return _All([self.all_gather_single(*pair) for pair in zip(outputs, inputs, strict=True)])
+        return _CoalescedWork([self.all_gather_single(*pair) for pair in zip(outputs, inputs, strict=True)])
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -126,33 +126,33 @@ class VirtualGroup(dist.ProcessGroup):
     ) -> Work:
         """`outputs[rank][number]` belongs to `inputs[number]`."""
         by_number = zip(*outputs, strict=True)
-        return _All([self.allgather([each], [one]) for each, one in zip(by_number, inputs, strict=True)])
+        return _CoalescedWork([self.allgather([each], [one]) for each, one in zip(by_number, inputs, strict=True)])
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
         receive = outputs[0] if outputs else ()
-        return self._meet(Call("gather", send=inputs, receive=receive, root=opts.rootRank), opts)
+        return self._collective(Call("gather", send=inputs, receive=receive, root=opts.rootRank), opts)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Work:
         send = inputs[0] if inputs else ()
-        return self._meet(Call("scatter", send=send, receive=outputs, root=opts.rootRank), opts)
+        return self._collective(Call("scatter", send=send, receive=outputs, root=opts.rootRank), opts)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
-        return self._meet(Call("reduce_scatter", _reduction(opts), send=inputs[0], receive=outputs), opts)
+        return self._collective(Call("reduce_scatter", _reduction(opts), send=inputs[0], receive=outputs), opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        return self._meet(Call("reduce_scatter_tensor", _reduction(opts), send=[input], receive=[output]), opts)
+        return self._collective(Call("reduce_scatter_tensor", _reduction(opts), send=[input], receive=[output]), opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        return _All([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+        return _CoalescedWork([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
-        return self._meet(Call("all_to_all", send=inputs, receive=outputs), opts)
+        return self._collective(Call("all_to_all", send=inputs, receive=outputs), opts)
 
     def all_to_all_single(
         self,
@@ -169,7 +169,7 @@ class VirtualGroup(dist.ProcessGroup):
             send_rows=self._rows("input", input, input_split_sizes),
             receive_rows=self._rows("output", output, output_split_sizes),
         )
-        return self._meet(call, opts)
+        return self._collective(call, opts)
 
     alltoall_base = all_to_all_single
 
@@ -177,15 +177,19 @@ class VirtualGroup(dist.ProcessGroup):
 
     def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int) -> Work:
         self._require_own_thread()
-        noted = self._notes.message("send", self._hall.name, self._hall.ranks, dstRank, tag, send=tensors)
-        self._hall.send(self._place, dstRank, tag, tensors[0])
-        return self._with_others(_Sent(self._notes, noted))
+        number = self._recorder.message(
+            "send", self._group_state.name, self._group_state.ranks, dstRank, tag, send=tensors
+        )
+        self._group_state.send(self._group_rank, dstRank, tag, tensors[0])
+        return self._coalesce(_SendWork(self._recorder, number))
 
     def recv(self, tensors: Sequence[Tensor], srcRank: int | None, tag: int) -> Work:
         self._require_own_thread()
-        noted = self._notes.message("recv", self._hall.name, self._hall.ranks, srcRank, tag, receive=tensors)
-        receipt = self._hall.receive(self._place, srcRank, tag, tensors[0])
-        return self._with_others(_One(self._hall, self._place, receipt, noted, tensors))
+        number = self._recorder.message(
+            "recv", self._group_state.name, self._group_state.ranks, srcRank, tag, receive=tensors
+        )
+        recv = self._group_state.receive(self._group_rank, srcRank, tag, tensors[0])
+        return self._coalesce(_CollectiveWork(self._group_state, self._group_rank, recv, number, tensors))
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
         return self.recv(tensors, None, tag)
@@ -193,31 +197,37 @@ class VirtualGroup(dist.ProcessGroup):
     # ---- coalescing ----------------------------------------------------------------------------------------------
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._together = []
+        self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        together, self._together = self._together or [], None
-        return _All(together)
+        coalesced, self._coalesced = self._coalesced or [], None
+        return _CoalescedWork(coalesced)
 
-    def _with_others(self, work: Work) -> Work:
-        if self._together is not None:
-            self._together.append(work)
+    def _coalesce(self, work: Work) -> Work:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
         return work
 
     # ---- how ---------------------------------------------------------------------------------------------------
 
-    def _meet(self, call: Call, opts: Any) -> Work:
+    def _collective(self, call: Call, opts: Any) -> Work:
         self._require_own_thread()
         for tensor in (*call.send, *call.receive):
             if tensor.layout is not torch.strided:
                 raise NotImplementedError(f"virtual ranks have no {call.kind} of {tensor.layout} tensors")
-        hall, asynchronous = self._hall, bool(getattr(opts, "asyncOp", False))
-        noted = self._notes.collective(call, hall.name, hall.ranks, self._place, asynchronous=asynchronous)
-        return self._with_others(_One(hall, self._place, hall.meet(self._place, call), noted, call.receive))
+        group_state, asynchronous = self._group_state, bool(getattr(opts, "asyncOp", False))
+        number = self._recorder.collective(
+            call, group_state.name, group_state.ranks, self._group_rank, asynchronous=asynchronous
+        )
+        return self._coalesce(
+            _CollectiveWork(
+                group_state, self._group_rank, group_state.collective(self._group_rank, call), number, call.receive
+            )
+        )
 
     def _rows(self, which: str, tensor: Tensor, splits: Sequence[int] | None) -> list[int]:
         """Returns how many rows there are for or from every rank; without splits all have the same."""
-        W, rows = len(self._hall.ranks), tensor.shape[0]
+        W, rows = len(self._group_state.ranks), tensor.shape[0]
         if not splits:
             if rows % W:
                 raise ValueError(f"all_to_all_single: {rows} rows of {which} do not divide over {W} ranks")
@@ -234,26 +244,28 @@ class VirtualGroup(dist.ProcessGroup):
             raise RuntimeError("a virtual rank communicates from its own thread only, not from one that it started")
 
 
-class _One(Work):
+class _CollectiveWork(Work):
     """What a rank waits for."""
 
-    def __init__(self, hall: Hall, place: int, awaited: Awaited, noted: int, results: Sequence[Tensor]) -> None:
+    def __init__(
+        self, group_state: GroupState, group_rank: int, pending: PendingOp, number: int, results: Sequence[Tensor]
+    ) -> None:
         super().__init__()
-        self._hall, self._place, self._awaited, self._noted = hall, place, awaited, noted
+        self._group_state, self._group_rank, self._pending, self._number = group_state, group_rank, pending, number
         self._results = list(results)
 
     def wait(self, timeout: Any = None) -> bool:
-        house = self._hall.house
-        house.wait(self._awaited, self._place)
-        house.notes[self._hall.ranks[self._place]].waited(self._noted)
+        world_state = self._group_state.world_state
+        world_state.wait(self._pending, self._group_rank)
+        world_state.recorders[self._group_state.ranks[self._group_rank]].waited(self._number)
         return True
 
     def is_completed(self) -> bool:
         """Tell; who asks in a loop waits for ever, since no other rank runs meanwhile."""
-        return self._awaited.done
+        return self._pending.done
 
     def is_success(self) -> bool:
-        return self._awaited.done and self._place not in self._awaited.errors
+        return self._pending.done and self._group_rank not in self._pending.errors
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Wait, and return a future that is done and holds what was received."""
@@ -264,21 +276,21 @@ class _One(Work):
         return self._results
 
     def source_rank(self) -> int:
-        source: int = getattr(self._awaited, "source", None) or 0
+        source: int = getattr(self._pending, "source", None) or 0
         return source
 
     _source_rank = source_rank
 
 
-class _Sent(Work):
+class _SendWork(Work):
     """A message that is on its way: nobody waits for it."""
 
-    def __init__(self, notes: Notes, noted: int) -> None:
+    def __init__(self, recorders: MemoryRecorder, number: int) -> None:
         super().__init__()
-        self._notes, self._noted = notes, noted
+        self._recorder, self._number = recorders, number
 
     def wait(self, timeout: Any = None) -> bool:
-        self._notes.waited(self._noted)
+        self._recorder.waited(self._number)
         return True
 
     def is_completed(self) -> bool:
@@ -296,7 +308,7 @@ class _Sent(Work):
         return _done([])
 
 
-class _All(Work):
+class _CoalescedWork(Work):
     """Several at once."""
 
     def __init__(self, works: Sequence[Work]) -> None:

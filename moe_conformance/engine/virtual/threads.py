@@ -24,19 +24,19 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from .. import offspring, wire
+from .. import processes, wire
 from ..faults import describe
-from ..ledger.book import Book
+from ..job_message import Task
 from ..ledger.entry import Entry
-from ..leftovers import difference, surroundings
-from ..parcel import Task
-from ..rank import LARGEST_RESULT, Answer, Returned, Station, UnsendableResultError, find, flush, same
+from ..ledger.ledger_file import LedgerFile
+from ..leftovers import difference, process_state
+from ..rank import LARGEST_RESULT, Answer, RankSpec, Returned, UnsendableResultError, find, flush, same
 from ..records import NO_ANSWER, Partition, RankContext
 from ..transport import device_of
 from . import group
-from .meeting import House
-from .private import Private
-from .turns import Turns
+from .matching import WorldState
+from .rank_state import PerRankState
+from .scheduler import Scheduler
 
 _M_ARENA_MAX = -8  # of mallopt(3)
 
@@ -45,13 +45,14 @@ _M_ARENA_MAX = -8  # of mallopt(3)
 class Order:
     """What is sent to a virtual world: a job, and how long it may take.
 
-    The payload's buffers follow, then of each rank those of its own; `own` holds their numbers, if there are any.
+    The buffers of the payload follow, then those of the rank payloads. `rank_buffers` holds how many of the latter each
+    rank has; it is empty if the job has no rank payloads.
     """
 
     number: int
     task: Task
     deadline_s: float
-    own: tuple[int, ...] = ()
+    rank_buffers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,24 +73,24 @@ class End:
     ledger: tuple[Entry, ...] = ()
 
 
-def serve(channel: wire.Channel, station: Station, ledger: int) -> NoReturn:
+def serve(channel: wire.Channel, spec: RankSpec, ledger: int) -> NoReturn:
     """Runs a virtual world until its process ends; its first answer, to job 0, says whether its ranks could join.
 
     `ledger` is the descriptor of a file. The last line written there is the rank that has the floor, for whoever looks
     at it after the death of the process.
     """
     torch.set_num_threads(1)
-    offspring.adopt()  # so that it is seen what a function leaves behind
+    processes.become_subreaper()  # so that it is seen what a function leaves behind
     _use_one_heap()
     with contextlib.suppress(EOFError, OSError):  # of the channel: the driver has closed its end
         try:
-            ranks = _Ranks(station, ledger)
+            ranks = _Ranks(spec, ledger)
         except BaseException as error:
             channel.send(wire.dumps(Answer(0, "unprepared", describe(error))))
             os._exit(0)
         channel.send(wire.dumps(Answer(0, "returned")))
-        while ranks.whole:
-            channel.send(ranks.do(channel.receive()))
+        while ranks.usable:
+            channel.send(ranks.run(channel.receive()))
     os._exit(0)
 
 
@@ -106,38 +107,38 @@ class _Work:
     order: Order
     function: Callable[[RankContext, Any], Any]
     payload: Any
-    own: Sequence[Any]  # by rank
+    rank_payloads: Sequence[Any]  # by rank
     answers: dict[int, tuple[Answer, list[wire.Buffer]]] = field(default_factory=dict)
 
 
 class _Ranks:
     """The threads, which stay for the next job as long as all of them return and leave nothing behind."""
 
-    def __init__(self, station: Station, ledger: int) -> None:
-        self._size = station.world
-        self._device = station.device
-        self._ledger = Book(ledger)
-        self._private = Private(station.world, gpu=station.device != "cpu")
-        self._turns = Turns(station.world, self._private.leave, self._take_floor)
-        self._house = House(station.world, self._turns)
-        self._holder = 0
+    def __init__(self, spec: RankSpec, ledger: int) -> None:
+        self._size = spec.world
+        self._device = spec.device
+        self._ledger = LedgerFile(ledger)
+        self._per_rank_state = PerRankState(spec.world, gpu=spec.device != "cpu")
+        self._scheduler = Scheduler(spec.world, self._per_rank_state.save, self._on_acquire)
+        self._world_state = WorldState(spec.world, self._scheduler)
+        self._running_rank = 0
         self._work: _Work | None = None
         self._failure: BaseException | None = None  # while joining
-        self.whole = True
-        group.install(self._house)
+        self.usable = True
+        group.install(self._world_state)
         store = HashStore()
         self._threads = [
-            threading.Thread(target=self._live, args=(rank, store), name=f"rank {rank}", daemon=True)
-            for rank in range(station.world)
+            threading.Thread(target=self._run_rank, args=(rank, store), name=f"rank {rank}", daemon=True)
+            for rank in range(spec.world)
         ]
         for thread in self._threads:
             thread.start()
-        self._turns.begin()
-        self._turns.quiet()
+        self._scheduler.start()
+        self._scheduler.wait_until_idle()
         if self._failure is not None:
             raise self._failure
 
-    def do(self, message: list[bytearray]) -> list[wire.Buffer]:
+    def run(self, message: list[bytearray]) -> list[wire.Buffer]:
         """Runs a job on all ranks and returns the message that says how it ended on each."""
         began = time.monotonic()
         order: Order = wire.loads(message[:1])
@@ -146,20 +147,20 @@ class _Ranks:
         try:
             function = find(order.task.function)
             payload = wire.loads(list(islice(rest, order.task.buffers)))
-            own = [wire.loads(list(islice(rest, count))) for count in order.own] or [None] * self._size
+            rank_payloads = [wire.loads(list(islice(rest, count))) for count in order.rank_buffers]
         except BaseException as error:
-            self.whole = False
+            self.usable = False
             unprepared = Answer(order.number, "unprepared", describe(error))
             return wire.dumps([End(unprepared) for _ in range(self._size)])
-        self._work = _Work(order, function, payload, own)
-        for notes in self._house.notes:
-            notes.clear()
-        self._turns.begin()
-        in_time = self._turns.quiet(began + order.deadline_s - time.monotonic())
+        self._work = _Work(order, function, payload, rank_payloads or [None] * self._size)
+        for recorders in self._world_state.recorders:
+            recorders.clear()
+        self._scheduler.start()
+        in_time = self._scheduler.wait_until_idle(began + order.deadline_s - time.monotonic())
         answers = dict(self._work.answers)
         ends, buffers = [], []
         for rank in range(self._size):
-            ledger = self._house.notes[rank].entries()
+            ledger = self._world_state.recorders[rank].entries()
             if rank in answers:
                 answer, value = answers[rank]
                 ends.append(End(answer, ledger=ledger))
@@ -168,52 +169,52 @@ class _Ranks:
                 ends.append(End(stuck=self._stuck(rank, None if in_time else order.deadline_s), ledger=ledger))
         self._work = None
         flush()
-        self.whole = all(end.answer is not None and not end.answer.last for end in ends)
+        self.usable = all(end.answer is not None and not end.answer.last for end in ends)
         return [*wire.dumps(ends), *buffers]
 
-    def _take_floor(self, rank: int) -> None:
-        self._holder = rank
+    def _on_acquire(self, rank: int) -> None:
+        self._running_rank = rank
         self._ledger.write(b"%d\n" % rank)
-        self._private.enter(rank)
+        self._per_rank_state.restore(rank)
 
-    def _live(self, rank: int, store: HashStore) -> None:
+    def _run_rank(self, rank: int, store: HashStore) -> None:
         """Runs one rank, job after job."""
-        self._turns.enter(rank)
+        self._scheduler.acquire(rank)
         try:
-            home = _Home(rank, self._size, self._device, store, self._house.notes[rank].calls)
+            state = _RankState(rank, self._size, self._device, store, self._world_state.recorders[rank].calls)
         except BaseException as error:
             self._failure = error
-            self._turns.leave(rank)
+            self._scheduler.release(rank)
             return
         while True:
-            self._turns.leave(rank)
-            self._turns.enter(rank)
+            self._scheduler.release(rank)
+            self._scheduler.acquire(rank)
             work = self._work
             assert work is not None
-            answer, value = _do(home, work, work.own[rank])
+            answer, value = _run_job(state, work, work.rank_payloads[rank])
             work.answers[rank] = (answer, value)
             if answer.fault is not None:
                 why = "" if answer.fault.connection_lost else f": {answer.fault.error}"
-                self._house.lose(rank, f"rank {rank} has failed{why}")
+                self._world_state.mark_gone(rank, f"rank {rank} has failed{why}")
 
     def _stuck(self, rank: int, deadline_s: float | None) -> Stuck:
         """Says what a rank without an answer does; `deadline_s` if it has passed, None if nobody can go on."""
-        awaited = self._house.awaited.get(rank)
+        pending = self._world_state.pending.get(rank)
         stack = _stack(self._threads[rank])
         why = "" if deadline_s is None else f"{NO_ANSWER} {deadline_s:.1f} s: "
-        if awaited is not None:
+        if pending is not None:
             end = "" if deadline_s is not None else ", and no rank can continue"
-            return Stuck(f"{why}{awaited.sentence}{end}", stack, True)
-        if rank == self._holder:
-            return Stuck(f"{why}{_place(self._threads[rank])}", stack, False)
-        return Stuck(f"{why}could continue, but rank {self._holder} is running", stack, True)
+            return Stuck(f"{why}{pending.sentence}{end}", stack, True)
+        if rank == self._running_rank:
+            return Stuck(f"{why}{_location(self._threads[rank])}", stack, False)
+        return Stuck(f"{why}could continue, but rank {self._running_rank} is running", stack, True)
 
 
-def _do(home: _Home, work: _Work, own: Any) -> tuple[Answer, list[wire.Buffer]]:
+def _run_job(state: _RankState, work: _Work, rank_payload: Any) -> tuple[Answer, list[wire.Buffer]]:
     """Runs a job on one rank."""
     number, began = work.order.number, time.monotonic()
     try:
-        context = home.context(work.order.task.groups, own)
+        context = state.context(work.order.task.groups, rank_payload)
     except BaseException as error:
         return Answer(number, "unprepared", describe(error)), []
     held = dict(context.kept)
@@ -228,13 +229,13 @@ def _do(home: _Home, work: _Work, own: Any) -> tuple[Answer, list[wire.Buffer]]:
         return Answer(number, "raised", describe(lost)), []
     try:
         buffers = wire.dumps(value, LARGEST_RESULT)
-        left = home.left(lasting=not same(held, context.kept))
+        left = state.left(lasting=not same(held, context.kept))
         return Answer(number, "returned", returned=(Returned(len(buffers), time.monotonic() - began, left),)), buffers
     except BaseException as error:
         return Answer(number, "raised", describe(UnsendableResultError(value, error))), []
 
 
-class _Home:
+class _RankState:
     """A rank's process group, its device, and the groups made so far."""
 
     def __init__(self, rank: int, world: int, device: str, store: HashStore, calls: Callable[[], int]) -> None:
@@ -245,9 +246,9 @@ class _Home:
         group.join(rank, world, store)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._kept: dict[str, Any] = {}
-        self._surroundings = surroundings()
+        self._process_state = process_state()
 
-    def context(self, partitions: Mapping[str, Partition], own: Any) -> RankContext:
+    def context(self, partitions: Mapping[str, Partition], rank_payload: Any) -> RankContext:
         """Makes this rank's groups that do not exist yet."""
         mine: dict[str, dist.ProcessGroup] = {}
         for name, partition in partitions.items():
@@ -257,12 +258,12 @@ class _Home:
                 if ranks not in self._groups:
                     self._groups[ranks] = group.new_group(ranks)
                 mine[name] = self._groups[ranks]
-        return RankContext(self._rank, self._world, self._device, mine, self._kept, self._calls, own)
+        return RankContext(self._rank, self._world, self._device, mine, self._kept, self._calls, rank_payload)
 
     def left(self, *, lasting: bool) -> tuple[str, ...]:
         """Returns what differs in the process from when this was last asked; nothing if it was made to last."""
-        before, self._surroundings = self._surroundings, surroundings(len(self._groups))
-        return () if lasting else difference(before, self._surroundings)
+        before, self._process_state = self._process_state, process_state(len(self._groups))
+        return () if lasting else difference(before, self._process_state)
 
 
 def _stack(thread: threading.Thread) -> str:
@@ -271,7 +272,7 @@ def _stack(thread: threading.Thread) -> str:
     return "\n".join([f"Thread {thread.name} (most recent call first):", *lines])
 
 
-def _place(thread: threading.Thread) -> str:
+def _location(thread: threading.Thread) -> str:
     frames = _frames(thread)
     if not frames:
         return "it is about to return"
@@ -282,6 +283,6 @@ def _place(thread: threading.Thread) -> str:
 def _frames(thread: threading.Thread) -> list[tuple[str, int, str]]:
     frame = sys._current_frames().get(thread.ident or 0)
     found = [(each.filename, each.lineno or 0, each.name) for each in reversed(traceback.extract_stack(frame))]
-    own = os.path.dirname(__file__)
-    outer = [frame for frame in found if not frame[0].startswith(own) and frame[0] != threading.__file__]
+    folder = os.path.dirname(__file__)
+    outer = [frame for frame in found if not frame[0].startswith(folder) and frame[0] != threading.__file__]
     return outer

@@ -13,32 +13,32 @@ from itertools import chain, islice
 from .. import blame, stacks, wire
 from ..blame import Finding, raised
 from ..faults import one_line, type_name
-from ..host import Host, RankProcess
+from ..hosts import Hosts, RankProcess
 from ..infrastructure import classify
-from ..launcher import describe_exit
-from ..parcel import Parcel
-from ..rank import Answer, Station
+from ..job_message import PackedJob
+from ..local_host import describe_exit
+from ..rank import Answer, RankSpec
 from ..records import NO_ANSWER, EngineError, Job, JobResult, RankResult
-from ..running import Begun
+from ..running import StartedJobs
 from .threads import End, Order
 
 _START_LIMIT_S = 120.0
 _GRACE_S = 1.0  # beyond the deadline, in which the process itself says who hangs; it cannot where the GIL is held
-_WAITS = re.compile(r'first\):\n  File ".*/engine/virtual/turns\.py"')  # for the floor, or for all to be done
+_WAITS = re.compile(r'first\):\n  File ".*/engine/virtual/scheduler\.py"')  # for the floor, or for all to be done
 
 
 @dataclass(frozen=True)
-class _Begun:
+class _StartedJobs:
     world: VirtualWorld
     job: Job
     began: float
 
     @property
     def ready(self) -> bool:
-        """Never, as for `settle`."""
+        """Never, as for `wait`."""
         return False
 
-    def settle(self) -> bool:
+    def wait(self) -> bool:
         """Never: one process answers for all of its ranks, and what they left behind is known once that is read."""
         return False
 
@@ -50,42 +50,44 @@ class _Begun:
 class VirtualWorld:
     """Ranks of one world size, as threads of one process; it is replaced after a fault, as other worlds are."""
 
-    def __init__(self, size: int, device: str, host: Host) -> None:
-        self._size, self._host = size, host
-        self._station = Station(
+    def __init__(self, size: int, device: str, hosts: Hosts) -> None:
+        self._size, self._hosts = size, hosts
+        self._spec = RankSpec(
             rank=0, device=device, world=size, transport="", address="", port=0, prefix="", virtual=True
         )
         self._process: RankProcess | None = None
         self.stops = 0
 
-    def start(self, number: int, parcels: Sequence[Parcel]) -> Begun:
+    def start(self, number: int, packed_jobs: Sequence[PackedJob]) -> StartedJobs:
         """Sends one job to the ranks; `number` is never used twice.
 
         Raises:
             EngineError: the ranks could not start, or the job asks for more than "plain" asynchrony.
         """
-        (parcel,) = parcels
-        job = parcel.job
+        (packed_job,) = packed_jobs
+        job = packed_job.job
         if job.asynchrony != "plain":
             raise EngineError(f"virtual ranks have no {job.asynchrony} collectives; run the job on real ones")
         try:
             process = self._ensure()
-            begun = _Begun(self, job, time.monotonic())
-            order = Order(number, parcel.task, job.deadline_s, tuple(map(len, parcel.own)))
+            started = _StartedJobs(self, job, time.monotonic())
+            order = Order(number, packed_job.task, job.deadline_s, tuple(map(len, packed_job.rank_payloads)))
             process.channel.socket.settimeout(job.deadline_s)
-            self._host.begin([process])
+            self._hosts.begin([process])
             with contextlib.suppress(OSError):  # it has just ended, or is stopped: there will be no answer
-                process.channel.send([*wire.dumps(order), *parcel.payload, *chain.from_iterable(parcel.own)])
-            return begun
+                process.channel.send(
+                    [*wire.dumps(order), *packed_job.payload, *chain.from_iterable(packed_job.rank_payloads)]
+                )
+            return started
         except BaseException:
             self.stop()
             raise
 
-    def collect(self, begun: _Begun) -> JobResult:
+    def collect(self, started: _StartedJobs) -> JobResult:
         """Waits for a job that was started."""
         try:
-            findings = self._findings(begun)
-            seconds = time.monotonic() - begun.began
+            findings = self._findings(started)
+            seconds = time.monotonic() - started.began
             disagreements = blame.disagreements(findings)
             results = blame.assign(findings, disagreements)
             result = JobResult(self._with_output(results), seconds, disagreements)
@@ -100,23 +102,23 @@ class VirtualWorld:
         """Kills the process; the next job starts another."""
         self.stops += 1
         if self._process is not None:
-            self._host.drop(self._process)
+            self._hosts.drop(self._process)
             self._process = None
 
     def _ensure(self) -> RankProcess:
-        self._host.collect()
-        if self._process is not None and self._host.exit_code(self._process) is None:
+        self._hosts.collect()
+        if self._process is not None and self._hosts.exit_code(self._process) is None:
             return self._process
         self.stop()
         who = f"the process of {self._size} virtual ranks"
-        self._process = process = self._host.start([self._station])[0]
+        self._process = process = self._hosts.start([self._spec])[0]
         process.channel.socket.settimeout(_START_LIMIT_S)
         try:
             answer: Answer = wire.loads(process.channel.receive())
         except TimeoutError:
             raise EngineError(f"{who} had not started after {_START_LIMIT_S} s") from None
         except (EOFError, OSError):
-            code = self._host.wait(process, patience_s=1.0)
+            code = self._hosts.wait(process, patience_s=1.0)
             how = "closed its channel" if code is None else describe_exit(code)
             raise EngineError(f"{who} ended while it was starting: {how}") from None
         if answer.fault is not None:
@@ -125,21 +127,21 @@ class VirtualWorld:
 
     # ---- what became of the job ----------------------------------------------------------------------------------
 
-    def _findings(self, begun: _Begun) -> list[Finding]:
+    def _findings(self, started: _StartedJobs) -> list[Finding]:
         assert self._process is not None
-        message = self._hear(self._process, begun)
+        message = self._receive(self._process, started)
         if message is not None:
-            return _read(message, begun.job)
-        code = self._host.exit_code(self._process)
+            return _read(message, started.job)
+        code = self._hosts.exit_code(self._process)
         if code is not None:
             return self._died(self._process, code)
-        return self._unresponsive(self._process, begun.job.deadline_s)
+        return self._unresponsive(self._process, started.job.deadline_s)
 
-    def _hear(self, process: RankProcess, begun: _Begun) -> list[bytearray] | None:
+    def _receive(self, process: RankProcess, started: _StartedJobs) -> list[bytearray] | None:
         """Returns the message in which the process answers, or None if it has ended or its time is up."""
-        until = begun.began + begun.job.deadline_s + _GRACE_S
+        until = started.began + started.job.deadline_s + _GRACE_S
         with selectors.DefaultSelector() as selector:
-            for waker in self._host.wakers():
+            for waker in self._hosts.wakers():
                 selector.register(waker, selectors.EVENT_READ)
             selector.register(process.channel, selectors.EVENT_READ)
             while True:
@@ -148,43 +150,43 @@ class VirtualWorld:
                 if process.channel.readable():  # in time, even if it is taken in late: the driver has other work
                     with contextlib.suppress(EOFError, OSError):
                         return process.channel.receive()
-                    self._host.wait(process, patience_s=1.0)
+                    self._hosts.wait(process, patience_s=1.0)
                     return None
-                self._host.collect()
-                if self._host.exit_code(process) is not None or not events:
+                self._hosts.collect()
+                if self._hosts.exit_code(process) is not None or not events:
                     return None
 
     def _died(self, process: RankProcess, code: int) -> list[Finding]:
         how = describe_exit(code) + ("" if code < 0 else " before it answered")
-        holder = self._holder(process)
-        dump = self._host.last_stacks(process) or None
-        if holder is None:
+        running = self._running_rank(process)
+        dump = self._hosts.last_stacks(process) or None
+        if running is None:
             return [Finding(RankResult(rank, "died", error=how, traceback=dump)) for rank in range(self._size)]
-        others = f"its process, which it shares, was ended while rank {holder} ran: {how}"
+        others = f"its process, which it shares, was ended while rank {running} ran: {how}"
         return [
             Finding(RankResult(rank, "died", error=how, traceback=dump))
-            if rank == holder
+            if rank == running
             else Finding(RankResult(rank, "died", error=others), waits=True)
             for rank in range(self._size)
         ]
 
     def _unresponsive(self, process: RankProcess, deadline_s: float) -> list[Finding]:
         """Says who hangs where the process cannot say it: a rank holds the interpreter's lock, or all is stopped."""
-        text = _running_block(self._host.stacks([process])[process.rank])
-        holder = self._holder(process)
+        text = _running_block(self._hosts.stacks([process])[process.rank])
+        running = self._running_rank(process)
         why = f"{NO_ANSWER} {deadline_s:.1f} s"
         return [
-            Finding(RankResult(rank, "hung", error=f"{why}: {stacks.place(text)}", traceback=text or None))
-            if rank == holder
+            Finding(RankResult(rank, "hung", error=f"{why}: {stacks.location(text)}", traceback=text or None))
+            if rank == running
             else Finding(
-                RankResult(rank, "hung", error=f"{why}: rank {holder} ran without yielding to the others"), waits=True
+                RankResult(rank, "hung", error=f"{why}: rank {running} ran without yielding to the others"), waits=True
             )
             for rank in range(self._size)
         ]
 
-    def _holder(self, process: RankProcess) -> int | None:
+    def _running_rank(self, process: RankProcess) -> int | None:
         """Returns the rank that had the floor last."""
-        lines = self._host.ledgers([process])[process.rank].split(b"\n")
+        lines = self._hosts.ledgers([process])[process.rank].split(b"\n")
         return int(lines[-2]) if len(lines) > 1 else None
 
     def _with_output(self, results: Sequence[RankResult]) -> tuple[RankResult, ...]:
@@ -192,12 +194,12 @@ class VirtualWorld:
         assert self._process is not None
         if all(result.status == "ok" for result in results):
             return tuple(results)
-        printed = self._host.printed(self._process) or None
+        printed = self._hosts.printed(self._process) or None
         found = []
         for result in results:
             if result.status != "ok" and not result.secondary:
-                told = "\n".join(filter(None, (result.error, result.traceback, printed)))
-                result = replace(result, output=printed, infrastructure=classify(told))
+                text = "\n".join(filter(None, (result.error, result.traceback, printed)))
+                result = replace(result, output=printed, infrastructure=classify(text))
             found.append(result)
         return tuple(found)
 

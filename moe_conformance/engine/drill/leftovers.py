@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .. import RankContext
-from .plot import Plot, meet
+from .injection import Target, sum_over
 
 VARIABLE = "ENGINE_DRILL_LEFT_BEHIND"
 
@@ -28,97 +28,97 @@ class BreaksOnTheDriver:
         return {"a": 1}
 
 
-def return_what_cannot_be_sent(context: RankContext, plot: Plot) -> Any:
+def return_what_cannot_be_sent(context: RankContext, target: Target) -> Any:
     """The faulty rank returns a generator."""
-    meet()
-    return (n for n in range(3)) if context.rank == plot.faulty else "returned"
+    sum_over()
+    return (n for n in range(3)) if context.rank == target.faulty else "returned"
 
 
-def return_what_cannot_be_loaded(context: RankContext, plot: Plot) -> Any:
+def return_what_cannot_be_loaded(context: RankContext, target: Target) -> Any:
     """The faulty rank returns an object that raises when the driver loads it."""
-    meet()
-    return BreaksOnTheDriver() if context.rank == plot.faulty else "returned"
+    sum_over()
+    return BreaksOnTheDriver() if context.rank == target.faulty else "returned"
 
 
-def return_too_much(context: RankContext, plot: Plot) -> Any:
+def return_too_much(context: RankContext, target: Target) -> Any:
     """The faulty rank returns a terabyte, of which only 4 bytes exist."""
-    meet()
-    return torch.ones(1).expand(1 << 38) if context.rank == plot.faulty else "returned"
+    sum_over()
+    return torch.ones(1).expand(1 << 38) if context.rank == target.faulty else "returned"
 
 
-def leave_a_thread(context: RankContext, plot: Plot) -> str:
+def leave_a_thread(context: RankContext, target: Target) -> str:
     """The faulty rank leaves a thread behind."""
-    meet()
-    if context.rank == plot.faulty:
+    sum_over()
+    if context.rank == target.faulty:
         threading.Thread(target=threading.Event().wait, name="left-behind", daemon=True).start()
     return "returned"
 
 
-def leave_a_group(context: RankContext, plot: Plot) -> str:
+def leave_a_group(context: RankContext, target: Target) -> str:
     """All ranks make a group, as a library does that is not given one."""
-    meet()
+    sum_over()
     dist.new_group()
     return "returned"
 
 
-def leave_variables(context: RankContext, plot: Plot) -> str:
+def leave_variables(context: RankContext, target: Target) -> str:
     """The faulty rank adds an environment variable and removes another."""
-    meet()
-    if context.rank == plot.faulty:
+    sum_over()
+    if context.rank == target.faulty:
         os.environ[VARIABLE] = "1"
         del os.environ["OMP_NUM_THREADS"]
     return "returned"
 
 
-def leave_a_default_dtype(context: RankContext, plot: Plot) -> str:
+def leave_a_default_dtype(context: RankContext, target: Target) -> str:
     """The faulty rank changes the default dtype and switches gradients off."""
-    meet()
-    if context.rank == plot.faulty:
+    sum_over()
+    if context.rank == target.faulty:
         torch.set_default_dtype(torch.float64)
         torch.set_grad_enabled(False)
     return "returned"
 
 
-def leave_children(context: RankContext, plot: Plot) -> str:
+def leave_children(context: RankContext, target: Target) -> str:
     """The faulty rank starts processes that would outlive it; one has left its session."""
-    meet()
-    if context.rank == plot.faulty:
+    sum_over()
+    if context.rank == target.faulty:
         for own_session in (False, True):
             subprocess.Popen(["sleep", "600"], start_new_session=own_session)
     return "returned"
 
 
-def leave_children_and_die(context: RankContext, plot: Plot) -> str:
+def leave_children_and_die(context: RankContext, target: Target) -> str:
     """The faulty rank starts processes as before, and then exits."""
-    leave_children(context, plot)
-    if context.rank == plot.faulty:
+    leave_children(context, target)
+    if context.rank == target.faulty:
         os._exit(7)
-    meet()
+    sum_over()
     return "returned"
 
 
-def close_the_channel(context: RankContext, plot: Plot) -> str:
+def close_the_channel(context: RankContext, target: Target) -> str:
     """The faulty rank closes every local socket, and so the one through which it would answer."""
-    meet()
-    if context.rank == plot.faulty:
+    sum_over()
+    if context.rank == target.faulty:
         for descriptor in _local_sockets():
             os.close(descriptor)
     return "returned"
 
 
-def write_into_the_channel(context: RankContext, plot: Plot) -> str:
+def write_into_the_channel(context: RankContext, target: Target) -> str:
     """The faulty rank writes into every local socket, as one does that has the wrong descriptor."""
-    meet()
-    if context.rank == plot.faulty:
+    sum_over()
+    if context.rank == target.faulty:
         for descriptor in _local_sockets():
             os.write(descriptor, b"drilled\n")
     return "returned"
 
 
-def destroy_the_default_group(context: RankContext, plot: Plot) -> str:
+def destroy_the_default_group(context: RankContext, target: Target) -> str:
     """The faulty rank destroys what belongs to the engine."""
-    meet()
-    if context.rank == plot.faulty:
+    sum_over()
+    if context.rank == target.faulty:
         dist.destroy_process_group()
     return "returned"
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .disagreement import Disagreement, Pair, different, disagree, elements, short
+from .mismatch import MismatchError, Pair, different, disagree, elements, short
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,19 @@ def perform(calls: Sequence[Call], ranks: Sequence[int]) -> None:
     """Does what the calls of all members ask for; `ranks` are the members' world ranks, for sentences.
 
     Raises:
-        Disagreement: not everybody calls the same, or what one sends is not what another expects.
+        MismatchError: not everybody calls the same, or what one sends is not what another expects.
     """
     titles = [call.title(ranks) for call in calls]
     if len(set(titles)) > 1:
         raise different(titles, ranks)
-    _MOVES[calls[0].kind](calls, ranks)
+    _PERFORM[calls[0].kind](calls, ranks)
 
 
 def check_message(sent: Tensor, expected: Tensor, source: int, target: int) -> None:
     """Refuses a message that does not fit where it is received; both are at fault, as places 0 and 1.
 
     Raises:
-        Disagreement: the number of elements or the dtype differs.
+        MismatchError: the number of elements or the dtype differs.
     """
     if (sent.numel(), sent.dtype) != (expected.numel(), expected.dtype):
         pair = Pair(0, 1, elements(sent), elements(expected))
@@ -163,7 +163,7 @@ def _reduce_scatter_single(calls: Sequence[Call], ranks: Sequence[int]) -> None:
     numel = calls[0].send[0].numel()
     if numel % W:
         sentence = f"reduce_scatter_tensor: {numel} elements do not divide over {W} ranks"
-        raise Disagreement(sentence, frozenset(range(W)))
+        raise MismatchError(sentence, frozenset(range(W)))
     _require_size("reduce_scatter_tensor", calls, [call.receive[0] for call in calls], numel // W, ranks)
     shares = _total(calls[0].reduction, [call.send[0] for call in calls]).reshape(-1).chunk(W) if numel else ()
     for call, share in zip(calls, shares):  # noqa: B905 - no shares where there is nothing
@@ -201,7 +201,7 @@ def _gather(calls: Sequence[Call], ranks: Sequence[int]) -> None:
     )
 
 
-_MOVES: Mapping[str, Callable[[Sequence[Call], Sequence[int]], None]] = {
+_PERFORM: Mapping[str, Callable[[Sequence[Call], Sequence[int]], None]] = {
     "barrier": _barrier,
     "all_to_all_single": _all_to_all_single,
     "all_to_all": _all_to_all,
@@ -309,10 +309,10 @@ def _require_alike(calls: Sequence[Call], tensors: Sequence[Tensor], ranks: Sequ
 def _require_size(
     kind: str, calls: Sequence[Call], tensors: Sequence[Tensor], numel: int, ranks: Sequence[int]
 ) -> None:
-    wrong = [place for place, tensor in enumerate(tensors) if tensor.numel() != numel]
+    wrong = [group_rank for group_rank, tensor in enumerate(tensors) if tensor.numel() != numel]
     if wrong:
         sentence = f"{kind}: rank {ranks[wrong[0]]} expects {tensors[wrong[0]].numel()} elements and gets {numel}"
-        raise Disagreement(sentence, frozenset(wrong))
+        raise MismatchError(sentence, frozenset(wrong))
 
 
 def _rows_in_words(number: int) -> str:

@@ -13,33 +13,33 @@ import time
 import torch
 
 from .. import RankContext
-from .plot import Plot, meet
+from .injection import Target, sum_over
 
 _ROOM = 1 << 28  # bytes that a rank may still allocate once its memory is limited
 
 
-def raise_on_one(context: RankContext, plot: Plot) -> None:
+def raise_on_one(context: RankContext, target: Target) -> None:
     """The faulty rank raises; the others wait for it in a collective."""
-    meet()
-    if context.rank == plot.faulty:
+    sum_over()
+    if context.rank == target.faulty:
         raise ValueError("drilled")
-    meet()
+    sum_over()
 
 
-def raise_on_all(context: RankContext, plot: Plot) -> None:
+def raise_on_all(context: RankContext, target: Target) -> None:
     """Every rank raises."""
-    meet()
+    sum_over()
     raise ValueError(f"drilled on rank {context.rank}")
 
 
-def raise_in_backward(context: RankContext, plot: Plot) -> None:
-    """A backward hook raises on the faulty rank; the others meet in the same hook."""
-    meet()
+def raise_in_backward(context: RankContext, target: Target) -> None:
+    """A backward hook raises on the faulty rank; the others sum_over in the same hook."""
+    sum_over()
 
     def hook(gradient: torch.Tensor) -> None:
-        if context.rank == plot.faulty:
+        if context.rank == target.faulty:
             raise ValueError("drilled")
-        meet()
+        sum_over()
 
     x = torch.ones(3, requires_grad=True)
     y = 2 * x
@@ -47,85 +47,85 @@ def raise_in_backward(context: RankContext, plot: Plot) -> None:
     y.sum().backward()
 
 
-def exit_hard(context: RankContext, plot: Plot) -> None:
+def exit_hard(context: RankContext, target: Target) -> None:
     """The faulty rank's process exits without a word."""
-    meet()
-    if context.rank == plot.faulty:
+    sum_over()
+    if context.rank == target.faulty:
         os._exit(7)
-    meet()
+    sum_over()
 
 
-def be_killed(context: RankContext, plot: Plot) -> None:
+def be_killed(context: RankContext, target: Target) -> None:
     """The faulty rank's process is killed between two collectives."""
-    meet()
-    if context.rank == plot.faulty:
+    sum_over()
+    if context.rank == target.faulty:
         os.kill(os.getpid(), signal.SIGKILL)
-    meet()
+    sum_over()
 
 
-def be_killed_while_meeting(context: RankContext, plot: Plot) -> None:
+def be_killed_while_meeting(context: RankContext, target: Target) -> None:
     """The faulty rank is killed in the middle of its work, as the kernel does when memory runs out."""
-    meet()
-    if context.rank == plot.faulty:
+    sum_over()
+    if context.rank == target.faulty:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
     while True:
-        meet(size=10_000)
+        sum_over(size=10_000)
 
 
-def touch_no_memory(context: RankContext, plot: Plot) -> None:
+def touch_no_memory(context: RankContext, target: Target) -> None:
     """The faulty rank reads the address 0."""
-    meet()
-    if context.rank == plot.faulty:
+    sum_over()
+    if context.rank == target.faulty:
         ctypes.string_at(0)
-    meet()
+    sum_over()
 
 
-def run_out_of_memory(context: RankContext, plot: Plot) -> None:
+def run_out_of_memory(context: RankContext, target: Target) -> None:
     """The faulty rank asks for more memory than its process may have; the machine's is not touched."""
-    meet()
-    if context.rank == plot.faulty:
+    sum_over()
+    if context.rank == target.faulty:
         with open("/proc/self/statm", encoding="ascii") as statm:
             used = int(statm.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + _ROOM, resource.RLIM_INFINITY))
         bytearray(2 * _ROOM)
-    meet()
+    sum_over()
 
 
-def sleep_for_ever(context: RankContext, plot: Plot) -> None:
+def sleep_for_ever(context: RankContext, target: Target) -> None:
     """The faulty rank sleeps; the others wait for it in a collective."""
-    meet()
-    while context.rank == plot.faulty:
+    sum_over()
+    while context.rank == target.faulty:
         time.sleep(1)
-    meet()
+    sum_over()
 
 
-def hold_the_gil(context: RankContext, plot: Plot) -> None:
+def hold_the_gil(context: RankContext, target: Target) -> None:
     """The faulty rank computes for ever in C, and no other thread of it gets a turn."""
-    meet()
-    if context.rank == plot.faulty:
+    sum_over()
+    if context.rank == target.faulty:
         re.compile(r"(a+)+$").match("a" * 64 + "b")
-    meet()
+    sum_over()
 
 
-def wait_for_a_lock(context: RankContext, plot: Plot) -> None:
+def wait_for_a_lock(context: RankContext, target: Target) -> None:
     """The faulty rank waits for what never happens; the others wait for the faulty rank."""
-    meet()
-    if context.rank == plot.faulty:
+    sum_over()
+    if context.rank == target.faulty:
         threading.Event().wait()
-    meet()
+    sum_over()
 
 
-def be_stopped(context: RankContext, plot: Plot) -> None:
+def be_stopped(context: RankContext, target: Target) -> None:
     """The faulty rank is stopped by a signal."""
-    meet()
-    if context.rank == plot.faulty:
+    sum_over()
+    if context.rank == target.faulty:
         os.kill(os.getpid(), signal.SIGSTOP)
-    meet()
+    sum_over()
 
 
-def print_without_end(context: RankContext, plot: Plot) -> None:
+def print_without_end(context: RankContext, target: Target) -> None:
     """The faulty rank prints line after line; the others wait for it in a collective."""
-    meet()
-    while context.rank == plot.faulty:
+    sum_over()
+    while context.rank == target.faulty:
         print("drilled " * 100)
-    meet()
+    sum_over()

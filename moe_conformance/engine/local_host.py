@@ -1,4 +1,4 @@
-"""The driver's side of the nursery: starts ranks, sends them signals, and knows which have ended."""
+"""The driver's side of the fork_server: starts ranks, sends them signals, and knows which have ended."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from . import nursery, processor, wire
+from . import fork_server, wire
 from .faults import one_line
-from .host import Child, HostLostError, Place, RankProcess
-from .rank import Station
+from .hosts import Child, HostLostError, Placement, RankProcess
+from .processes import ThreadStats, thread_stats
+from .rank import RankSpec
 from .rank_files import RankFiles
 from .records import EngineError
 from .transport import visible_gpus
@@ -46,17 +47,17 @@ import json, sys
 sys.path[:] = json.loads(sys.argv[2])
 descriptor = int(sys.argv[1])
 del sys.argv[1:]
-from {nursery.__name__} import main
+from {fork_server.__name__} import main
 main(descriptor)
 """
 
 
-class LauncherLostError(HostLostError):
+class ForkServerLostError(HostLostError):
     """The process from which ranks are forked has ended; all ranks have ended with it."""
 
 
-class Launcher:
-    """Owns the nursery process.
+class LocalHost:
+    """Owns the fork_server process.
 
     Args:
         preload: Modules imported once, before ranks are forked.
@@ -66,7 +67,7 @@ class Launcher:
 
     Raises:
         EngineError: on construction, if a module of the preload cannot be imported; says which and why.
-        LauncherLostError: from any method but `close`, if the nursery has ended.
+        ForkServerLostError: from any method but `close`, if the fork_server has ended.
     """
 
     address = "127.0.0.1"
@@ -87,7 +88,7 @@ class Launcher:
         self._process = process
         self._channel = wire.Channel(ours)
         self._end = weakref.finalize(self, _end, self._channel, process)
-        self._exits: dict[int, nursery.Exited] = {}
+        self._exits: dict[int, fork_server.Exited] = {}
         self._files: dict[int, RankFiles] = {}
         self._gpus = visible_gpus(environment.get("CUDA_VISIBLE_DEVICES"))
         try:
@@ -96,29 +97,29 @@ class Launcher:
             self.close()
             raise
 
-    def place(self, rank: int) -> Place:
+    def placement(self, rank: int) -> Placement:
         """Says where a rank would be: here, and it sees what this process sees."""
-        return Place(rank, self._gpus)
+        return Placement(rank, self._gpus)
 
-    def start(self, stations: Sequence[Station]) -> list[RankProcess]:
+    def start(self, specs: Sequence[RankSpec]) -> list[RankProcess]:
         """Forks ranks."""
         started: list[RankProcess] = []
         try:
-            for station in stations:
-                ours, theirs = _pair(station)
+            for spec in specs:
+                ours, theirs = _pair(spec)
                 try:
-                    pid = self.fork(station, theirs)
+                    pid = self.fork(spec, theirs)
                 except BaseException:
                     ours.close()
                     raise
-                started.append(RankProcess(station.rank, pid, wire.Channel(ours)))
+                started.append(RankProcess(spec.rank, pid, wire.Channel(ours)))
         except BaseException:
             for process in started:
                 self.drop(process)
             raise
         return started
 
-    def fork(self, station: Station, channel: socket.socket) -> int:
+    def fork(self, spec: RankSpec, channel: socket.socket) -> int:
         """Forks one rank, which takes over its end of a channel, and returns its pid.
 
         Raises:
@@ -128,14 +129,14 @@ class Launcher:
             files = RankFiles()
         except OSError as error:
             channel.close()
-            raise EngineError(f"rank {station.rank} could not be forked: {one_line(error)}") from error
+            raise EngineError(f"rank {spec.rank} could not be forked: {one_line(error)}") from error
         with channel:
-            self._order(nursery.Fork(station))
+            self._order(fork_server.Fork(spec))
             socket.send_fds(self._channel.socket, [b"."], [channel.fileno(), *files.descriptors])
-        reply = self._reply(nursery.Forked)
+        reply = self._reply(fork_server.Forked)
         if reply.reason is not None:
             files.close()
-            raise EngineError(f"rank {station.rank} could not be forked: {reply.reason}")
+            raise EngineError(f"rank {spec.rank} could not be forked: {reply.reason}")
         self._exits.pop(reply.pid, None)  # of an earlier process with this pid
         self._files[reply.pid] = files
         return reply.pid
@@ -147,8 +148,8 @@ class Launcher:
 
     def forget(self, pid: int) -> None:
         """Kills a rank whose channel is not ours."""
-        with contextlib.suppress(LauncherLostError):  # then it is dead already
-            self._order(nursery.Signal(pid, signal.SIGKILL))
+        with contextlib.suppress(ForkServerLostError):  # then it is dead already
+            self._order(fork_server.Signal(pid, signal.SIGKILL))
         self._exits.pop(pid, None)
         if (files := self._files.pop(pid, None)) is not None:
             files.close()
@@ -161,7 +162,7 @@ class Launcher:
     def signal(self, processes: Sequence[Child], number: signal.Signals) -> None:
         """Sends a signal to ranks, unless they have ended."""
         for process in processes:
-            self._order(nursery.Signal(process.pid, number))
+            self._order(fork_server.Signal(process.pid, number))
 
     def stacks(self, processes: Sequence[Child]) -> dict[int, str]:
         """Makes ranks dump the stacks of their threads; a rank that does not within a second has an empty text.
@@ -173,7 +174,7 @@ class Launcher:
         for rank, file in files.items():
             file.skip_stacks()
             sizes[rank] = file.stacks_size()
-        self.signal(processes, nursery.STACK_SIGNAL)
+        self.signal(processes, fork_server.STACK_SIGNAL)
         waiting = set(sizes)
         until = time.monotonic() + _STACKS_LIMIT_S
         while waiting and time.monotonic() < until:
@@ -197,15 +198,15 @@ class Launcher:
         """Returns the end of what a rank printed since `begin`, or in its life if it has ended."""
         self.collect()
         if process.pid not in self._exits:
-            self._order(nursery.Print(process.pid, self._files[process.pid].begun))
-            reply = self._reply(nursery.Printed)
+            self._order(fork_server.ReadOutput(process.pid, self._files[process.pid].begun))
+            reply = self._reply(fork_server.Printed)
             if process.pid not in self._exits:  # else it ended before the order came, and has left what it printed
                 return reply.printed.decode(errors="replace")
         return self._exits[process.pid].printed.decode(errors="replace")
 
-    def turns(self, processes: Sequence[Child], mains: bool) -> dict[int, Mapping[int, processor.Turns]]:
-        """Returns what each thread of each rank has had of a processor, or (`mains`) its main thread alone."""
-        return {process.rank: processor.turns(process.pid, mains) for process in processes}
+    def thread_stats(self, processes: Sequence[Child], main_only: bool) -> dict[int, Mapping[int, ThreadStats]]:
+        """Returns what each thread of each rank has had of a processor, or (`main_only`) its main thread alone."""
+        return {process.rank: thread_stats(process.pid, main_only) for process in processes}
 
     def wakers(self) -> Sequence[wire.Channel]:
         """Returns what becomes readable when `collect` has something to take in."""
@@ -231,14 +232,14 @@ class Launcher:
         return self.exit_code(process)
 
     def close(self) -> None:
-        """Ends the nursery and all ranks; idempotent."""
+        """Ends the fork_server and all ranks; idempotent."""
         self._end()
         for files in self._files.values():
             files.close()
         self._files.clear()
 
     def _open(self, preload: tuple[str, ...]) -> None:
-        self._order(nursery.Opening(os.getpid(), preload))
+        self._order(fork_server.Setup(os.getpid(), preload))
         module = "torch"
         self._channel.socket.settimeout(_IMPORT_LIMIT_S)
         while True:
@@ -249,7 +250,7 @@ class Launcher:
             except (EOFError, OSError):
                 how = describe_exit(self._process.wait())
                 raise EngineError(f"the process that imports the preload ended at {module!r}: {how}") from None
-            if isinstance(message, nursery.Ready):
+            if isinstance(message, fork_server.Ready):
                 break
             module = message.module
         self._channel.socket.settimeout(None)
@@ -264,7 +265,7 @@ class Launcher:
             self._note(reply)
         return reply
 
-    def _order(self, order: nursery.Opening | nursery.Fork | nursery.Signal | nursery.Print) -> None:
+    def _order(self, order: fork_server.Setup | fork_server.Fork | fork_server.Signal | fork_server.ReadOutput) -> None:
         try:
             self._channel.send(wire.dumps(order))
         except OSError:
@@ -277,31 +278,31 @@ class Launcher:
             raise self._lost() from None
 
     def _note(self, message: object) -> None:
-        assert isinstance(message, nursery.Exited), message
+        assert isinstance(message, fork_server.Exited), message
         if message.pid in self._files:  # else it is forgotten
             self._exits[message.pid] = message
 
-    def _lost(self) -> LauncherLostError:
+    def _lost(self) -> ForkServerLostError:
         try:
             how = describe_exit(self._process.wait(timeout=5))
         except subprocess.TimeoutExpired:
             how = "it closed its channel"
-        return LauncherLostError(f"the process that forks the ranks has ended ({how}); the next run starts another")
+        return ForkServerLostError(f"the process that forks the ranks has ended ({how}); the next run starts another")
 
 
-def _pair(station: Station) -> tuple[socket.socket, socket.socket]:
+def _pair(spec: RankSpec) -> tuple[socket.socket, socket.socket]:
     try:
         return socket.socketpair()
     except OSError as error:
-        raise EngineError(f"rank {station.rank} could not be forked: {one_line(error)}") from error
+        raise EngineError(f"rank {spec.rank} could not be forked: {one_line(error)}") from error
 
 
-class LocalSite:
+class LocalCluster:
     """The driver's machine alone."""
 
-    def open(self, preload: Sequence[str], environment: Mapping[str, str]) -> Launcher:
+    def open(self, preload: Sequence[str], environment: Mapping[str, str]) -> LocalHost:
         """Imports the preload in the process from which ranks are forked."""
-        return Launcher(preload, environment)
+        return LocalHost(preload, environment)
 
 
 def describe_exit(code: int) -> str:
@@ -315,15 +316,15 @@ def describe_exit(code: int) -> str:
 
 
 def _environment(given: Mapping[str, str], interface: str | None) -> dict[str, str]:
-    """Returns the nursery's environment: ranks of one world see the same of it, whoever started the driver."""
-    own = {
+    """Returns the fork_server's environment: ranks of one world see the same of it, whoever started the driver."""
+    variables = {
         name: value
         for name, value in os.environ.items()
         if name not in _LAUNCHERS and not name.startswith("TORCHELASTIC_")
     }
     if interface is not None:
-        own["GLOO_SOCKET_IFNAME"] = interface
-    return {**own, **_ENVIRONMENT, **given}
+        variables["GLOO_SOCKET_IFNAME"] = interface
+    return {**variables, **_ENVIRONMENT, **given}
 
 
 def _import_path() -> list[str]:

@@ -1,6 +1,6 @@
 """The ledger of a virtual rank: the same entries that a real rank writes, kept in memory.
 
-What a rank that ends its process had noted is lost with it.
+What a rank that ends its process had number is lost with it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..ledger.entry import MOST_CALLS, Entry
 from ..ledger.recorder import caller
-from .moves import Call
+from .collectives import Call
 
 
-class Notes:
+class MemoryRecorder:
     """What one rank has called in the job that runs: its first MOST_CALLS calls."""
 
     def __init__(self) -> None:
@@ -29,15 +29,15 @@ class Notes:
         self._waited: set[int] = set()
         self._sequences: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
-    def collective(self, call: Call, group: str, ranks: tuple[int, ...], place: int, *, asynchronous: bool) -> int:
-        """Notes the part of the rank at a place of the group in a collective, and returns its number."""
+    def collective(self, call: Call, group: str, ranks: tuple[int, ...], group_rank: int, *, asynchronous: bool) -> int:
+        """MemoryRecorder the part of the rank at a place of the group in a collective, and returns its number."""
         self._sequences[group, ranks] += 1
         send, receive = call.send, call.receive
-        if call.kind == "broadcast" and place == call.root:
+        if call.kind == "broadcast" and group_rank == call.root:
             receive = ()
         elif call.kind == "broadcast":
             send = ()
-        elif call.kind == "reduce" and place != call.root:
+        elif call.kind == "reduce" and group_rank != call.root:
             receive = ()
         return self._note(
             call.kind,
@@ -64,12 +64,12 @@ class Notes:
         send: Sequence[Tensor] = (),
         receive: Sequence[Tensor] = (),
     ) -> int:
-        """Notes a send or receive and returns its number."""
+        """MemoryRecorder a send or receive and returns its number."""
         to = None if peer is None else ranks[peer]
         return self._note(op, group, ranks, None, send, receive, peer=to, tag=tag, asynchronous=True)
 
     def waited(self, number: int) -> None:
-        """Notes that a call was waited for."""
+        """MemoryRecorder that a call was waited for."""
         self._waited.add(number)
 
     def calls(self) -> int:

@@ -7,30 +7,30 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from .. import wire
-from ..launcher import LOOPBACK, Launcher
+from ..local_host import LOOPBACK, LocalHost
 from ..records import EngineError
 from . import messages, sockets
-from .fleet import Fleet
-from .proxy import Proxy
-from .rendezvous import FIND_LIMIT_S, Given, Launch, announce
+from .agent_client import AgentClient
+from .hosts import RemoteHosts
+from .rendezvous import FIND_LIMIT_S, Launch, UserSecret, announce
 
 _IMPORT_LIMIT_S = 600.0  # of the whole preload
 
 
-class RemoteSite:
-    """A Site: RANK 0's process is the driver, the others are its outposts, all of which are here on construction.
+class RemoteCluster:
+    """A Cluster: RANK 0's process is the driver, the others are its agents, all of which are here on construction.
 
     One engine at a time may use it.
 
     Raises:
-        EngineError: on construction, if an outpost does not come in time or runs other versions; or if there is no
+        EngineError: on construction, if an agent does not come in time or runs other versions; or if there is no
             secret in common.
     """
 
-    def __init__(self, launch: Launch, given: Given) -> None:
+    def __init__(self, launch: Launch, given: UserSecret) -> None:
         self._launch = launch
-        self._outposts: list[Proxy] = []
-        self._reception, file = announce(launch, given)
+        self._agents: list[AgentClient] = []
+        self._listener, file = announce(launch, given)
         try:
             self._gather()
         except BaseException:
@@ -45,64 +45,64 @@ class RemoteSite:
         """The number of processes, and so of ranks of the largest world."""
         return self._launch.size
 
-    def open(self, preload: Sequence[str], environment: Mapping[str, str]) -> Fleet:
+    def open(self, preload: Sequence[str], environment: Mapping[str, str]) -> RemoteHosts:
         """Imports the preload on all hosts at once, and makes ready to start ranks.
 
         Raises:
             EngineError: a module of the preload cannot be imported somewhere.
-            SiteLostError: an outpost is gone.
+            MachineLostError: an agent is gone.
         """
-        opening = messages.Opening(
+        setup = messages.Setup(
             tuple(preload), dict(environment), tuple(entry or os.getcwd() for entry in sys.path), os.getcwd()
         )
-        for outpost in self._outposts:
-            outpost.ask(opening)
+        for agent in self._agents:
+            agent.ask(setup)
         problem: EngineError | None = None
-        local: Launcher | None = None
+        local: LocalHost | None = None
         try:
-            local = Launcher(preload, environment, self._interface())
+            local = LocalHost(preload, environment, self._interface())
         except EngineError as error:  # the answers of the others must be taken even so
             problem = error
-        for outpost in self._outposts:
+        for agent in self._agents:
             try:
-                outpost.answer(_IMPORT_LIMIT_S)
+                agent.answer(_IMPORT_LIMIT_S)
             except EngineError as error:
-                problem = problem or EngineError(f"RANK {outpost.rank} on {outpost.presence.machine}: {error}")
+                problem = problem or EngineError(f"RANK {agent.rank} on {agent.info.machine}: {error}")
         if problem is not None or local is None:
             if local is not None:
                 local.close()
             raise problem or AssertionError
-        return Fleet(local, self._launch.local_rank, self._outposts, self._reception)
+        return RemoteHosts(local, self._launch.local_rank, self._agents, self._listener)
 
     def end(self, status: int) -> None:
         """Lets the other processes go; the run ends with that status."""
-        for outpost in self._outposts:
-            outpost.dismiss(messages.Farewell(status))
-            outpost.channel.close()
-        self._reception.close()
+        for agent in self._agents:
+            agent.dismiss(messages.Shutdown(status))
+            agent.channel.close()
+        self._listener.close()
 
     def _gather(self) -> None:
         subjects = {messages.control(rank): rank for rank in range(1, self._launch.size)}
-        ends = self._reception.wait(subjects, FIND_LIMIT_S)
+        ends = self._listener.wait(subjects, FIND_LIMIT_S)
         for subject, end in ends.items():
             sockets.tune(end)
             sockets.limit_silence(end)
-            self._outposts.append(Proxy(subjects[subject], wire.Channel(end)))
-        self._outposts.sort(key=lambda outpost: outpost.rank)
+            self._agents.append(AgentClient(subjects[subject], wire.Channel(end)))
+        self._agents.sort(key=lambda agent: agent.rank)
         if missing := [str(rank) for subject, rank in subjects.items() if subject not in ends]:
-            why = f" ({self._reception.refused})" if self._reception.refused else ""
+            why = f" ({self._listener.refused})" if self._listener.refused else ""
             raise EngineError(f"no connection from RANK {', '.join(missing)} after {FIND_LIMIT_S:.0f} s{why}")
-        for outpost in self._outposts:
-            self._require_same_versions(outpost)
+        for agent in self._agents:
+            self._require_same_versions(agent)
 
-    def _require_same_versions(self, outpost: Proxy) -> None:
+    def _require_same_versions(self, agent: AgentClient) -> None:
         for name, version in messages.versions().items():
-            if (theirs := outpost.presence.versions[name]) != version:
-                where = f"RANK {outpost.rank} on {outpost.presence.machine}"
+            if (theirs := agent.info.versions[name]) != version:
+                where = f"RANK {agent.rank} on {agent.info.machine}"
                 raise EngineError(f"{where} runs {name} {theirs}, RANK 0 {version}; install the same everywhere")
 
     def _interface(self) -> str | None:
-        address = self._reception.address
+        address = self._listener.address
         if sockets.is_loopback(address):
             return LOOPBACK
         return os.environ.get("GLOO_SOCKET_IFNAME") or sockets.interface_of(address)

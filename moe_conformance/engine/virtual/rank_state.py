@@ -17,25 +17,25 @@ import torch
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _Setting:
     """How one piece of state is read and put back."""
 
     read: Callable[[], Any]
     write: Callable[[Any], object]
 
 
-_KINDS = (
-    _Kind(torch.default_generator.get_state, torch.default_generator.set_state),
-    _Kind(random.getstate, random.setstate),
+_SETTINGS = (
+    _Setting(torch.default_generator.get_state, torch.default_generator.set_state),
+    _Setting(random.getstate, random.setstate),
     # The generator itself, since its state is long. numpy's stubs lack both functions.
-    _Kind(np.random.get_bit_generator, np.random.set_bit_generator),  # type: ignore[attr-defined]
-    _Kind(torch.get_default_dtype, torch.set_default_dtype),
-    _Kind(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    _Setting(np.random.get_bit_generator, np.random.set_bit_generator),  # type: ignore[attr-defined]
+    _Setting(torch.get_default_dtype, torch.set_default_dtype),
+    _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
 )
-_OF_GPU = _Kind(torch.cuda.get_rng_state, torch.cuda.set_rng_state)
+_OF_GPU = _Setting(torch.cuda.get_rng_state, torch.cuda.set_rng_state)
 
 
-class Private:
+class PerRankState:
     """The state of all ranks; each begins with that of the process.
 
     Args:
@@ -44,20 +44,20 @@ class Private:
     """
 
     def __init__(self, size: int, *, gpu: bool) -> None:
-        self._kinds = (*_KINDS, _OF_GPU) if gpu else _KINDS
-        states = [[kind.read() for kind in self._kinds] for _ in range(size)]
+        self._settings = (*_SETTINGS, _OF_GPU) if gpu else _SETTINGS
+        states = [[setting.read() for setting in self._settings] for _ in range(size)]
         for state in states:
             state[2] = _copy(state[2])
         self._states = states
 
-    def leave(self, number: int) -> None:
+    def save(self, number: int) -> None:
         """Keeps a rank's state."""
-        self._states[number] = [kind.read() for kind in self._kinds]
+        self._states[number] = [setting.read() for setting in self._settings]
 
-    def enter(self, number: int) -> None:
+    def restore(self, number: int) -> None:
         """Puts a rank's state in place."""
-        for kind, value in zip(self._kinds, self._states[number], strict=True):
-            kind.write(value)
+        for setting, value in zip(self._settings, self._states[number], strict=True):
+            setting.write(value)
 
 
 def _copy(generator: Any) -> Any:

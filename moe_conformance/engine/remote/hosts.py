@@ -1,4 +1,4 @@
-"""All hosts of a launcher's job as one: the driver's own and its outposts. Rank r runs where RANK r's process is."""
+"""All hosts of a launcher's job as one: the driver's own and its agents. Rank r runs where RANK r's process is."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from .. import wire
-from ..host import Child, HostLostError, Place, RankProcess, SiteLostError
-from ..launcher import Launcher
-from ..processor import Turns
-from ..rank import Station
+from ..hosts import Child, HostLostError, MachineLostError, Placement, RankProcess
+from ..local_host import LocalHost
+from ..processes import ThreadStats
+from ..rank import RankSpec
 from ..records import EngineError
 from . import messages, sockets
+from .agent_client import AgentClient
 from .handshake import SUBJECT
-from .proxy import Proxy
-from .reception import Reception
+from .listener import Listener
 
 _START_LIMIT_S = 60.0
 _LOOK_S = 0.1
@@ -25,52 +25,52 @@ _LOOK_S = 0.1
 _Value = TypeVar("_Value")
 
 
-class Fleet:
-    """A Host: of rank 0 the local launcher, of every other rank its outpost."""
+class RemoteHosts:
+    """A Hosts: of rank 0 the local launcher, of every other rank its agent."""
 
-    def __init__(self, local: Launcher, local_rank: int, outposts: Sequence[Proxy], reception: Reception) -> None:
+    def __init__(self, local: LocalHost, local_rank: int, agents: Sequence[AgentClient], listener: Listener) -> None:
         self._local = local
         self._local_rank = local_rank
-        self._outposts = outposts
-        self._reception = reception
-        self.address: str = reception.address
+        self._agents = agents
+        self._listener = listener
+        self.address: str = listener.address
 
-    def place(self, rank: int) -> Place:
+    def placement(self, rank: int) -> Placement:
         """Says where a rank would be.
 
         Raises:
             EngineError: the job has fewer processes.
         """
         if rank == 0:
-            return Place(self._local_rank, self._local.place(0).gpus)
-        if rank > len(self._outposts):
+            return Placement(self._local_rank, self._local.placement(0).gpus)
+        if rank > len(self._agents):
             raise EngineError(
-                f"a world with a rank {rank} does not fit into the {len(self._outposts) + 1} processes that were "
+                f"a world with a rank {rank} does not fit into the {len(self._agents) + 1} processes that were "
                 "launched; launch more of them, or ask for smaller worlds"
             )
-        return self._outposts[rank - 1].presence.place
+        return self._agents[rank - 1].info.placement
 
-    def start(self, stations: Sequence[Station]) -> list[RankProcess]:
+    def start(self, specs: Sequence[RankSpec]) -> list[RankProcess]:
         """Starts ranks, all at once; they have yet to join their world.
 
         Raises:
             EngineError: one could not be started; none is left.
         """
-        tickets = {station.rank: os.urandom(SUBJECT) for station in stations if station.rank > 0}
-        for station in stations:
-            if station.rank > 0:
-                self._of(station.rank).ask(messages.Start(station, tickets[station.rank]))
+        subjects = {spec.rank: os.urandom(SUBJECT) for spec in specs if spec.rank > 0}
+        for spec in specs:
+            if spec.rank > 0:
+                self._of(spec.rank).ask(messages.Start(spec, subjects[spec.rank]))
         started: dict[int, RankProcess] = {}
         problem: EngineError | None = None
         try:
-            for process in self._local.start([station for station in stations if station.rank == 0]):
+            for process in self._local.start([spec for spec in specs if spec.rank == 0]):
                 started[process.rank] = process
         except HostLostError:
             raise
         except EngineError as error:  # the answers of the others must be taken even so
             problem = error
-        channels = self._receive(list(tickets.values()), [self._of(rank) for rank in tickets])
-        for rank, ticket in tickets.items():
+        channels = self._receive(list(subjects.values()), [self._of(rank) for rank in subjects])
+        for rank, subject in subjects.items():
             try:
                 pid = self._of(rank).answer()
             except HostLostError:
@@ -80,12 +80,12 @@ class Fleet:
                 continue
             assert isinstance(pid, int), pid
             self._of(rank).started(pid)
-            started[rank] = RankProcess(rank, pid, channels[ticket])
+            started[rank] = RankProcess(rank, pid, channels[subject])
         if problem is not None:
             for process in started.values():
                 self.drop(process)
             raise problem
-        return [started[station.rank] for station in stations]
+        return [started[spec.rank] for spec in specs]
 
     def drop(self, process: RankProcess) -> None:
         """Kills a rank, if it still lives, and forgets it."""
@@ -119,19 +119,19 @@ class Fleet:
         """Returns the end of what a rank printed since `begin`, or in its life if it has ended."""
         return self._ask_one("printed", process, str)
 
-    def turns(self, processes: Sequence[RankProcess], mains: bool) -> dict[int, Mapping[int, Turns]]:
-        """Returns what each thread of each rank has had of a processor, or (`mains`) its main thread alone."""
-        return self._ask("turns", processes, mains)
+    def thread_stats(self, processes: Sequence[RankProcess], main_only: bool) -> dict[int, Mapping[int, ThreadStats]]:
+        """Returns what each thread of each rank has had of a processor, or (`main_only`) its main thread alone."""
+        return self._ask("thread_stats", processes, main_only)
 
     def wakers(self) -> Sequence[wire.Channel]:
         """Returns what becomes readable when `collect` has something to take in."""
-        return [*self._local.wakers(), *(outpost.channel for outpost in self._outposts)]
+        return [*self._local.wakers(), *(agent.channel for agent in self._agents)]
 
     def collect(self) -> None:
         """Takes in all exits reported so far, without waiting."""
         self._local.collect()
-        for outpost in self._outposts:
-            outpost.collect()
+        for agent in self._agents:
+            agent.collect()
 
     def exit_code(self, process: RankProcess) -> int | None:
         """Returns a rank's exit code, negative for a signal; None if it had not ended at the last `collect`."""
@@ -142,33 +142,33 @@ class Fleet:
         return (self._local if process.rank == 0 else self._of(process.rank)).wait(process, patience_s)
 
     def close(self) -> None:
-        """Ends all ranks and what forks them; the outposts stay, for another engine."""
-        for outpost in self._outposts:
-            outpost.dismiss(messages.Close())
+        """Ends all ranks and what forks them; the agents stay, for another engine."""
+        for agent in self._agents:
+            agent.dismiss(messages.Close())
         self._local.close()
 
-    def _of(self, rank: int) -> Proxy:
-        return self._outposts[rank - 1]
+    def _of(self, rank: int) -> AgentClient:
+        return self._agents[rank - 1]
 
-    def _receive(self, tickets: list[bytes], outposts: list[Proxy]) -> dict[bytes, wire.Channel]:
-        """Waits for ranks' connections; one is missing where its outpost refused, which its answer will say."""
+    def _receive(self, subjects: list[bytes], agents: list[AgentClient]) -> dict[bytes, wire.Channel]:
+        """Waits for ranks' connections; one is missing where its agent refused, which its answer will say."""
         found: dict[bytes, wire.Channel] = {}
         until = time.monotonic() + _START_LIMIT_S
-        while missing := [ticket for ticket in tickets if ticket not in found]:
-            for ticket, end in self._reception.wait(missing, _LOOK_S).items():
+        while missing := [subject for subject in subjects if subject not in found]:
+            for subject, end in self._listener.wait(missing, _LOOK_S).items():
                 sockets.tune(end)
-                found[ticket] = wire.Channel(end)
-            if all(outpost.channel.readable() for outpost in outposts):  # they have answered, or are gone
+                found[subject] = wire.Channel(end)
+            if all(agent.channel.readable() for agent in agents):  # they have answered, or are gone
                 break
             if time.monotonic() > until:
-                raise SiteLostError(f"ranks were not connected to the driver within {_START_LIMIT_S:.0f} s")
+                raise MachineLostError(f"ranks were not connected to the driver within {_START_LIMIT_S:.0f} s")
         return found
 
     def _ask(self, method: str, processes: Sequence[RankProcess], *arguments: object) -> dict[int, Any]:
-        """Asks all at once, the outposts first: they work while the local launcher does."""
+        """Asks all at once, the agents first: they work while the local launcher does."""
         remote = [process for process in processes if process.rank > 0]
         for process in remote:
-            self._of(process.rank).ask(messages.Ask(method, Child(process.rank, process.pid), arguments))
+            self._of(process.rank).ask(messages.Invoke(method, Child(process.rank, process.pid), arguments))
         local = getattr(self._local, method)([process for process in processes if process.rank == 0], *arguments)
         answers = dict(local or {})
         for process in remote:
@@ -179,7 +179,7 @@ class Fleet:
         if process.rank == 0:
             answer = getattr(self._local, method)(process)
         else:
-            self._of(process.rank).ask(messages.Ask(method, Child(process.rank, process.pid)))
+            self._of(process.rank).ask(messages.Invoke(method, Child(process.rank, process.pid)))
             answer = self._of(process.rank).answer()
         assert isinstance(answer, kind), answer
         return answer

@@ -11,35 +11,34 @@ from itertools import islice
 
 from . import stacks, wire
 from .blame import Finding, raised
-from .deadlock import DeadlockWatch
+from .deadlock import INTERVAL_S, DeadlockWatch
 from .faults import one_line, type_name
-from .host import Host, RankProcess
+from .hosts import Hosts, RankProcess
 from .infrastructure import classify
-from .launcher import describe_exit
 from .ledger.entry import Ledger, decode, decode_all
+from .local_host import describe_exit
 from .rank import Answer, Returned
 from .records import NO_ANSWER, EngineError, Job, RankResult
-from .stillness import INTERVAL_S
 
-_LAST_WORDS_S = 2.0  # from another machine, the news of a rank's end may overtake its answer
-_AWAKENING_S = 1.0
+_FINAL_ANSWER_S = 2.0  # from another machine, the news of a rank's end may overtake its answer
+_RESUME_S = 1.0
 _NOTICE_S = 20.0  # of waiting; then it is said for whom
 # Of several jobs, at most, or a third of a longer deadline: one that hangs is then run alone, with all of its own.
-_TOGETHER_S = 20.0
-_QUIET_S = 0.2  # without news, before ranks are watched for stillness: short jobs pay nothing for it
+_BATCH_LIMIT_S = 20.0
+_NO_EVENTS_S = 0.2  # without news, before ranks are watched for stillness: short jobs pay nothing for it
 
 
-class Vigil:
+class JobWait:
     """Waits until every rank has answered or ended, the deadline passes, or the ranks can no longer move.
 
     Of several jobs nothing is found out where one of them did not return: they are given up at once. What is read of
-    the answers and of what the ranks wrote can wait: `settle` leaves that to `findings`. Once, where it takes long or
+    the answers and of what the ranks wrote can wait: `wait` leaves that to `findings`. Once, where it takes long or
     is interrupted, `notice` is told where the ranks are that have not answered.
     """
 
     def __init__(
         self,
-        host: Host,
+        hosts: Hosts,
         ranks: Sequence[RankProcess],
         number: int,
         began: float,
@@ -48,7 +47,7 @@ class Vigil:
         gpu: bool,
         notice: Callable[[str], None],
     ) -> None:
-        self._host = host
+        self._hosts = hosts
         self._ranks = ranks
         self._number = number
         self.jobs = jobs
@@ -57,7 +56,7 @@ class Vigil:
         self.began = began
         self._deadline_s = min(job.deadline_s for job in jobs)
         if len(jobs) > 1:
-            self._deadline_s = max(min(self._deadline_s, _TOGETHER_S), self._deadline_s / 3)
+            self._deadline_s = max(min(self._deadline_s, _BATCH_LIMIT_S), self._deadline_s / 3)
         self._until = began + self._deadline_s
         self._pending = {process.rank: process for process in ranks}
         self._returned: dict[int, tuple[Sequence[Returned], list[bytearray]]] = {}  # and the buffers of all values
@@ -71,15 +70,15 @@ class Vigil:
         """Whether every rank has something to say, so that there is nothing to wait for."""
         return bool(self._ended) or all(process.channel.readable(0.0) for process in self._ranks)
 
-    def settle(self) -> bool:
+    def wait(self) -> bool:
         """Waits, the first time; tells whether all ranks returned and left nothing behind."""
         if not self._ended:
             try:
-                self._wait()
+                self._wait_for_answers()
             except EngineError as error:
                 self._failure = error
             except KeyboardInterrupt:
-                self._tell()
+                self._send_notice()
                 raise
             self._ended = time.monotonic()
         if self._failure is not None or not self._all_returned:
@@ -94,14 +93,14 @@ class Vigil:
         Raises:
             EngineError: a rank could not load the function or the payload, or not make a group.
         """
-        self.settle()
+        self.wait()
         if self._failure is not None:
             raise self._failure
         if len(self.jobs) == 1:
-            return [([self._complete(process) for process in self._ranks], self._ended - self.began)]
+            return [([self._finding_of(process) for process in self._ranks], self._ended - self.began)]
         if not self._all_returned:
             return []
-        by_rank = [self._of_many(process.rank) for process in self._ranks]
+        by_rank = [self._findings_of(process.rank) for process in self._ranks]
         if any(len(findings) < len(self.jobs) for findings in by_rank):
             return []
         seconds = [max(each) for each in zip(*self._seconds(), strict=True)]
@@ -112,7 +111,7 @@ class Vigil:
         return len(self._returned) == len(self._ranks)
 
     @property
-    def _spoilt(self) -> bool:
+    def _must_rerun(self) -> bool:
         """Whether the jobs must run again whatever else there is to hear."""
         return len(self.jobs) > 1 and bool(self._findings)
 
@@ -120,7 +119,7 @@ class Vigil:
         """Returns what each job took on each rank."""
         return [[one.seconds for one in returned] for returned, _ in self._returned.values()]
 
-    def _of_many(self, rank: int) -> list[Finding]:
+    def _findings_of(self, rank: int) -> list[Finding]:
         """Returns a rank's findings for all jobs, which have returned; fewer if its ledger tells of fewer."""
         returned, buffers = self._returned[rank]
         rest = iter(buffers)
@@ -129,51 +128,51 @@ class Vigil:
             for one, ledger in zip(returned, decode_all(self._ledgers[rank]), strict=False)
         ]
 
-    def _wait(self) -> None:
+    def _wait_for_answers(self) -> None:
         with selectors.DefaultSelector() as selector:
-            for waker in self._host.wakers():
+            for waker in self._hosts.wakers():
                 selector.register(waker, selectors.EVENT_READ, None)
             for process in self._ranks:
                 selector.register(process.channel, selectors.EVENT_READ, process)
-            self._listen(selector)
-        if self._spoilt:
+            self._handle_events(selector)
+        if self._must_rerun:
             return
         if self._pending:
-            self._give_up(f"{NO_ANSWER} {self._deadline_s:.1f} s")
-        self._ledgers = self._ledgers or self._host.ledgers(self._ranks)
+            self._mark_hung(f"{NO_ANSWER} {self._deadline_s:.1f} s")
+        self._ledgers = self._ledgers or self._hosts.ledgers(self._ranks)
 
-    def _listen(self, selector: selectors.BaseSelector) -> None:
-        watch: DeadlockWatch | None = None
-        while self._pending and not self._spoilt:
+    def _handle_events(self, selector: selectors.BaseSelector) -> None:
+        deadlock_watch: DeadlockWatch | None = None
+        while self._pending and not self._must_rerun:
             left = self._until - time.monotonic()
-            events = selector.select(max(0.0, min(left, INTERVAL_S if watch else _QUIET_S)))
+            events = selector.select(max(0.0, min(left, INTERVAL_S if deadlock_watch else _NO_EVENTS_S)))
             if not events and len(self.jobs) == 1 and time.monotonic() - self.began > _NOTICE_S:
-                self._tell()
+                self._send_notice()
             if left <= 0 and not events:  # an answer in time may be taken in late: the driver has other work
                 return
             for key, _ in events:
                 if key.data is None:
-                    self._host.collect()
-                elif not self._hear(key.data):
+                    self._hosts.collect()
+                elif not self._receive(key.data):
                     selector.unregister(key.fileobj)
-            self._bury()
+            self._record_exits()
             if events or self._gpu:  # a GPU could wake a rank that lies still
-                watch = None
-            elif watch is None:
-                watch = DeadlockWatch(self._host, self._ranks)
-            elif self._pending and watch.proves(self._pending.values()):
-                self._give_up("waits in a collective that cannot complete")
+                deadlock_watch = None
+            elif deadlock_watch is None:
+                deadlock_watch = DeadlockWatch(self._hosts, self._ranks)
+            elif self._pending and deadlock_watch.proves(self._pending.values()):
+                self._mark_hung("waits in a collective that cannot complete")
 
-    def _tell(self) -> None:
+    def _send_notice(self) -> None:
         """Says, once, where each rank is that has not answered."""
         notice, self._notice = self._notice, None
         if notice is None or not self._pending:
             return
-        texts = self._host.stacks(tuple(self._pending.values()))
+        texts = self._hosts.stacks(tuple(self._pending.values()))
         where = "; ".join(f"rank {rank} in {stacks.innermost(text)}" for rank, text in sorted(texts.items()))
         notice(f"waiting for {where}, after {time.monotonic() - self.began:.0f} s of {self._deadline_s:.0f} s")
 
-    def _hear(self, process: RankProcess) -> bool:
+    def _receive(self, process: RankProcess) -> bool:
         """Takes in a rank's answer; returns False once there is nothing more to hear from it."""
         try:
             message = process.channel.receive()
@@ -183,17 +182,17 @@ class Vigil:
         except wire.GarbledError as error:
             sentence = f"unexpected bytes in this rank's channel to the driver: {error}"
             if process.rank in self._pending:
-                self._settle(Finding(RankResult(process.rank, "raised", error=sentence)))
+                self._record(Finding(RankResult(process.rank, "raised", error=sentence)))
             return False
         if answer.number == self._number:  # else late, for an earlier job
             if answer.fault is None:
                 del self._pending[process.rank]
                 self._returned[process.rank] = answer.returned, message[1:]
             else:
-                self._settle(self._judge(process.rank, answer))
+                self._record(self._failed(process.rank, answer))
         return True
 
-    def _judge(self, rank: int, answer: Answer) -> Finding:
+    def _failed(self, rank: int, answer: Answer) -> Finding:
         """Returns what is to be thought of a rank on which a job did not return."""
         fault = answer.fault
         assert fault is not None
@@ -203,48 +202,50 @@ class Vigil:
             raise EngineError(f"rank {rank} cannot run {function}: {fault.error}\n{fault.traceback}")
         return raised(rank, fault)
 
-    def _bury(self) -> None:
+    def _record_exits(self) -> None:
         """Settles ranks that have ended; their last words first."""
         for process in list(self._pending.values()):
-            code = self._host.exit_code(process)
+            code = self._hosts.exit_code(process)
             if code is None:
                 continue
-            while process.rank in self._pending and process.channel.readable(_LAST_WORDS_S) and self._hear(process):
+            while (
+                process.rank in self._pending and process.channel.readable(_FINAL_ANSWER_S) and self._receive(process)
+            ):
                 pass
             if process.rank in self._pending:
                 how = describe_exit(code) + ("" if code < 0 else " before it answered")
-                result = RankResult(process.rank, "died", error=how, traceback=self._host.last_stacks(process) or None)
-                self._settle(Finding(result))
+                result = RankResult(process.rank, "died", error=how, traceback=self._hosts.last_stacks(process) or None)
+                self._record(Finding(result))
 
-    def _give_up(self, why: str) -> None:
+    def _mark_hung(self, why: str) -> None:
         """Settles all ranks without an answer as hung."""
         pending = tuple(self._pending.values())
         if len(self.jobs) > 1:
             for process in pending:
-                self._settle(Finding(RankResult(process.rank, "hung", error=why)))
+                self._record(Finding(RankResult(process.rank, "hung", error=why)))
             return
-        texts = self._host.stacks(pending)
-        silent = [process for process in pending if not texts[process.rank]]
-        self._ledgers = self._host.ledgers(self._ranks)  # before one that was stopped goes on
-        stopped = self._awaken(silent) if silent else {}
+        texts = self._hosts.stacks(pending)
+        without_stack = [process for process in pending if not texts[process.rank]]
+        self._ledgers = self._hosts.ledgers(self._ranks)  # before one that was stopped goes on
+        stopped = self._resume_stopped(without_stack) if without_stack else {}
         for rank, text in (texts | stopped).items():
-            place = ("stopped by a signal " if stopped.get(rank) else "") + stacks.place(text)
-            result = RankResult(rank, "hung", error=f"{why}: {place}", traceback=text or None)
-            self._settle(Finding(result, waits=rank not in stopped and stacks.waits_in_collective(text)))
+            where = ("stopped by a signal " if stopped.get(rank) else "") + stacks.location(text)
+            result = RankResult(rank, "hung", error=f"{why}: {where}", traceback=text or None)
+            self._record(Finding(result, waits=rank not in stopped and stacks.waits_in_collective(text)))
 
-    def _awaken(self, silent: Sequence[RankProcess]) -> dict[int, str]:
+    def _resume_stopped(self, without_stack: Sequence[RankProcess]) -> dict[int, str]:
         """Lets ranks that dumped no stack go on, in case that they are stopped: the dump is the first that they do."""
-        self._host.signal(silent, signal.SIGCONT)
-        until = time.monotonic() + _AWAKENING_S
+        self._hosts.signal(without_stack, signal.SIGCONT)
+        until = time.monotonic() + _RESUME_S
         texts: dict[int, str] = {}
         dumped = False
         while not dumped and time.monotonic() < until:
             time.sleep(INTERVAL_S)
-            before, texts = texts, {process.rank: self._host.last_stacks(process) for process in silent}
+            before, texts = texts, {process.rank: self._hosts.last_stacks(process) for process in without_stack}
             dumped = before == texts and all(texts.values())
         return texts
 
-    def _complete(self, process: RankProcess) -> Finding:
+    def _finding_of(self, process: RankProcess) -> Finding:
         """Returns the finding of a rank with what it wrote, and if the one job failed there what it printed."""
         if process.rank in self._returned:
             (one,), buffers = self._returned[process.rank]
@@ -255,11 +256,11 @@ class Vigil:
         result = finding.result
         if result.status == "ok":
             return finding
-        printed = self._host.printed(process) or None
-        told = "\n".join(filter(None, (result.error, result.traceback, printed)))
-        return replace(finding, result=replace(result, output=printed, infrastructure=classify(told)))
+        printed = self._hosts.printed(process) or None
+        text = "\n".join(filter(None, (result.error, result.traceback, printed)))
+        return replace(finding, result=replace(result, output=printed, infrastructure=classify(text)))
 
-    def _settle(self, finding: Finding) -> None:
+    def _record(self, finding: Finding) -> None:
         del self._pending[finding.result.rank]
         self._findings[finding.result.rank] = finding
 

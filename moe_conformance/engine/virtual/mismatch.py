@@ -12,16 +12,16 @@ from torch import Tensor
 _NAMED = 3  # pairs or ranks in a sentence; the others are counted
 
 
-class Disagreement(RuntimeError):
+class MismatchError(RuntimeError):
     """Ranks that met do not want the same; `at_fault` are places in the group, `sentence` says what each wants."""
 
     def __init__(self, sentence: str, at_fault: frozenset[int]) -> None:
         super().__init__(sentence)
         self.at_fault = at_fault
 
-    def again(self) -> Disagreement:
+    def again(self) -> MismatchError:
         """Returns a new one, so that each rank raises its own."""
-        return Disagreement(str(self), self.at_fault)
+        return MismatchError(str(self), self.at_fault)
 
 
 @dataclass(frozen=True)
@@ -34,32 +34,32 @@ class Pair:
     expected: str
 
 
-def disagree(kind: str, pairs: Sequence[Pair], ranks: Sequence[int] | Mapping[int, int]) -> Disagreement:
+def disagree(kind: str, pairs: Sequence[Pair], ranks: Sequence[int] | Mapping[int, int]) -> MismatchError:
     """Blames the one place that is in all the pairs; where there is none, or two, all that are in any."""
     common = frozenset.intersection(*(frozenset((pair.source, pair.target)) for pair in pairs))
-    everybody = frozenset(place for pair in pairs for place in (pair.source, pair.target))
+    everybody = frozenset(group_rank for pair in pairs for group_rank in (pair.source, pair.target))
     said = [
         f"rank {ranks[pair.source]} sends {pair.given} to rank {ranks[pair.target]}, which expects {pair.expected}"
         for pair in pairs[:_NAMED]
     ]
     more = f"; {len(pairs) - _NAMED} more pairs" if len(pairs) > _NAMED else ""
-    return Disagreement(f"{kind}: {'; '.join(said)}{more}", common if len(common) == 1 else everybody)
+    return MismatchError(f"{kind}: {'; '.join(said)}{more}", common if len(common) == 1 else everybody)
 
 
-def different(titles: Sequence[str], ranks: Sequence[int]) -> Disagreement:
+def different(titles: Sequence[str], ranks: Sequence[int]) -> MismatchError:
     """Blames the minority; where there is none, everybody."""
     count = Counter(titles)
     (usual, most), *others = count.most_common()
     tied = not others or others[0][1] == most
-    at_fault = frozenset(place for place, title in enumerate(titles) if tied or title != usual)
+    at_fault = frozenset(group_rank for group_rank, title in enumerate(titles) if tied or title != usual)
     said = []
     for title in count:
         there = [rank for rank, each in zip(ranks, titles, strict=True) if each == title]
-        said.append(f"{people(there)} {'is' if len(there) == 1 else 'are'} in {title}")
-    return Disagreement(f"ranks of one group are in different calls: {', '.join(said)}", at_fault)
+        said.append(f"{name_ranks(there)} {'is' if len(there) == 1 else 'are'} in {title}")
+    return MismatchError(f"ranks of one group are in different calls: {', '.join(said)}", at_fault)
 
 
-def people(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """Names ranks: `rank 3`, `ranks 3, 4, 5 and 8 more`; nobody is ""."""
     if not ranks:
         return ""

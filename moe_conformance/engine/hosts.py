@@ -1,4 +1,4 @@
-"""What a world needs of the machines that its ranks are on. `Launcher` is this for the driver's own machine."""
+"""What a world needs of the machines that its ranks are on. `LocalHost` is this for the driver's own machine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from . import wire
-from .processor import Turns
-from .rank import Station
+from .processes import ThreadStats
+from .rank import RankSpec
 from .records import EngineError
 
 
@@ -17,7 +17,7 @@ class HostLostError(EngineError):
     """What forks the ranks of a machine has ended; these ranks have ended with it."""
 
 
-class SiteLostError(HostLostError):
+class MachineLostError(HostLostError):
     """A machine is gone for good, and with it what this engine, or another, could run there."""
 
 
@@ -37,7 +37,7 @@ class RankProcess(Child):
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """Where a rank will be.
 
     Attributes:
@@ -49,7 +49,7 @@ class Place:
     gpus: tuple[str, ...]
 
 
-class Host(Protocol):
+class Hosts(Protocol):
     """Starts ranks, sends them signals, and tells of them even when they do not answer.
 
     Methods that take several ranks ask all of them at once; what they return is keyed by rank.
@@ -61,14 +61,14 @@ class Host(Protocol):
     address: str
     """The numeric address at which the ranks reach the driver."""
 
-    def place(self, rank: int) -> Place:
+    def placement(self, rank: int) -> Placement:
         """Says where a rank would be.
 
         Raises:
             EngineError: there is no room for so many.
         """
 
-    def start(self, stations: Sequence[Station]) -> list[RankProcess]:
+    def start(self, specs: Sequence[RankSpec]) -> list[RankProcess]:
         """Starts ranks; they have yet to join their world.
 
         Raises:
@@ -99,8 +99,8 @@ class Host(Protocol):
     def printed(self, process: RankProcess) -> str:
         """Returns the end of what a rank printed since `begin`, or in its life if it has ended."""
 
-    def turns(self, processes: Sequence[RankProcess], mains: bool) -> dict[int, Mapping[int, Turns]]:
-        """Returns what each thread of each rank has had of a processor, or (`mains`) its main thread alone.
+    def thread_stats(self, processes: Sequence[RankProcess], main_only: bool) -> dict[int, Mapping[int, ThreadStats]]:
+        """Returns what each thread of each rank has had of a processor, or (`main_only`) its main thread alone.
 
         Empty where the machine cannot tell.
         """
@@ -121,10 +121,10 @@ class Host(Protocol):
         """Ends all ranks and what forks them; idempotent."""
 
 
-class Site(Protocol):
+class Cluster(Protocol):
     """The machines that an engine may use."""
 
-    def open(self, preload: Sequence[str], environment: Mapping[str, str]) -> Host:
+    def open(self, preload: Sequence[str], environment: Mapping[str, str]) -> Hosts:
         """Imports the preload there, and makes ready to start ranks.
 
         Raises:

@@ -1,6 +1,6 @@
 """Jobs on their way to the ranks: a message holds one or several, pickled once but for what is sent to one rank alone.
 
-A message to a rank is the pickled Assignment, then of every job the buffers of its payload, the number of buffers of
+A message to a rank is the pickled Request, then of every job the buffers of its payload, the number of buffers of
 what is this rank's own, and these.
 """
 
@@ -28,7 +28,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Assignment:
+class Request:
     """What ranks are given at a time: jobs, to be run in order until one does not return."""
 
     number: int
@@ -36,12 +36,12 @@ class Assignment:
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """A job in buffers; `own` by rank, empty if there is nothing."""
+class PackedJob:
+    """A job in buffers; `rank_payloads` by rank, empty if there is nothing."""
 
     job: Job
     payload: list[wire.Buffer]
-    own: list[list[wire.Buffer]]
+    rank_payloads: list[list[wire.Buffer]]
 
     @property
     def task(self) -> Task:
@@ -49,20 +49,20 @@ class Parcel:
         job = self.job
         return Task(job.function, dict(job.groups), job.asynchrony, len(self.payload))
 
-    def contents(self, rank: int) -> list[wire.Buffer]:
+    def buffers_for(self, rank: int) -> list[wire.Buffer]:
         """Returns the buffers for a rank."""
-        own = self.own[rank] if self.own else []
-        return [*self.payload, struct.pack("<Q", len(own)), *own]
+        rank_payload = self.rank_payloads[rank] if self.rank_payloads else []
+        return [*self.payload, struct.pack("<Q", len(rank_payload)), *rank_payload]
 
 
-def pack(job: Job) -> Parcel:
+def pack(job: Job) -> PackedJob:
     """Pickles what a job sends.
 
     Raises:
         EngineError: it cannot be pickled.
     """
     try:
-        return Parcel(job, wire.dumps(job.payload), [wire.dumps(each) for each in job.own])
+        return PackedJob(job, wire.dumps(job.payload), [wire.dumps(each) for each in job.rank_payloads])
     except Exception as error:
         raise EngineError(f"the payload of {job.function} cannot be pickled: {one_line(error)}") from error
 

@@ -1,4 +1,4 @@
-"""An outpost as the driver sees it."""
+"""An agent as the driver sees it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import contextlib
 import time
 
 from .. import wire
-from ..host import Child, RankProcess, SiteLostError
+from ..hosts import Child, MachineLostError, RankProcess
 from ..records import EngineError
 from . import messages
 
 _ANSWER_LIMIT_S = 60.0  # for what takes two seconds at most
 
 
-class Proxy:
-    """Sends requests to one outpost and takes in its replies.
+class AgentClient:
+    """Sends requests to one agent and takes in its replies.
 
     Raises:
-        SiteLostError: from any method but `dismiss`, if the outpost is gone, or a message to it was interrupted.
+        MachineLostError: from any method but `dismiss`, if the agent is gone, or a message to it was interrupted.
     """
 
     def __init__(self, rank: int, channel: wire.Channel) -> None:
@@ -27,11 +27,11 @@ class Proxy:
         self._exits: dict[int, int] = {}
         self._owed = 0  # answers, to requests of a call that was interrupted
         channel.socket.settimeout(_ANSWER_LIMIT_S)
-        presence = self._receive()
-        assert isinstance(presence, messages.Presence), presence
-        self.presence: messages.Presence = presence
+        info = self._receive()
+        assert isinstance(info, messages.AgentInfo), info
+        self.info: messages.AgentInfo = info
 
-    def ask(self, request: messages.Opening | messages.Start | messages.Ask) -> None:
+    def ask(self, request: messages.Setup | messages.Start | messages.Invoke) -> None:
         """Sends a request whose answer is then to be taken."""
         while self._owed:
             self._take()
@@ -72,13 +72,13 @@ class Proxy:
         self._exits.pop(pid, None)
 
     def forget(self, process: RankProcess) -> None:
-        """Kills a rank, unless all of the outpost's ranks are dead."""
-        with contextlib.suppress(SiteLostError):
-            self._send(messages.Forget(process.pid))
+        """Kills a rank, unless all of the agent's ranks are dead."""
+        with contextlib.suppress(MachineLostError):
+            self._send(messages.Kill(process.pid))
 
-    def dismiss(self, request: messages.Close | messages.Farewell) -> None:
-        """Sends a last request, if the outpost is still there."""
-        with contextlib.suppress(SiteLostError):
+    def dismiss(self, request: messages.Close | messages.Shutdown) -> None:
+        """Sends a last request, if the agent is still there."""
+        with contextlib.suppress(MachineLostError):
             self._send(request)
 
     def _send(self, request: messages.Request) -> None:
@@ -117,12 +117,12 @@ class Proxy:
         if isinstance(reply, messages.Done | messages.Refused):  # of a call that was interrupted
             self._owed -= 1
             return
-        assert isinstance(reply, messages.Ended), reply
+        assert isinstance(reply, messages.Exited), reply
         self._exits[reply.pid] = reply.code
 
     def _require_usable(self) -> None:
         if self._unusable is not None:
             raise self._lost()
 
-    def _lost(self) -> SiteLostError:
-        return SiteLostError(f"the process of RANK {self.rank} is lost: {self._unusable}")
+    def _lost(self) -> MachineLostError:
+        return MachineLostError(f"the process of RANK {self.rank} is lost: {self._unusable}")

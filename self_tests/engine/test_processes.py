@@ -8,20 +8,20 @@ import sys
 import pytest
 import torch
 
-from moe_conformance.engine import offspring, wire
+from moe_conformance.engine import processes, wire
 
 
-class TestOffspring:
+class TestChildren:
     def test_only_children_that_run_are_living(self):
         """A child that has ended and not been waited for is a child, and not living."""
         sleeps = subprocess.Popen(["sleep", "600"])
         ended = subprocess.Popen(["true"], stdout=subprocess.PIPE)
         try:
             ended.stdout.read()
-            assert {sleeps.pid, ended.pid} <= set(offspring.children())
-            while ended.pid in offspring.living():
+            assert {sleeps.pid, ended.pid} <= set(processes.children())
+            while ended.pid in processes.running_children():
                 pass
-            assert "sleep 600" == offspring.living()[sleeps.pid]
+            assert "sleep 600" == processes.running_children()[sleeps.pid]
         finally:
             sleeps.kill()
             sleeps.wait()
@@ -31,11 +31,11 @@ class TestOffspring:
         """A grandchild in a session of its own becomes a child once its parent has ended."""
         script = """
             import os, signal, subprocess, sys
-            from moe_conformance.engine import offspring
-            offspring.adopt()
+            from moe_conformance.engine import processes
+            processes.become_subreaper()
             start = "from subprocess import *; print(Popen(['sleep', '600'], start_new_session=True, stdout=-3).pid)"
             pid = int(subprocess.run([sys.executable, "-c", start], stdout=subprocess.PIPE).stdout)
-            print([pid] == offspring.children())
+            print([pid] == processes.children())
             os.kill(pid, signal.SIGKILL)
         """
         command = [sys.executable, "-c", "\n".join(line.strip() for line in script.splitlines())]

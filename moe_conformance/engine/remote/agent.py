@@ -1,6 +1,6 @@
 """What all processes of a launcher but RANK 0's do: fork ranks as the driver says, until it goes away.
 
-The process itself is no rank, so that a fault on a rank ends the rank alone. It runs one thread, keeps a `Launcher` as
+The process itself is no rank, so that a fault on a rank ends the rank alone. It runs one thread, keeps a `LocalHost` as
 the driver does, and connects each rank to the driver: what the driver says to a rank does not pass through here.
 """
 
@@ -17,21 +17,21 @@ from typing import NoReturn
 
 from .. import wire
 from ..faults import one_line
-from ..host import Child, HostLostError, Place
-from ..launcher import LOOPBACK, Launcher
+from ..hosts import Child, HostLostError, Placement
+from ..local_host import LOOPBACK, LocalHost
 from ..records import EngineError
 from ..transport import visible_gpus
 from . import messages, sockets
-from .rendezvous import FIND_LIMIT_S, Driver, Given, Launch, find
+from .rendezvous import FIND_LIMIT_S, Driver, Launch, UserSecret, find_driver
 
 _LOST = 1  # status where the driver has gone without a farewell
 
-# The methods of a Launcher that take one rank or several.
+# The methods of a LocalHost that take one rank or several.
 _OF_ONE = ("last_stacks", "printed")
-_OF_SEVERAL = ("begin", "signal", "stacks", "ledgers", "turns")
+_OF_SEVERAL = ("begin", "signal", "stacks", "ledgers", "thread_stats")
 
 
-def serve(launch: Launch, given: Given) -> int:
+def serve(launch: Launch, given: UserSecret) -> int:
     """Works for the driver until it lets go, and returns the status for this process to end with.
 
     That is the run's, so that the launcher of every machine learns it; but 0 where RANK 0's own launcher would take
@@ -40,16 +40,16 @@ def serve(launch: Launch, given: Given) -> int:
     Raises:
         EngineError: the driver cannot be found, or does not know the secret.
     """
-    driver = find(launch, given)
+    driver = find_driver(launch, given)
     signal.signal(signal.SIGTERM, _terminated)  # from here on there is something to end in order
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
-    channel = wire.Channel(driver.dial(messages.control(launch.rank), FIND_LIMIT_S))
+    channel = wire.Channel(driver.connect(messages.control(launch.rank), FIND_LIMIT_S))
     sockets.limit_silence(channel.socket)
     with contextlib.closing(channel), _silence():
-        outpost = Outpost(channel, driver)
+        agent = Agent(channel, driver)
         try:
-            channel.send(wire.dumps(_presence(launch)))
-            status = outpost.work()
+            channel.send(wire.dumps(_info(launch)))
+            status = agent.work()
             return 0 if launch.node == "0" else status
         except (EOFError, OSError):
             return _LOST
@@ -58,16 +58,16 @@ def serve(launch: Launch, given: Given) -> int:
                 channel.send(wire.dumps(messages.Failed(one_line(error))))
             return _LOST
         finally:
-            outpost.close()
+            agent.close()
 
 
-class Outpost:
+class Agent:
     """Carries out what the driver asks for over `channel`."""
 
     def __init__(self, channel: wire.Channel, driver: Driver) -> None:
         self._channel = channel
         self._driver = driver
-        self._launcher: Launcher | None = None
+        self._local_host: LocalHost | None = None
         self._children: dict[int, Child] = {}
 
     def work(self) -> int:
@@ -81,7 +81,7 @@ class Outpost:
             self._wait()
             while self._channel.readable():
                 request: messages.Request = wire.loads(self._channel.receive())
-                if isinstance(request, messages.Farewell):
+                if isinstance(request, messages.Shutdown):
                     return request.status
                 reply = self._obey(request)
                 if reply is not None:
@@ -90,61 +90,61 @@ class Outpost:
 
     def close(self) -> None:
         """Ends all ranks and what forks them."""
-        if self._launcher is not None:
-            self._launcher.close()
-            self._launcher = None
+        if self._local_host is not None:
+            self._local_host.close()
+            self._local_host = None
         self._children.clear()
 
     def _wait(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
-            for waker in self._launcher.wakers() if self._launcher is not None else ():
+            for waker in self._local_host.wakers() if self._local_host is not None else ():
                 selector.register(waker, selectors.EVENT_READ)
             selector.select()
 
     def _tell_of_ends(self) -> None:
-        if self._launcher is None:
+        if self._local_host is None:
             return
-        self._launcher.collect()
+        self._local_host.collect()
         for child in list(self._children.values()):
-            if (code := self._launcher.exit_code(child)) is not None:
+            if (code := self._local_host.exit_code(child)) is not None:
                 del self._children[child.pid]
-                self._channel.send(wire.dumps(messages.Ended(child.pid, code)))
+                self._channel.send(wire.dumps(messages.Exited(child.pid, code)))
 
     def _obey(self, request: messages.Request) -> messages.Reply | None:
         if isinstance(request, messages.Close):
             self.close()
-        elif isinstance(request, messages.Opening):
+        elif isinstance(request, messages.Setup):
             return self._open(request)
-        elif self._launcher is None:
+        elif self._local_host is None:
             raise EngineError(f"the driver asked for {type(request).__name__} before anything was opened")
-        elif isinstance(request, messages.Forget):
-            self._launcher.forget(request.pid)
+        elif isinstance(request, messages.Kill):
+            self._local_host.forget(request.pid)
             self._children.pop(request.pid, None)
         elif isinstance(request, messages.Start):
-            return self._start(self._launcher, request)
-        elif isinstance(request, messages.Ask):
-            return messages.Done(_ask(self._launcher, request))
+            return self._start(self._local_host, request)
+        elif isinstance(request, messages.Invoke):
+            return messages.Done(_invoke(self._local_host, request))
         return None
 
-    def _open(self, opening: messages.Opening) -> messages.Reply:
+    def _open(self, setup: messages.Setup) -> messages.Reply:
         self.close()
         try:
-            os.chdir(opening.folder)
-            sys.path[:] = opening.path
-            self._launcher = Launcher(opening.preload, opening.environment, interface(self._channel.socket))
+            os.chdir(setup.folder)
+            sys.path[:] = setup.path
+            self._local_host = LocalHost(setup.preload, setup.environment, interface(self._channel.socket))
         except (EngineError, OSError) as error:
             return messages.Refused(str(error))
         return messages.Done()
 
-    def _start(self, launcher: Launcher, start: messages.Start) -> messages.Reply:
+    def _start(self, local_host: LocalHost, start: messages.Start) -> messages.Reply:
         try:
-            pid = launcher.fork(start.station, self._driver.dial(start.ticket))
+            pid = local_host.fork(start.spec, self._driver.connect(start.subject))
         except EngineError as error:
             if isinstance(error, HostLostError):
                 raise
             return messages.Refused(str(error))
-        self._children[pid] = Child(start.station.rank, pid)
+        self._children[pid] = Child(start.spec.rank, pid)
         return messages.Done(pid)
 
 
@@ -152,7 +152,7 @@ def interface(end: socket.socket) -> str | None:
     """Returns the interface for gloo: that of a connection, unless the user has named one; None if there is no telling.
 
     Args:
-        end: A connection between driver and outpost.
+        end: A connection between driver and agent.
     """
     address = end.getsockname()[0]
     if sockets.is_loopback(address):
@@ -160,18 +160,18 @@ def interface(end: socket.socket) -> str | None:
     return os.environ.get("GLOO_SOCKET_IFNAME") or sockets.interface_of(address)
 
 
-def _ask(launcher: Launcher, ask: messages.Ask) -> object:
-    if ask.method in _OF_ONE:
-        return getattr(launcher, ask.method)(ask.child, *ask.arguments)
-    if ask.method not in _OF_SEVERAL:
-        raise EngineError(f"no rank can be asked for {ask.method!r}")
-    answer = getattr(launcher, ask.method)([ask.child], *ask.arguments)
-    return None if answer is None else answer[ask.child.rank]
+def _invoke(local_host: LocalHost, call: messages.Invoke) -> object:
+    if call.method in _OF_ONE:
+        return getattr(local_host, call.method)(call.child, *call.arguments)
+    if call.method not in _OF_SEVERAL:
+        raise EngineError(f"no rank can be asked for {call.method!r}")
+    answer = getattr(local_host, call.method)([call.child], *call.arguments)
+    return None if answer is None else answer[call.child.rank]
 
 
-def _presence(launch: Launch) -> messages.Presence:
+def _info(launch: Launch) -> messages.AgentInfo:
     machine = f"{socket.gethostname()}{f', node {launch.node}' if launch.node else ''}"
-    return messages.Presence(machine, Place(launch.local_rank, visible_gpus(None)), messages.versions())
+    return messages.AgentInfo(machine, Placement(launch.local_rank, visible_gpus(None)), messages.versions())
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ import uuid
 import pytest
 
 from moe_conformance.engine import Engine, EngineError, Job
-from moe_conformance.engine.host import SiteLostError
-from moe_conformance.engine.remote.site import RemoteSite
+from moe_conformance.engine.hosts import MachineLostError
+from moe_conformance.engine.remote.cluster import RemoteCluster
 from self_tests.engine.remote_processes import GIVEN, Processes
 from self_tests.engine.test_life import survivors
 from self_tests.plugin.plugin_runs import marked
@@ -35,14 +35,14 @@ class Launched:
     def __init__(self, size: int) -> None:
         self.mark = uuid.uuid4().hex
         self.processes = Processes(size, self.mark)
-        self.outposts = self.processes.outposts
-        self.site = RemoteSite(self.processes.driver, GIVEN)
-        self.engine = Engine(preload=(JOBS,), site=self.site)
+        self.agents = self.processes.agents
+        self.cluster = RemoteCluster(self.processes.driver, GIVEN)
+        self.engine = Engine(preload=(JOBS,), cluster=self.cluster)
 
     def close(self) -> None:
         """Ends all of it."""
         self.engine.close()
-        self.site.end(0)
+        self.cluster.end(0)
         self.processes.end()
 
 
@@ -101,7 +101,7 @@ class TestRanks:
             assert values == [rank.value for rank in engine.run(job("variable", name)).ranks]
 
     def test_what_ranks_print_is_told_with_their_fault(self, engine):
-        """The nursery of another process keeps it."""
+        """The fork_server of another process keeps it."""
         result = engine.run(job("print_then_fail", 1))
         assert ["rank 0 line 0\nfrom a child\n", "rank 2 line 0\nfrom a child\n"] == [
             result.ranks[rank].output for rank in (0, 2)
@@ -150,8 +150,8 @@ class TestPreload:
     def test_a_module_that_one_process_cannot_import_is_told(self, three):
         """An engine that cannot begin says why, and the next one begins."""
         with pytest.raises(EngineError, match="no_such_module"):
-            Engine(preload=("no_such_module",), site=three.site)
-        with Engine(preload=(JOBS,), site=three.site) as another:
+            Engine(preload=("no_such_module",), cluster=three.cluster)
+        with Engine(preload=(JOBS,), cluster=three.cluster) as another:
             assert another.run(job("pid")).ok
 
 
@@ -161,42 +161,42 @@ class TestLoss:
         assert two.engine.run(job("pid", world=2)).ok
         running = two.engine.start(job("sleep_before_meeting", 0, world=2))
         began = time.monotonic()
-        two.outposts[0].kill()
-        with pytest.raises(SiteLostError, match="the process of RANK 1 is lost: it has ended"):
+        two.agents[0].kill()
+        with pytest.raises(MachineLostError, match="the process of RANK 1 is lost: it has ended"):
             running.result()
         assert time.monotonic() - began < 10
-        with pytest.raises(SiteLostError, match="RANK 1"):
+        with pytest.raises(MachineLostError, match="RANK 1"):
             two.engine.run(job("pid", world=2))
         two.close()
         assert gone(two.mark)
 
     def test_a_lost_nursery_is_told(self, two):
-        """The outpost says why it cannot go on."""
-        nursery = two.engine.run(job("pid", world=2)).ranks[1].value[1]
-        os.kill(nursery, signal.SIGKILL)
-        with pytest.raises(SiteLostError, match=r"RANK 1 is lost: .*killed by SIGKILL"):
+        """The agent says why it cannot go on."""
+        fork_server = two.engine.run(job("pid", world=2)).ranks[1].value[1]
+        os.kill(fork_server, signal.SIGKILL)
+        with pytest.raises(MachineLostError, match=r"RANK 1 is lost: .*killed by SIGKILL"):
             two.engine.run(job("sleep_before_meeting", 0, world=2))
-        assert 1 == two.outposts[0].wait(30)
+        assert 1 == two.agents[0].wait(30)
 
     def test_outposts_end_with_the_run(self, two):
         """They print nothing, whatever ranks print, and leave nothing behind."""
         two.engine.run(job("say", "hello", world=2))
-        two.site.end(3)
-        assert 3 == two.outposts[0].wait(30)
-        assert "" == two.outposts[0].stdout.read()
+        two.cluster.end(3)
+        assert 3 == two.agents[0].wait(30)
+        assert "" == two.agents[0].stdout.read()
         two.close()
         assert gone(two.mark)
 
     def test_a_driver_that_vanishes_is_noticed(self, two):
-        """Without a farewell the outpost ends with a failure, and leaves no rank behind."""
+        """Without a farewell the agent ends with a failure, and leaves no rank behind."""
         pids = two.engine.run(job("pid", world=2)).ranks[1].value
-        two.site._outposts[0].channel.close()
-        assert 1 == two.outposts[0].wait(30)
+        two.cluster._agents[0].channel.close()
+        assert 1 == two.agents[0].wait(30)
         assert [] == survivors(pids)
 
     def test_a_terminated_process_leaves_no_rank(self, two):
         """SIGTERM, which torchrun sends to all when one has ended, ends the ranks too."""
         pids = two.engine.run(job("pid", world=2)).ranks[1].value
-        two.outposts[0].terminate()
-        assert 143 == two.outposts[0].wait(30)
+        two.agents[0].terminate()
+        assert 143 == two.agents[0].wait(30)
         assert [] == survivors(pids)

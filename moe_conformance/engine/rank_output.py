@@ -11,14 +11,14 @@ import time
 from collections import deque
 
 _KEPT_BYTES = 1 << 16
-_PASSED_ON_BYTES = 1 << 16  # of one rank, in its whole life
+_FORWARDED_BYTES = 1 << 16  # of one rank, in its whole life
 _AT_ONCE = 1 << 12  # what a pipe that is writable at all takes without blocking
 
 
 _WARNING = re.compile(rb"^[^\s:][^\n:]*:\d+: \w*Warning: [^\n]*\n(?:  [^\n]*\n)?", re.MULTILINE)
 
 
-class Printout:
+class RankOutput:
     """The latest output of one rank, in the process that forks it, which passes on the first of it to its own.
 
     A warning of Python's that another rank has printed before, now or in an earlier run, is not passed on again.
@@ -32,7 +32,7 @@ class Printout:
         os.set_blocking(self._reader, False)
         self._pieces: deque[tuple[float, bytes]] = deque()  # when it was read, and what
         self._size = 0
-        self._passed_on = 0
+        self._forwarded = 0
         self._warned = warned  # of all ranks
         self.watched = False  # by the nursery's selector
 
@@ -40,7 +40,7 @@ class Printout:
         """The descriptor that is readable when the rank has printed."""
         return self._reader
 
-    def become_mine(self) -> None:
+    def redirect_stdout(self) -> None:
         """In the rank: makes the pipe its standard output and standard error."""
         os.dup2(self._writer, 1)
         os.dup2(self._writer, 2)
@@ -59,10 +59,10 @@ class Printout:
             if not piece:
                 return False
             self._keep(piece)
-            self._pass_on(piece)
+            self._forward(piece)
         return True
 
-    def last(self, since: float = 0.0) -> bytes:
+    def tail(self, since: float = 0.0) -> bytes:
         """Returns the end of what was read since a time of `time.monotonic`."""
         return b"".join(piece for when, piece in self._pieces if when >= since)[-_KEPT_BYTES:]
 
@@ -85,19 +85,19 @@ class Printout:
         while self._size - len(self._pieces[0][1]) >= _KEPT_BYTES:
             self._size -= len(self._pieces.popleft()[1])
 
-    def _pass_on(self, piece: bytes) -> None:
+    def _forward(self, piece: bytes) -> None:
         """Writes to our own standard output, unless that is much or its reader is slow: nothing may block here."""
-        if self._passed_on >= _PASSED_ON_BYTES:
+        if self._forwarded >= _FORWARDED_BYTES:
             return
-        piece = _WARNING.sub(self._once, piece)
-        self._passed_on += len(piece)
-        if self._passed_on >= _PASSED_ON_BYTES:
+        piece = _WARNING.sub(self._if_new, piece)
+        self._forwarded += len(piece)
+        if self._forwarded >= _FORWARDED_BYTES:
             piece += b"\n(this rank prints much; what follows is not shown)\n"
         with contextlib.suppress(OSError):  # nobody reads it any more
             if select.select([], [1], [], 0)[1]:
                 os.write(1, piece)
 
-    def _once(self, warning: re.Match[bytes]) -> bytes:
+    def _if_new(self, warning: re.Match[bytes]) -> bytes:
         """Return a warning that is new, and nothing in place of one that is known."""
         if warning[0] in self._warned:
             return b""

@@ -26,22 +26,22 @@ from typing import NoReturn
 
 import torch
 
-from . import offspring, rank, wire
+from . import processes, rank, wire
 from .faults import one_line
-from .printout import Printout
+from .rank_output import RankOutput
 from .virtual import threads
 
-_ORPHANED = signal.SIGUSR2
+_PARENT_DIED = signal.SIGUSR2
 STACK_SIGNAL = signal.SIGUSR1  # makes a rank dump the stacks of its threads, even while it holds the GIL
 _PR_SET_PDEATHSIG = 1
 _OOM_SCORE = 800  # of 1000 at most, which the kernel adds to the thousandths of memory that a process uses
 # The first backward pass of a process imports the first, and sympy with it; the first optimizer or checkpoint the
 # second: half a second and more than a second on every rank, and on each new one.
-_PRELUDE = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo")
+_ALWAYS_IMPORTED = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 
 
 @dataclass(frozen=True)
-class Opening:
+class Setup:
     """The driver's first message: its pid and what to import."""
 
     driver: int
@@ -68,7 +68,7 @@ class Ready:
 class Fork:
     """An order to start a rank; the descriptors of its channel, its stack file and its ledger follow."""
 
-    station: rank.Station
+    spec: rank.RankSpec
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Signal:
 
 
 @dataclass(frozen=True)
-class Print:
+class ReadOutput:
     """An order to tell what a rank printed since a time of this machine's `time.monotonic`."""
 
     pid: int
@@ -97,7 +97,7 @@ class Forked:
 
 @dataclass(frozen=True)
 class Printed:
-    """Answers Print."""
+    """Answers ReadOutput."""
 
     printed: bytes
 
@@ -112,21 +112,21 @@ class Exited:
 
 
 def main(descriptor: int) -> NoReturn:
-    """Runs the nursery over an inherited socket until the driver closes its end."""
+    """Runs the server_pid over an inherited socket until the driver closes its end."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the driver's is inherited
     channel = wire.Channel(socket.socket(fileno=descriptor))
-    opening: Opening = wire.loads(channel.receive())
-    _die_with_parent(opening.driver)  # while importing, nobody looks whether the channel is closed
-    if not _import_all(channel, (*_PRELUDE, *opening.preload)):
+    setup: Setup = wire.loads(channel.receive())
+    _die_with_parent(setup.driver)  # while importing, nobody looks whether the channel is closed
+    if not _import_all(channel, (*_ALWAYS_IMPORTED, *setup.preload)):
         os._exit(1)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # each rank would write it again
     gc.collect()
     gc.freeze()  # keeps the collector of the ranks from touching, and so copying, what they share
-    home = _Nursery(channel, opening.driver)  # from here on, the end of the driver's thread is no matter
+    server = _ForkServer(channel, setup.driver)  # from here on, the end of the driver's thread is no matter
     channel.send(wire.dumps(Ready()))
     with contextlib.suppress(EOFError, OSError):
-        home.tend()
+        server.serve()
     os._exit(0)
 
 
@@ -155,28 +155,28 @@ def _send_at_death_of_parent(number: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
-class _Nursery:
+class _ForkServer:
     """Carries out orders and reports exits."""
 
     def __init__(self, channel: wire.Channel, driver: int) -> None:
         self._channel = channel
         self._driver = driver
-        self._children: dict[int, Printout] = {}
+        self._children: dict[int, RankOutput] = {}
         self._warned: set[bytes] = set()  # warnings that ranks have printed
         self._wake, self._waker = socket.socketpair()
         self._wake.setblocking(False)
         self._waker.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGCHLD, _ORPHANED):
+        for number in (signal.SIGCHLD, _PARENT_DIED):
             signal.signal(number, lambda *_: None)  # a handler, so that the wake-up socket is written to
-        _send_at_death_of_parent(_ORPHANED)
-        self._preloads = frozenset(offspring.children())
-        offspring.adopt()
+        _send_at_death_of_parent(_PARENT_DIED)
+        self._preloads = frozenset(processes.children())
+        processes.become_subreaper()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._channel, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
 
-    def tend(self) -> None:
+    def serve(self) -> None:
         """Works until the driver has ended or closed its end (EOFError), then kills every rank."""
         try:
             # A child of the driver may hold the channel open, so that its end alone does not tell.
@@ -185,101 +185,101 @@ class _Nursery:
                     if key.data is not None:
                         self._drain(key.data)
                     elif key.fileobj is self._wake:
-                        self._bury()
+                        self._reap()
                     else:
-                        self._obey(wire.loads(self._channel.receive()))
+                        self._handle(wire.loads(self._channel.receive()))
         finally:
-            while pids := {*self._children, *offspring.children()}:  # those whose parents have ended come up in turn
+            while pids := {*self._children, *processes.children()}:  # those whose parents have ended come up in turn
                 for pid in pids:
                     _signal(pid, signal.SIGKILL)
                 for pid in pids:
                     os.waitpid(pid, 0)
                 self._children.clear()
 
-    def _obey(self, order: Fork | Signal | Print) -> None:
+    def _handle(self, order: Fork | Signal | ReadOutput) -> None:
         if isinstance(order, Fork):
-            self._channel.send(wire.dumps(self._fork(order.station)))
-        elif isinstance(order, Print):
+            self._channel.send(wire.dumps(self._fork(order.spec)))
+        elif isinstance(order, ReadOutput):
             self._channel.send(wire.dumps(Printed(self._printed(order))))
         elif order.pid in self._children:  # not yet buried, so that the pid is still the rank's
             _signal(order.pid, order.number)
 
-    def _fork(self, station: rank.Station) -> Forked:
+    def _fork(self, spec: rank.RankSpec) -> Forked:
         _, descriptors, _, _ = socket.recv_fds(self._channel.socket, 1, 3)
-        nursery = os.getpid()
+        server_pid = os.getpid()
         try:
-            printout = Printout(self._warned)
+            output = RankOutput(self._warned)
         except OSError as error:
             return Forked(0, one_line(error))
         try:
             pid = os.fork()
         except OSError as error:
-            printout.close()
+            output.close()
             return Forked(0, one_line(error))
         finally:
-            if os.getpid() == nursery:
-                printout.close_writer()
+            if os.getpid() == server_pid:
+                output.close_writer()
                 for descriptor in descriptors:
                     os.close(descriptor)
         if pid == 0:
-            self._forget()
-            printout.become_mine()
-            _become_rank(nursery, station, *descriptors)
-        self._children[pid] = printout
-        self._selector.register(printout, selectors.EVENT_READ, printout)
-        printout.watched = True
+            self._close_in_child()
+            output.redirect_stdout()
+            _run_rank(server_pid, spec, *descriptors)
+        self._children[pid] = output
+        self._selector.register(output, selectors.EVENT_READ, output)
+        output.watched = True
         return Forked(pid)
 
-    def _printed(self, order: Print) -> bytes:
-        if (printout := self._children.get(order.pid)) is None:
+    def _printed(self, order: ReadOutput) -> bytes:
+        if (output := self._children.get(order.pid)) is None:
             return b""
-        self._drain(printout)
-        return printout.last(order.since)
+        self._drain(output)
+        return output.tail(order.since)
 
-    def _drain(self, printout: Printout) -> None:
-        if printout.watched and not printout.drain():
-            self._unwatch(printout)
+    def _drain(self, output: RankOutput) -> None:
+        if output.watched and not output.drain():
+            self._unwatch(output)
 
-    def _unwatch(self, printout: Printout) -> None:
-        if printout.watched:
-            printout.watched = False
-            self._selector.unregister(printout)
+    def _unwatch(self, output: RankOutput) -> None:
+        if output.watched:
+            output.watched = False
+            self._selector.unregister(output)
 
-    def _forget(self) -> None:
-        """Lets go of what is the nursery's alone, in a child."""
+    def _close_in_child(self) -> None:
+        """Lets go of what is the server_pid's alone, in a child."""
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, _ORPHANED):
+        for number in (signal.SIGCHLD, _PARENT_DIED):
             signal.signal(number, signal.SIG_DFL)
         self._selector.close()
-        for printout in self._children.values():
-            printout.close()
+        for output in self._children.values():
+            output.close()
         for end in (self._channel, self._wake, self._waker):
             end.close()
 
-    def _bury(self) -> None:
+    def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._wake.recv(4096)
         with contextlib.suppress(ChildProcessError):  # there are no more
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                self._bury_one(ended.si_pid)
+                self._reap_one(ended.si_pid)
 
-    def _bury_one(self, pid: int) -> None:
+    def _reap_one(self, pid: int) -> None:
         _signal(pid, signal.SIGKILL)  # what the rank started; before the pid is free for others
         _, status = os.waitpid(pid, 0)
-        for orphan in offspring.children():
+        for orphan in processes.children():
             if orphan not in self._children and orphan not in self._preloads:
                 # It was that rank's, in a session of its own, and has just been adopted.
                 _signal(orphan, signal.SIGKILL)
-        if (printout := self._children.pop(pid, None)) is not None:
-            printed = self._close(printout)
+        if (output := self._children.pop(pid, None)) is not None:
+            printed = self._close(output)
             self._channel.send(wire.dumps(Exited(pid, os.waitstatus_to_exitcode(status), printed)))
 
-    def _close(self, printout: Printout) -> bytes:
+    def _close(self, output: RankOutput) -> bytes:
         """Returns the last that an ended rank printed, and lets go of its pipe."""
-        self._drain(printout)
-        self._unwatch(printout)
-        printout.close()
-        return printout.last()
+        self._drain(output)
+        self._unwatch(output)
+        output.close()
+        return output.tail()
 
 
 def _signal(pid: int, number: int) -> None:
@@ -291,7 +291,7 @@ def _signal(pid: int, number: int) -> None:
             os.kill(pid, number)
 
 
-def _be_killed_first() -> None:
+def _raise_oom_score() -> None:
     """Has the kernel kill a rank, and not the driver, when memory runs out."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "r+", encoding="ascii") as adjustment:
         if int(adjustment.read()) < _OOM_SCORE:
@@ -299,7 +299,7 @@ def _be_killed_first() -> None:
             adjustment.write(str(_OOM_SCORE))
 
 
-def _do_not_preempt() -> None:
+def _use_batch_scheduling() -> None:
     """Has the kernel let a thread go on when another one wakes up, where ranks share processors.
 
     A thread of gloo that sends wakes its receiver, which would take the processor from it while it holds the lock of
@@ -311,19 +311,19 @@ def _do_not_preempt() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _become_rank(nursery: int, station: rank.Station, channel: int, stacks: int, ledger: int) -> NoReturn:
+def _run_rank(server_pid: int, spec: rank.RankSpec, channel: int, stacks: int, ledger: int) -> NoReturn:
     """Turns a fresh fork into a rank."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which then ends the ranks
         os.setpgid(0, 0)
-        _die_with_parent(nursery)
-        _be_killed_first()
-        _do_not_preempt()
+        _die_with_parent(server_pid)
+        _raise_oom_score()
+        _use_batch_scheduling()
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # stacks tell more
         faulthandler.enable(file=stacks)
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
-        serve = threads.serve if station.virtual else rank.serve
-        serve(wire.Channel(socket.socket(fileno=channel)), station, ledger)
+        serve = threads.serve if spec.virtual else rank.serve
+        serve(wire.Channel(socket.socket(fileno=channel)), spec, ledger)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -12,7 +12,7 @@ from .entry import Entry, group_words
 _Route = tuple[str, tuple[int, ...], int | None, int, int | None]  # group's name and ranks, source, destination, tag
 
 
-def check_messages(calls: Iterable[tuple[int, Entry]], cut: Collection[int]) -> Iterable[Disagreement]:
+def check_send_recv(calls: Iterable[tuple[int, Entry]], cut: Collection[int]) -> Iterable[Disagreement]:
     """Yields the first disagreement of every route; `calls` are sends and receives with their ranks."""
     sent: dict[_Route, list[Entry]] = defaultdict(list)
     received: dict[_Route, list[Entry]] = defaultdict(list)

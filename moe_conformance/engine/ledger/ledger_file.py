@@ -15,11 +15,11 @@ _LENGTH = struct.Struct("<Q")
 _FIRST_SIZE = 1 << 18
 
 
-class Book:
+class LedgerFile:
     """The rank's side; one thread at a time may write.
 
     Args:
-        descriptor: Of the file, which is empty or another Book's of the same rank.
+        descriptor: Of the file, which is empty or another LedgerFile's of the same rank.
     """
 
     def __init__(self, descriptor: int) -> None:
