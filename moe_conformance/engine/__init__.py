@@ -1,11 +1,11 @@
-"""Runs importable functions on ranks: real processes with a process group, driven from one process.
+"""Runs importable functions on the ranks of a process group, from one driver process.
 
     with Engine(preload=("my_package.jobs",)) as engine:
         result = engine.run(Job("my_package.jobs:double", payload=21, world=2, groups={}))
         assert result.ok and result.ranks[1].value == 42
 
-The ranks are forked from a process that has torch and the preload imported already, stay for the next job,
-and are replaced after a fault. A fault on a rank is a result (who, how, where), never an exception on the
+Every rank is a process, forked from one that has imported torch and the preload. Ranks are kept for the next job and
+replaced after a fault. A fault on a rank is part of the result (which rank, what, where), never an exception on the
 driver.
 """
 

@@ -1,8 +1,8 @@
-"""Who is at fault, from what is known of every rank at the end of a job.
+"""Decides which ranks are at fault, from what is known of every rank when a job has ended.
 
-A fault spreads: the peers of a rank that raised or died lose their connections, the peers of a rank that
-loops or has returned wait for it, and who was sent less than it expects goes on with garbage. These are
-*secondary*. Where no rank stands out, all that failed are blamed.
+One rank's fault causes faults on others: the peers of a rank that raised or died lose their connections, the peers of a
+rank that loops or has returned wait for it, and a rank that receives less than it expects continues with uninitialised
+memory. These faults are *secondary*. If no rank can be singled out, all ranks that failed are blamed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .records import RankResult
 
 @dataclass(frozen=True)
 class Finding:
-    """One rank at the end of a job, before anyone is blamed.
+    """How a job ended on one rank, before ranks are blamed.
 
     Attributes:
-        result: What the rank answered, or did not.
-        waits: Gave no answer and stands in a collective.
-        connection_lost: Its exception says that a peer has gone away.
+        result: The rank's result, before `secondary` is set.
+        waits: Whether it gave no answer and waits in a collective.
+        connection_lost: Whether its exception reports a lost peer.
     """
 
     result: RankResult
@@ -38,12 +38,12 @@ class Finding:
 
     @property
     def failed_itself(self) -> bool:
-        """True where the rank itself failed, for a reason of its own as far as it can be seen there."""
+        """True where the rank failed and no other rank's fault is visible as the cause."""
         return self.result.status != "ok" and not self.may_be_secondary
 
 
 def raised(rank: int, fault: Fault) -> Finding:
-    """Returns what is found of a rank whose job ended with an exception."""
+    """Returns the finding of a rank whose job ended with an exception."""
     result = RankResult(
         rank,
         "raised",
@@ -56,24 +56,27 @@ def raised(rank: int, fault: Fault) -> Finding:
 
 
 def assign(findings: Sequence[Finding], disagreements: Sequence[Disagreement] = ()) -> tuple[RankResult, ...]:
-    """Marks the secondary faults; `disagreements` are those of the ranks' ledgers, the earliest first.
+    """Returns the ranks' results, with the faults that another rank caused marked as secondary.
 
-    * Ranks whose ledgers disagree are at fault: of the earliest disagreement, those that differ from most. All
-      that happened to others may come from it.
-    * Failing that, a rank that raised for a reason of its own, died, or hangs outside of any collective is at
-      fault; then all who wait or lost a connection are secondary.
-    * Failing that, ranks that returned while others wait in a collective are at fault: they left one out.
-      (That the others entered one too many cannot be told apart here.)
-    * Failing that, all who failed are at fault.
+    * If ledgers disagree, the minority of the earliest disagreement is at fault; it may have caused everything else.
+    * Else a rank is at fault that raised for another reason than a lost peer, died, or hangs outside of any collective;
+      ranks that wait or lost a connection are then secondary.
+    * Else ranks that returned while others wait in a collective are at fault: they omitted one. (Whether the others
+      called one too many cannot be distinguished here.)
+    * Else all ranks that failed are at fault.
 
-    A hazard is the fault of its rank, whatever the others did.
+    A hazard is the fault of its rank in every case.
+
+    Args:
+        findings: One per rank, in the order of ranks.
+        disagreements: Those of the ranks' ledgers, the earliest first.
     """
     ranks = _by_ledgers(findings, disagreements[0]) if disagreements else _by_status(findings)
     return tuple(map(_with_hazard, ranks))
 
 
 def disagreements(findings: Sequence[Finding]) -> tuple[Disagreement, ...]:
-    """Cross-checks the ranks' ledgers; calls are not missed where something else explains that they are missing."""
+    """Cross-checks the ledgers of all ranks; a missing call does not count where a fault explains it."""
     ledgers = {finding.result.rank: finding.result.ledger for finding in findings}
     explained = any(finding.failed_itself for finding in findings)
     cut = [f.result.rank for f in findings if f.result.status != "ok" and (explained or not f.waits)]
@@ -83,7 +86,7 @@ def disagreements(findings: Sequence[Finding]) -> tuple[Disagreement, ...]:
 
 def _by_ledgers(findings: Sequence[Finding], first: Disagreement) -> list[RankResult]:
     waiting = [finding.result.rank for finding in findings if finding.waits]
-    # Half of the ranks lack a call that the other half makes: those who returned left the others waiting.
+    # Half of the ranks lack a call that the other half makes: those that returned left the others waiting.
     left = [rank for rank in first.absent if findings[rank].result.status == "ok"] if waiting else []
     blamed = first.blamed if not left or set(left) >= set(first.blamed) else left
     sentence = f"{_returned_while(waiting)}: {first}" if waiting else str(first)
@@ -91,7 +94,7 @@ def _by_ledgers(findings: Sequence[Finding], first: Disagreement) -> list[RankRe
 
 
 def _blame(result: RankResult, sentence: str, blamed: bool) -> RankResult:
-    """Blames a rank or not; one that failed keeps its own sentence."""
+    """Returns the result with `secondary` or `error` set; a rank that failed keeps its error message."""
     if result.status != "ok":
         return replace(result, secondary=not blamed)
     return replace(result, error=sentence) if blamed else result

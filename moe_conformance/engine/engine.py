@@ -1,4 +1,4 @@
-"""The engine: worlds of ranks by size, the store through which they find each other, and the job that runs."""
+"""The Engine class: runs jobs on worlds of ranks, which it starts, keeps and replaces."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from .world import World
 
 
 class Engine:
-    """Runs jobs on ranks that stay for the next job; one thread at a time may use it.
+    """Runs jobs on ranks that are kept for the next job; one thread at a time may use it.
 
     A world of each size is made when first needed and kept. The ranks see the driver's `sys.path` and working
-    directory as they were on construction. The engine seeds nothing, and random state passes to the next job on
-    that rank; ranks that leave behind more than that are replaced (see `RankResult.left`).
+    directory as they were on construction. The engine sets no seed, and a rank's random state carries over to its next
+    job; ranks on which a function leaves more than that behind are replaced (see `RankResult.left`).
 
     Args:
         device: "cpu" or "cuda". Ranks share GPUs if there are fewer of them.
-        virtual: Ranks are threads of one process, so that there may be hundreds. What they share, and real ranks do
-            not, is told in virtual/threads.py.
+        virtual: Ranks are threads of one process, so that there may be hundreds. virtual/threads.py describes what they
+            share and real ranks do not.
         preload: Modules imported once, before ranks are forked. They must start no thread, run no backward
             and not initialise CUDA.
         environment: Variables that the preload and the ranks see on top of the driver's.
         cluster: The machines on which ranks run; the driver's alone if None.
-        notice: Called with a sentence where a job takes long, or the wait for it is interrupted: where its ranks are.
+        notice: Called with a sentence that says where the ranks are, if a job takes long or the wait for it is
+            interrupted.
 
     Raises:
         EngineError: a module of the preload cannot be imported (says which and why), or the device is not
-            there.
+            available.
     """
 
     def __init__(
@@ -74,12 +75,12 @@ class Engine:
         return self.start(job).result()
 
     def start(self, job: Job) -> Running:
-        """Sends a job to its ranks and returns while it runs there; a fault on a rank will be in the result.
+        """Sends a job to its ranks and returns while it runs; a fault on a rank is in the result.
 
-        Waits for what ran before in a world of this size, if its result was not taken. What is still to be read of that
-        is read while the ranks run this job: to start a job first, and then take the result of the one before, is
-        quicker than the reverse. Worlds of different sizes run at the same time, unless their ranks share GPUs or a
-        process: then it waits for those as well.
+        Waits for the previous job in a world of this size, if its result was not taken; what the driver still has to
+        read of it is read while the ranks run this job. To start a job first, and then take the result of the previous
+        one, is therefore faster than the reverse. Worlds of different sizes run at the same time, unless their ranks
+        share GPUs or a process: then this method waits for those as well.
 
         Raises:
             EngineError: the job is malformed, ranks cannot be started, or the engine is closed.
@@ -87,12 +88,12 @@ class Engine:
         return self.start_many([job])[0]
 
     def start_many(self, jobs: Sequence[Job]) -> list[Running]:
-        """Sends jobs for one world to their ranks in one message, which run them one after the other.
+        """Sends several jobs for one world in one message; the ranks run them one after the other.
 
-        The results are those of `start` for each of them: if a job of several has a fault or leaves something behind,
-        none of what these runs returned is used, and each job runs again alone when its result is asked for. All of
-        them together have the shortest of their deadlines, and at most 20 s or a third of it; what takes longer runs
-        again one by one too.
+        The results are those that `start` would give for every job: if one of several has a fault or leaves something
+        behind, nothing that they returned is used, and every job runs again alone when its result is taken. Together
+        they have the shortest of their deadlines, but at most the larger of 20 s and a third of it; if they take longer
+        they also run again one by one.
 
         Raises:
             EngineError: a job is malformed, the worlds differ, ranks cannot be started, or the engine is closed.
@@ -103,7 +104,7 @@ class Engine:
             check(job)
             delays.check(job.asynchrony, self.device)
         if len({job.world for job in jobs}) != 1:
-            raise EngineError("jobs that are sent together need one world")
+            raise EngineError("all jobs of start_many must have the same number of ranks")
         packed_jobs = [pack(job) for job in jobs]
         if self._virtual and len(jobs) > 1:
             batch = Batch(jobs, None, self._collect, self.start)
@@ -113,7 +114,7 @@ class Engine:
         return [Running(batch, number) for number in range(len(jobs))]
 
     def _begin(self, packed_jobs: Sequence[PackedJob]) -> StartedJobs:
-        """Sends jobs when what ran before has made way."""
+        """Sends jobs once the ranks are free."""
         size = packed_jobs[0].job.world
         if self._virtual or self.device != "cpu":  # ranks of other worlds share a process or GPUs with these
             with self._closing_on_error():
@@ -127,12 +128,12 @@ class Engine:
         if previous is not None and not previous.finished:
             stops = world.stops
             previous.finish()
-            if world.stops != stops:  # the ranks disagreed in the job before, and with them these were dropped
+            if world.stops != stops:  # the previous job had a fault, and its ranks were ended with these jobs
                 _, started = self._send(packed_jobs)
         return started
 
     def renew(self, world: int) -> None:
-        """Ends the ranks of a world of that size; its next job has new ones. What they run is dropped."""
+        """Ends the ranks of the world of that size, and drops the jobs that run there; the next job has new ranks."""
         batch = self._running.pop(world, None)
         if batch is not None:
             batch.drop("the ranks were renewed")
@@ -140,7 +141,7 @@ class Engine:
             self._worlds[world].stop()
 
     def close(self) -> None:
-        """Ends all ranks and the process that forks them; idempotent."""
+        """Ends all ranks and the process from which they are forked; idempotent."""
         self._closed = True
         self._release("the engine was closed")
 
@@ -166,7 +167,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _closing_on_error(self) -> Iterator[None]:
-        """Begins anew where an exception leaves ranks or messages half done: Ctrl-C may strike anywhere."""
+        """Ends all ranks if an exception may leave a rank or a message half done, as Ctrl-C may at any line."""
         try:
             yield
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""An exception on a rank, put into plain words there, so that the driver never unpickles an exception."""
+"""Turns an exception on a rank into text there, so that the driver never unpickles an exception."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-# How gloo, the store and NCCL speak of a peer that is gone or keeps silent.
+# How gloo, the store and NCCL report a peer that has exited or does not respond.
 _CONNECTION_LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed|remote process exited"
     r"|failed to (recv|send), got \d+ bytes|connectFullMesh failed|timed out waiting \d+ ?ms for",
@@ -18,7 +18,7 @@ _CONNECTION_LOST = re.compile(
 
 @dataclass(frozen=True)
 class Fault:
-    """An exception in words; `connection_lost`: it, or what caused it, says that a peer has gone away."""
+    """An exception as text; `connection_lost` is True if it, or its cause, reports a lost peer."""
 
     error: str
     error_type: str
@@ -28,7 +28,7 @@ class Fault:
 
 
 def describe(error: BaseException) -> Fault:
-    """Puts an exception into words; its traceback begins below the frame that caught it."""
+    """Returns an exception as a Fault, without the frame that caught it."""
     below = error.__traceback__.tb_next if error.__traceback__ else None
     return Fault(
         error=one_line(error),
@@ -46,7 +46,7 @@ def one_line(error: BaseException) -> str:
 
 
 def type_name(kind: type[BaseException]) -> str:
-    """Returns the qualified name of a class, without the module for a builtin one."""
+    """Returns the qualified name of a class; for a builtin class without its module."""
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -54,12 +54,12 @@ def _message(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as broken:
-        return f"(its message cannot be made: {type(broken).__qualname__})"
+        return f"(str() of the exception raised {type(broken).__qualname__})"
 
 
 def _plain_attributes(error: BaseException) -> dict[str, str | int | float | bool]:
-    # Exact types: a subclass of str or int need not be known to the driver.
-    with contextlib.suppress(Exception):  # a class may make of __dict__ what it likes
+    # Exact types: the driver may not be able to import a subclass of str or int.
+    with contextlib.suppress(Exception):  # a class may define __dict__ as anything
         return {name: value for name, value in vars(error).items() if type(value) in (str, int, float, bool)}
     return {}
 

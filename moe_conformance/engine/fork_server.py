@@ -1,9 +1,9 @@
-"""The process from which ranks are forked: imports torch and the preload once, then forks, signals, buries.
+"""The fork server: a process that imports torch and the preload once, then forks ranks and reaps them.
 
-Unlike multiprocessing's forkserver it tells which module of the preload failed and why, has an environment
-and a preload per engine, never imports the driver's `__main__`, and reports each exit with its signal. It
-runs one thread and ends when the driver has closed its channel or ended in whatever way; all that the ranks
-have started ends with it.
+Unlike multiprocessing's forkserver it reports which module of the preload failed and why, has an environment
+and a preload per engine, never imports the driver's `__main__`, and reports every exit with its signal. It
+runs one thread, and ends when the driver closes the channel or exits in any way; all processes that the ranks
+have started end with it.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from .faults import one_line
 from .rank_output import RankOutput
 from .virtual import threads
 
-_PARENT_DIED = signal.SIGUSR2
+_PARENT_DIED = signal.SIGUSR2  # sent by the kernel
 STACK_SIGNAL = signal.SIGUSR1  # makes a rank dump the stacks of its threads, even while it holds the GIL
 _PR_SET_PDEATHSIG = 1
 _OOM_SCORE = 800  # of 1000 at most, which the kernel adds to the thousandths of memory that a process uses
-# The first backward pass of a process imports the first, and sympy with it; the first optimizer or checkpoint the
-# second: half a second and more than a second on every rank, and on each new one.
+# The first backward pass of a process imports the first, and sympy with it; the first optimizer or checkpoint imports
+# the second: half a second and more than a second on every rank.
 _ALWAYS_IMPORTED = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The driver's first message: its pid and what to import."""
+    """The driver's first message: its pid and the modules to import."""
 
     driver: int
     preload: tuple[str, ...]
@@ -50,14 +50,14 @@ class Setup:
 
 @dataclass(frozen=True)
 class Importing:
-    """Says what is being imported, in case that this is the last that is heard."""
+    """Reports which module is about to be imported, since importing it may end the process."""
 
     module: str
 
 
 @dataclass(frozen=True)
 class Ready:
-    """Says that everything is imported, or which module failed and why."""
+    """Reports that all modules are imported, or which module failed and why."""
 
     module: str | None = None
     reason: str | None = None
@@ -66,14 +66,14 @@ class Ready:
 
 @dataclass(frozen=True)
 class Fork:
-    """An order to start a rank; the descriptors of its channel, its stack file and its ledger follow."""
+    """Requests a new rank; the descriptors of its channel, its stack file and its ledger follow."""
 
     spec: rank.RankSpec
 
 
 @dataclass(frozen=True)
 class Signal:
-    """An order to send a signal to a rank; SIGKILL goes to all processes of its process group."""
+    """Requests that a rank is sent a signal; SIGKILL goes to its whole process group."""
 
     pid: int
     number: int
@@ -81,7 +81,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class ReadOutput:
-    """An order to tell what a rank printed since a time of this machine's `time.monotonic`."""
+    """Requests what a rank has printed since a time of this machine's `time.monotonic`."""
 
     pid: int
     since: float
@@ -89,7 +89,7 @@ class ReadOutput:
 
 @dataclass(frozen=True)
 class Forked:
-    """Answers Fork: the new process, or why there is none."""
+    """Reply to Fork: the pid of the new process, or why there is none."""
 
     pid: int
     reason: str | None = None
@@ -97,14 +97,14 @@ class Forked:
 
 @dataclass(frozen=True)
 class Printed:
-    """Answers ReadOutput."""
+    """Reply to ReadOutput."""
 
     printed: bytes
 
 
 @dataclass(frozen=True)
 class Exited:
-    """Says that a rank's process has ended, with the last that it printed; `code` is negative for a signal."""
+    """Reports that a rank's process has exited, with its last output; `code` is negative for a signal."""
 
     pid: int
     code: int
@@ -112,18 +112,18 @@ class Exited:
 
 
 def main(descriptor: int) -> NoReturn:
-    """Runs the server_pid over an inherited socket until the driver closes its end."""
+    """Runs the fork server on an inherited socket until the driver closes its end."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the driver's is inherited
     channel = wire.Channel(socket.socket(fileno=descriptor))
     setup: Setup = wire.loads(channel.receive())
-    _die_with_parent(setup.driver)  # while importing, nobody looks whether the channel is closed
+    _die_with_parent(setup.driver)  # while importing, nothing reads from the channel
     if not _import_all(channel, (*_ALWAYS_IMPORTED, *setup.preload)):
         os._exit(1)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # each rank would write it again
     gc.collect()
-    gc.freeze()  # keeps the collector of the ranks from touching, and so copying, what they share
-    server = _ForkServer(channel, setup.driver)  # from here on, the end of the driver's thread is no matter
+    gc.freeze()  # keeps the garbage collector of the ranks from copying shared pages
+    server = _ForkServer(channel, setup.driver)  # from here on, the end of the driver's thread does not matter
     channel.send(wire.dumps(Ready()))
     with contextlib.suppress(EOFError, OSError):
         server.serve()
@@ -144,9 +144,9 @@ def _import_all(channel: wire.Channel, modules: Sequence[str]) -> bool:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends, or the thread of it that started this process."""
+    """Has the kernel kill this process when its parent, or the thread that started it, ends."""
     _send_at_death_of_parent(signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # it ended before the prctl call
         os._exit(0)
 
 
@@ -156,7 +156,7 @@ def _send_at_death_of_parent(number: int) -> None:
 
 
 class _ForkServer:
-    """Carries out orders and reports exits."""
+    """Handles the driver's requests and reports the exits of ranks."""
 
     def __init__(self, channel: wire.Channel, driver: int) -> None:
         self._channel = channel
@@ -168,7 +168,7 @@ class _ForkServer:
         self._waker.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, _PARENT_DIED):
-            signal.signal(number, lambda *_: None)  # a handler, so that the wake-up socket is written to
+            signal.signal(number, lambda *_: None)  # a handler is needed for the wake-up socket to be written to
         _send_at_death_of_parent(_PARENT_DIED)
         self._preloads = frozenset(processes.children())
         processes.become_subreaper()
@@ -177,9 +177,9 @@ class _ForkServer:
         self._selector.register(self._wake, selectors.EVENT_READ)
 
     def serve(self) -> None:
-        """Works until the driver has ended or closed its end (EOFError), then kills every rank."""
+        """Handles requests until the driver exits or closes its end (EOFError), then kills all ranks."""
         try:
-            # A child of the driver may hold the channel open, so that its end alone does not tell.
+            # A child of the driver may hold the channel open, so that EOF alone is no sufficient sign.
             while os.getppid() == self._driver:
                 for key, _ in self._selector.select():
                     if key.data is not None:
@@ -189,20 +189,20 @@ class _ForkServer:
                     else:
                         self._handle(wire.loads(self._channel.receive()))
         finally:
-            while pids := {*self._children, *processes.children()}:  # those whose parents have ended come up in turn
+            while pids := {*self._children, *processes.children()}:  # orphans become children of this process
                 for pid in pids:
                     _signal(pid, signal.SIGKILL)
                 for pid in pids:
                     os.waitpid(pid, 0)
                 self._children.clear()
 
-    def _handle(self, order: Fork | Signal | ReadOutput) -> None:
-        if isinstance(order, Fork):
-            self._channel.send(wire.dumps(self._fork(order.spec)))
-        elif isinstance(order, ReadOutput):
-            self._channel.send(wire.dumps(Printed(self._printed(order))))
-        elif order.pid in self._children:  # not yet buried, so that the pid is still the rank's
-            _signal(order.pid, order.number)
+    def _handle(self, request: Fork | Signal | ReadOutput) -> None:
+        if isinstance(request, Fork):
+            self._channel.send(wire.dumps(self._fork(request.spec)))
+        elif isinstance(request, ReadOutput):
+            self._channel.send(wire.dumps(Printed(self._printed(request))))
+        elif request.pid in self._children:  # not reaped yet, so that the pid is still the rank's
+            _signal(request.pid, request.number)
 
     def _fork(self, spec: rank.RankSpec) -> Forked:
         _, descriptors, _, _ = socket.recv_fds(self._channel.socket, 1, 3)
@@ -230,11 +230,11 @@ class _ForkServer:
         output.watched = True
         return Forked(pid)
 
-    def _printed(self, order: ReadOutput) -> bytes:
-        if (output := self._children.get(order.pid)) is None:
+    def _printed(self, request: ReadOutput) -> bytes:
+        if (output := self._children.get(request.pid)) is None:
             return b""
         self._drain(output)
-        return output.tail(order.since)
+        return output.tail(request.since)
 
     def _drain(self, output: RankOutput) -> None:
         if output.watched and not output.drain():
@@ -246,7 +246,7 @@ class _ForkServer:
             self._selector.unregister(output)
 
     def _close_in_child(self) -> None:
-        """Lets go of what is the server_pid's alone, in a child."""
+        """Closes, in a forked child, the descriptors and handlers that only the fork server needs."""
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, _PARENT_DIED):
             signal.signal(number, signal.SIG_DFL)
@@ -268,14 +268,14 @@ class _ForkServer:
         _, status = os.waitpid(pid, 0)
         for orphan in processes.children():
             if orphan not in self._children and orphan not in self._preloads:
-                # It was that rank's, in a session of its own, and has just been adopted.
+                # The rank had started it, in another session, and it has just become a child of this process.
                 _signal(orphan, signal.SIGKILL)
         if (output := self._children.pop(pid, None)) is not None:
             printed = self._close(output)
             self._channel.send(wire.dumps(Exited(pid, os.waitstatus_to_exitcode(status), printed)))
 
     def _close(self, output: RankOutput) -> bytes:
-        """Returns the last that an ended rank printed, and lets go of its pipe."""
+        """Closes the pipe of a rank that has exited, and returns the end of its output."""
         self._drain(output)
         self._unwatch(output)
         output.close()
@@ -292,7 +292,7 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _raise_oom_score() -> None:
-    """Has the kernel kill a rank, and not the driver, when memory runs out."""
+    """Raises the rank's OOM score, so that the kernel kills a rank and not the driver."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "r+", encoding="ascii") as adjustment:
         if int(adjustment.read()) < _OOM_SCORE:
             adjustment.seek(0)
@@ -300,26 +300,27 @@ def _raise_oom_score() -> None:
 
 
 def _use_batch_scheduling() -> None:
-    """Has the kernel let a thread go on when another one wakes up, where ranks share processors.
+    """Selects SCHED_BATCH, so that a thread that wakes up does not preempt the one that woke it.
 
-    A thread of gloo that sends wakes its receiver, which would take the processor from it while it holds the lock of
-    the connection; gloo's other thread then spins on that lock for its whole time slice. With four ranks on two cores
-    an all-to-all took 2 ms instead of 0.2.
+    A thread of gloo that sends wakes its receiver, which would preempt it while it holds the lock of the connection;
+    gloo's other thread then spins on that lock for its whole time slice. With four ranks on two cores an all-to-all
+    took 2 ms instead of 0.2.
     """
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # forbidden: ranks are slower, and no less right
+        with contextlib.suppress(OSError):  # not permitted: ranks are slower, with the same results
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _run_rank(server_pid: int, spec: rank.RankSpec, channel: int, stacks: int, ledger: int) -> NoReturn:
-    """Turns a fresh fork into a rank."""
+    """Runs a rank in a process that has just been forked."""
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which then ends the ranks
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the driver, which then ends the ranks
         os.setpgid(0, 0)
         _die_with_parent(server_pid)
         _raise_oom_score()
         _use_batch_scheduling()
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # stacks tell more
+        # No core dumps, since stacks are dumped.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         faulthandler.enable(file=stacks)
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
         serve = threads.serve if spec.virtual else rank.serve

@@ -1,4 +1,4 @@
-"""What a world needs of the machines that its ranks are on. `LocalHost` is this for the driver's own machine."""
+"""Protocols of the machines on which ranks run. `LocalHost` implements them for the driver's machine."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .records import EngineError
 
 
 class HostLostError(EngineError):
-    """What forks the ranks of a machine has ended; these ranks have ended with it."""
+    """The process from which a machine's ranks are forked has ended, and its ranks with it."""
 
 
 class MachineLostError(HostLostError):
-    """A machine is gone for good, and with it what this engine, or another, could run there."""
+    """A machine is lost for good: neither this engine nor another can run ranks there."""
 
 
 @dataclass(frozen=True)
 class Child:
-    """One rank as its own machine sees it."""
+    """A rank's process, as its own machine identifies it."""
 
     rank: int
     pid: int
@@ -31,18 +31,18 @@ class Child:
 
 @dataclass(frozen=True, eq=False)
 class RankProcess(Child):
-    """One rank as the driver sees it: its process on its machine, and its channel."""
+    """A rank's process, as the driver identifies it, with the channel to it."""
 
     channel: wire.Channel
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a rank will be.
+    """Where a rank runs: its number on its machine, and the GPUs that it sees.
 
     Attributes:
         local_rank: Its number on its machine.
-        gpus: Names of the GPUs that it will see, in its order; two processes that see the same GPU call it the same.
+        gpus: Names of the GPUs that it will see, in its order; the name of a GPU is the same in all processes.
     """
 
     local_rank: int
@@ -50,9 +50,9 @@ class Placement:
 
 
 class Hosts(Protocol):
-    """Starts ranks, sends them signals, and tells of them even when they do not answer.
+    """Starts ranks on one machine or several, signals them, and reads what they write and print.
 
-    Methods that take several ranks ask all of them at once; what they return is keyed by rank.
+    Methods that take several ranks handle them at the same time; what they return is keyed by rank.
 
     Raises:
         HostLostError: from any method but `drop` and `close`.
@@ -62,70 +62,70 @@ class Hosts(Protocol):
     """The numeric address at which the ranks reach the driver."""
 
     def placement(self, rank: int) -> Placement:
-        """Says where a rank would be.
+        """Returns where a rank would run.
 
         Raises:
             EngineError: there is no room for so many.
         """
 
     def start(self, specs: Sequence[RankSpec]) -> list[RankProcess]:
-        """Starts ranks; they have yet to join their world.
+        """Starts ranks, which have yet to join their process group.
 
         Raises:
             EngineError: one could not be started; none is left.
         """
 
     def drop(self, process: RankProcess) -> None:
-        """Kills a rank, if it still lives, and forgets it."""
+        """Kills a rank, if it is alive, and discards what is known of it."""
 
     def begin(self, processes: Sequence[RankProcess]) -> None:
-        """Leaves behind what ranks wrote before the job that is about to be sent."""
+        """Discards what ranks have written so far; called before a job is sent."""
 
     def signal(self, processes: Sequence[RankProcess], number: signal.Signals) -> None:
-        """Sends a signal to ranks, unless they have ended."""
+        """Sends a signal to ranks; one that has exited is skipped."""
 
     def stacks(self, processes: Sequence[RankProcess]) -> dict[int, str]:
-        """Makes ranks dump the stacks of their threads; a rank that does not within a second has an empty text.
+        """Makes ranks dump the stacks of their threads; "" for a rank that does not within a second.
 
-        Works while a rank holds the GIL; not while it is stopped or blocks the signal.
+        Works while a rank holds the GIL, but not while it is stopped or blocks the signal.
         """
 
     def last_stacks(self, process: RankProcess) -> str:
-        """Returns what a rank that has ended dumped since `begin`, as a crash makes it do."""
+        """Returns the stacks that a rank has dumped since `begin`, as a crash makes it do."""
 
     def ledgers(self, processes: Sequence[RankProcess]) -> dict[int, bytes]:
-        """Returns what ranks wrote into their ledgers since `begin`."""
+        """Returns what ranks have written into their ledgers since `begin`."""
 
     def printed(self, process: RankProcess) -> str:
-        """Returns the end of what a rank printed since `begin`, or in its life if it has ended."""
+        """Returns the end of what a rank has printed since `begin`; if it has exited, in its whole life."""
 
     def thread_stats(self, processes: Sequence[RankProcess], main_only: bool) -> dict[int, Mapping[int, ThreadStats]]:
-        """Returns what each thread of each rank has had of a processor, or (`main_only`) its main thread alone.
+        """Returns the scheduling statistics of each rank's threads, or of its main thread only.
 
-        Empty where the machine cannot tell.
+        Empty where the machine does not provide them.
         """
 
     def wakers(self) -> Sequence[wire.Channel]:
-        """Returns what becomes readable when `collect` has something to take in."""
+        """Returns the channels that become readable when `collect` has something to read."""
 
     def collect(self) -> None:
-        """Takes in all exits reported so far, without waiting."""
+        """Reads all exits that were reported so far, without waiting."""
 
     def exit_code(self, process: RankProcess) -> int | None:
-        """Returns a rank's exit code, negative for a signal; None if it had not ended at the last `collect`."""
+        """Returns a rank's exit code, negative for a signal; None if it had not exited at the last `collect`."""
 
     def wait(self, process: RankProcess, patience_s: float) -> int | None:
-        """Returns a rank's exit code as soon as it has ended; None if it has not within `patience_s`."""
+        """Waits until a rank has exited and returns its exit code; None if it has not within `patience_s`."""
 
     def close(self) -> None:
-        """Ends all ranks and what forks them; idempotent."""
+        """Ends all ranks and the processes from which they are forked; idempotent."""
 
 
 class Cluster(Protocol):
     """The machines that an engine may use."""
 
     def open(self, preload: Sequence[str], environment: Mapping[str, str]) -> Hosts:
-        """Imports the preload there, and makes ready to start ranks.
+        """Imports the preload on every machine and returns the machines, ready to start ranks.
 
         Raises:
             EngineError: a module of the preload cannot be imported, or a machine cannot be used.

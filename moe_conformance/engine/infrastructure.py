@@ -1,8 +1,8 @@
-"""Whether a text tells of the machine's fault: a GPU's memory error, a lost link, a driver or NCCL that does not start.
+"""Classifies error messages that report a fault of the machine: GPU memory errors, lost links, missing drivers.
 
 Such a fault must not be blamed on the code under test, and a fault of that code must not be excused as one: what
-code can bring about itself (an illegal address, a failed assertion on the device, device memory used up, a peer
-that was lost) never counts, nor does a text that tells of both.
+code can cause itself (an illegal address, a failed assertion on the device, exhausted device memory, a lost peer) never
+counts, nor does a text that reports both.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import re
 # The driver's kernel log, where a process or a container repeats it: "NVRM: Xid (PCI:0000:3b:00): 79, ...".
 _XID = re.compile(r"\bXid\b[^:\n]*\([^)\n]*\):\s*(?P<number>\d+)")
 
-# Numbers that code on the device brings about: NVIDIA's catalogue answers them with "restart or check the application".
+# Numbers that code on the device causes: NVIDIA's catalogue answers them with "restart or check the application".
 _XIDS_OF_CODE = frozenset({6, 8, 11, 13, 31, 32, 43, 45, 68, 69, 126, 127, 128})
 
-# What the code under test has done, in CUDA's words; it makes NCCL and the driver complain in its wake.
+# Errors of the code under test, in CUDA's words; NCCL and the driver report errors as a consequence.
 _CODES_OWN = re.compile(
     r"illegal memory access|device-side assert|misaligned address|illegal instruction|invalid program counter"
     r"|unspecified launch failure|operation not supported on global/shared address space|illegal address"
@@ -23,7 +23,7 @@ _CODES_OWN = re.compile(
     re.IGNORECASE,
 )
 
-# Phrases of CUDA, the driver, NCCL, torch and Python, and what each means.
+# What is reported, by phrases of CUDA, the driver, NCCL, torch and Python.
 _PHRASES = {
     "memory error of a GPU": r"uncorrectable ECC error|ECC_UNCORRECTABLE|double[- ]bit ECC error",
     "link between GPUs failed": r"uncorrectable NVLink error|NVLINK_UNCORRECTABLE",
@@ -42,15 +42,15 @@ _PHRASES = {
     "limit of open files reached": r"\[Errno 2[34]\]|too many open files",
 }
 
-# A peer that has gone makes NCCL report a system error too.
+# NCCL reports a system error for a lost peer too.
 _PEER_LOST = re.compile(r"connection (was )?(closed|reset) by (remote )?peer|remote process exit", re.IGNORECASE)
 
 
 def classify(text: str) -> str | None:
-    """Returns what was wrong with the machine and the line that says so, or None where a text tells of no such thing.
+    """Returns which fault of the machine a text reports, with the line that reports it; None if there is none.
 
-    The answer reads `"memory error of a GPU: RuntimeError: CUDA error: uncorrectable ECC error encountered"`. An empty
-    text, and one that also tells of a fault of the code under test, gives None.
+    For example `"memory error of a GPU: RuntimeError: CUDA error: uncorrectable ECC error encountered"`. None for an
+    empty text, and for one that also reports a fault of the code under test.
     """
     if _CODES_OWN.search(text):
         return None

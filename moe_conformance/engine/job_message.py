@@ -1,7 +1,7 @@
-"""Jobs on their way to the ranks: a message holds one or several, pickled once but for what is sent to one rank alone.
+"""Packs jobs into the message that is sent to a rank, and unpacks them there.
 
-A message to a rank is the pickled Request, then of every job the buffers of its payload, the number of buffers of
-what is this rank's own, and these.
+A message to a rank is the pickled Request, then for every job the buffers of its payload, the number of buffers of the
+rank's payload, and these buffers. Everything but the rank payloads is pickled once for all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .records import EngineError, Job, Partition
 
 @dataclass(frozen=True)
 class Task:
-    """A job as the ranks see it; `buffers` is the number of those of its payload."""
+    """A job without its payloads; `buffers` is how many buffers the payload has."""
 
     function: str
     groups: Mapping[str, Partition]
@@ -29,7 +29,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Request:
-    """What ranks are given at a time: jobs, to be run in order until one does not return."""
+    """The head of a message to a rank: the jobs to run, in order, until one does not return."""
 
     number: int
     tasks: tuple[Task, ...]
@@ -37,7 +37,7 @@ class Request:
 
 @dataclass(frozen=True)
 class PackedJob:
-    """A job in buffers; `rank_payloads` by rank, empty if there is nothing."""
+    """A job with its payloads pickled into buffers; `rank_payloads` is empty if the job has none."""
 
     job: Job
     payload: list[wire.Buffer]
@@ -45,24 +45,24 @@ class PackedJob:
 
     @property
     def task(self) -> Task:
-        """What the ranks are told of the job."""
+        """The job without its payloads."""
         job = self.job
         return Task(job.function, dict(job.groups), job.asynchrony, len(self.payload))
 
     def buffers_for(self, rank: int) -> list[wire.Buffer]:
-        """Returns the buffers for a rank."""
+        """Returns the buffers that are sent to one rank."""
         rank_payload = self.rank_payloads[rank] if self.rank_payloads else []
         return [*self.payload, struct.pack("<Q", len(rank_payload)), *rank_payload]
 
 
 def pack(job: Job) -> PackedJob:
-    """Pickles what a job sends.
+    """Pickles the payloads of a job.
 
     Raises:
         EngineError: it cannot be pickled.
     """
     try:
-        return PackedJob(job, wire.dumps(job.payload), [wire.dumps(each) for each in job.rank_payloads])
+        return PackedJob(job, wire.dumps(job.payload), [wire.dumps(value) for value in job.rank_payloads])
     except Exception as error:
         raise EngineError(f"the payload of {job.function} cannot be pickled: {one_line(error)}") from error
 
@@ -70,7 +70,7 @@ def pack(job: Job) -> PackedJob:
 def unpack(
     tasks: Sequence[Task], buffers: Sequence[bytearray]
 ) -> Iterator[tuple[Task, list[bytearray], list[bytearray]]]:
-    """Yields each task with the buffers of its payload and of the rank's own; none if there is nothing."""
+    """Yields each task with the buffers of its payload and of the rank payload."""
     rest = iter(buffers)
     for task in tasks:
         payload = list(islice(rest, task.buffers))

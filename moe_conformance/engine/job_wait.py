@@ -1,4 +1,4 @@
-"""The driver's wait for the answers to one job."""
+"""Waits, on the driver, for the ranks' answers to one request."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from .local_host import describe_exit
 from .rank import Answer, Returned
 from .records import NO_ANSWER, EngineError, Job, RankResult
 
-_FINAL_ANSWER_S = 2.0  # from another machine, the news of a rank's end may overtake its answer
+_FINAL_ANSWER_S = 2.0  # the report of a rank's exit, from another machine, may arrive before its answer
 _RESUME_S = 1.0
-_NOTICE_S = 20.0  # of waiting; then it is said for whom
-# Of several jobs, at most, or a third of a longer deadline: one that hangs is then run alone, with all of its own.
+_NOTICE_S = 20.0  # of waiting, after which `notice` is called
+# The limit of several jobs, or a third of a longer deadline: one that hangs then runs alone, with its whole deadline.
 _BATCH_LIMIT_S = 20.0
-_NO_EVENTS_S = 0.2  # without news, before ranks are watched for stillness: short jobs pay nothing for it
+_NO_EVENTS_S = 0.2  # without events, before the deadlock detection starts: short jobs do not pay for it
 
 
 class JobWait:
-    """Waits until every rank has answered or ended, the deadline passes, or the ranks can no longer move.
+    """Waits until every rank has answered or exited, the deadline has passed, or a deadlock is proved.
 
-    Of several jobs nothing is found out where one of them did not return: they are given up at once. What is read of
-    the answers and of what the ranks wrote can wait: `wait` leaves that to `findings`. Once, where it takes long or
-    is interrupted, `notice` is told where the ranks are that have not answered.
+    If one of several jobs did not return, all of them are given up at once. Values and ledgers are read by `findings`,
+    not by `wait`. If it takes long or is interrupted, `notice` is called once and says where the ranks without an
+    answer are.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class JobWait:
         self._number = number
         self.jobs = jobs
         self._gpu = gpu
-        self._notice: Callable[[str], None] | None = notice  # None once it was told
+        self._notice: Callable[[str], None] | None = notice  # None once it was called
         self.began = began
         self._deadline_s = min(job.deadline_s for job in jobs)
         if len(jobs) > 1:
@@ -67,11 +67,11 @@ class JobWait:
 
     @property
     def ready(self) -> bool:
-        """Whether every rank has something to say, so that there is nothing to wait for."""
+        """True if `wait` would return at once."""
         return bool(self._ended) or all(process.channel.readable(0.0) for process in self._ranks)
 
     def wait(self) -> bool:
-        """Waits, the first time; tells whether all ranks returned and left nothing behind."""
+        """Waits, at the first call; returns True if all jobs returned on all ranks and left nothing behind."""
         if not self._ended:
             try:
                 self._wait_for_answers()
@@ -86,9 +86,9 @@ class JobWait:
         return not any(one.left for returned, _ in self._returned.values() for one in returned)
 
     def findings(self) -> list[tuple[list[Finding], float]]:
-        """Returns for each job one finding per rank, in the order of ranks, and how many seconds it took.
+        """Returns, for each job, one finding per rank in the order of ranks, and the seconds that it took.
 
-        Nothing is returned for several jobs if one of them did not return on all ranks.
+        Empty if one of several jobs did not return on all ranks.
 
         Raises:
             EngineError: a rank could not load the function or the payload, or not make a group.
@@ -100,11 +100,11 @@ class JobWait:
             return [([self._finding_of(process) for process in self._ranks], self._ended - self.began)]
         if not self._all_returned:
             return []
-        by_rank = [self._findings_of(process.rank) for process in self._ranks]
-        if any(len(findings) < len(self.jobs) for findings in by_rank):
+        findings = [self._findings_of(process.rank) for process in self._ranks]
+        if any(len(of_rank) < len(self.jobs) for of_rank in findings):
             return []
-        seconds = [max(each) for each in zip(*self._seconds(), strict=True)]
-        return [(list(each), took) for each, took in zip(zip(*by_rank, strict=True), seconds, strict=True)]
+        seconds = [max(by_rank) for by_rank in zip(*self._seconds(), strict=True)]
+        return [(list(job), took) for job, took in zip(zip(*findings, strict=True), seconds, strict=True)]
 
     @property
     def _all_returned(self) -> bool:
@@ -112,15 +112,15 @@ class JobWait:
 
     @property
     def _must_rerun(self) -> bool:
-        """Whether the jobs must run again whatever else there is to hear."""
+        """True if the jobs must run again one by one, whatever else is received."""
         return len(self.jobs) > 1 and bool(self._findings)
 
     def _seconds(self) -> list[list[float]]:
-        """Returns what each job took on each rank."""
+        """Returns the seconds that each job took, per rank."""
         return [[one.seconds for one in returned] for returned, _ in self._returned.values()]
 
     def _findings_of(self, rank: int) -> list[Finding]:
-        """Returns a rank's findings for all jobs, which have returned; fewer if its ledger tells of fewer."""
+        """Returns a rank's findings for all jobs, all of which returned; fewer if its ledger covers fewer."""
         returned, buffers = self._returned[rank]
         rest = iter(buffers)
         return [
@@ -148,7 +148,7 @@ class JobWait:
             events = selector.select(max(0.0, min(left, INTERVAL_S if deadlock_watch else _NO_EVENTS_S)))
             if not events and len(self.jobs) == 1 and time.monotonic() - self.began > _NOTICE_S:
                 self._send_notice()
-            if left <= 0 and not events:  # an answer in time may be taken in late: the driver has other work
+            if left <= 0 and not events:  # an answer in time may be read late: the driver has other work
                 return
             for key, _ in events:
                 if key.data is None:
@@ -156,7 +156,7 @@ class JobWait:
                 elif not self._receive(key.data):
                     selector.unregister(key.fileobj)
             self._record_exits()
-            if events or self._gpu:  # a GPU could wake a rank that lies still
+            if events or self._gpu:  # a GPU could wake an idle rank
                 deadlock_watch = None
             elif deadlock_watch is None:
                 deadlock_watch = DeadlockWatch(self._hosts, self._ranks)
@@ -164,7 +164,7 @@ class JobWait:
                 self._mark_hung("waits in a collective that cannot complete")
 
     def _send_notice(self) -> None:
-        """Says, once, where each rank is that has not answered."""
+        """Calls `notice`, once, with the source line at which each rank without an answer is."""
         notice, self._notice = self._notice, None
         if notice is None or not self._pending:
             return
@@ -173,7 +173,7 @@ class JobWait:
         notice(f"waiting for {where}, after {time.monotonic() - self.began:.0f} s of {self._deadline_s:.0f} s")
 
     def _receive(self, process: RankProcess) -> bool:
-        """Takes in a rank's answer; returns False once there is nothing more to hear from it."""
+        """Reads a rank's answer; returns False once nothing more can be read from its channel."""
         try:
             message = process.channel.receive()
             answer: Answer = wire.loads(message[:1])
@@ -184,7 +184,7 @@ class JobWait:
             if process.rank in self._pending:
                 self._record(Finding(RankResult(process.rank, "raised", error=sentence)))
             return False
-        if answer.number == self._number:  # else late, for an earlier job
+        if answer.number == self._number:  # else it is a late answer, for an earlier request
             if answer.fault is None:
                 del self._pending[process.rank]
                 self._returned[process.rank] = answer.returned, message[1:]
@@ -193,17 +193,17 @@ class JobWait:
         return True
 
     def _failed(self, rank: int, answer: Answer) -> Finding:
-        """Returns what is to be thought of a rank on which a job did not return."""
+        """Returns the finding of a rank on which a job did not return."""
         fault = answer.fault
         assert fault is not None
-        # A peer may be done with making groups, and in trouble already, while this rank was still making them.
+        # A peer may have made its groups, and failed already, while this rank was still making them.
         if answer.outcome == "unprepared" and not fault.connection_lost:
             function = self.jobs[0].function
             raise EngineError(f"rank {rank} cannot run {function}: {fault.error}\n{fault.traceback}")
         return raised(rank, fault)
 
     def _record_exits(self) -> None:
-        """Settles ranks that have ended; their last words first."""
+        """Records the ranks that have exited, after reading what answers they sent before."""
         for process in list(self._pending.values()):
             code = self._hosts.exit_code(process)
             if code is None:
@@ -218,7 +218,7 @@ class JobWait:
                 self._record(Finding(result))
 
     def _mark_hung(self, why: str) -> None:
-        """Settles all ranks without an answer as hung."""
+        """Records all ranks without an answer as hung."""
         pending = tuple(self._pending.values())
         if len(self.jobs) > 1:
             for process in pending:
@@ -226,7 +226,7 @@ class JobWait:
             return
         texts = self._hosts.stacks(pending)
         without_stack = [process for process in pending if not texts[process.rank]]
-        self._ledgers = self._hosts.ledgers(self._ranks)  # before one that was stopped goes on
+        self._ledgers = self._hosts.ledgers(self._ranks)  # before one that was stopped continues
         stopped = self._resume_stopped(without_stack) if without_stack else {}
         for rank, text in (texts | stopped).items():
             where = ("stopped by a signal " if stopped.get(rank) else "") + stacks.location(text)
@@ -234,7 +234,7 @@ class JobWait:
             self._record(Finding(result, waits=rank not in stopped and stacks.waits_in_collective(text)))
 
     def _resume_stopped(self, without_stack: Sequence[RankProcess]) -> dict[int, str]:
-        """Lets ranks that dumped no stack go on, in case that they are stopped: the dump is the first that they do."""
+        """Sends SIGCONT to ranks that dumped no stack, and returns the stacks that they dump then."""
         self._hosts.signal(without_stack, signal.SIGCONT)
         until = time.monotonic() + _RESUME_S
         texts: dict[int, str] = {}
@@ -246,7 +246,7 @@ class JobWait:
         return texts
 
     def _finding_of(self, process: RankProcess) -> Finding:
-        """Returns the finding of a rank with what it wrote, and if the one job failed there what it printed."""
+        """Returns a rank's finding with its ledger and, if the one job failed there, its output."""
         if process.rank in self._returned:
             (one,), buffers = self._returned[process.rank]
             finding = _read(process.rank, one, buffers)

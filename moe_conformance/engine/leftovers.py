@@ -1,4 +1,4 @@
-"""What a function leaves behind in its process beside what it returns."""
+"""Detects what a function has changed in its process and not undone: threads, children, variables, modes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import torch.distributed as dist
 
 from . import processes
 
-TORCH_VARIABLES = (
-    "TORCHINDUCTOR_CACHE_DIR",
-)  # set when its compiler is imported, as the first functional collective does
+# Set when torch's compiler is imported, as the first functional collective does.
+TORCH_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR",)
 
 
 @dataclass(frozen=True)
 class ProcessState:
-    """The state of a process that a function could change for whatever runs there next."""
+    """The state of a process that a function could change for the job after it."""
 
-    threads: frozenset[threading.Thread]  # Python's; those of torch and of the transport are its own affair
+    threads: frozenset[threading.Thread]  # Python's, without those of torch and of the transport
     processes: Mapping[int, str]
     variables: Mapping[str, str]
     folder: str
@@ -30,7 +29,7 @@ class ProcessState:
 
 
 def process_state(own_groups: int = 0) -> ProcessState:
-    """Takes note of the process as it is now; `own_groups` of its process groups are the engine's."""
+    """Reads the state of this process; `own_groups` of its process groups are the engine's."""
     modes = {
         "the default dtype": torch.get_default_dtype(),
         "the default device": torch.get_default_device(),
@@ -52,7 +51,7 @@ def _folder() -> str:
 
 
 def difference(before: ProcessState, after: ProcessState) -> tuple[str, ...]:
-    """Says what is otherwise than before, one item each; a thread, process or group that has ended is no difference."""
+    """Returns what has changed, one item each; an ended thread, child or group is no change."""
     started = sorted(thread.name for thread in after.threads - before.threads)
     names = sorted(before.variables.keys() | after.variables.keys())
     changed = [

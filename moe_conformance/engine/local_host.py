@@ -1,4 +1,4 @@
-"""The driver's side of the fork_server: starts ranks, sends them signals, and knows which have ended."""
+"""Starts ranks on the driver's machine: the client of the fork server."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ from .transport import visible_gpus
 _IMPORT_LIMIT_S = 300.0  # for one module of the preload
 _STACKS_LIMIT_S = 1.0
 
+_Request = fork_server.Setup | fork_server.Fork | fork_server.Signal | fork_server.ReadOutput
 _Reply = TypeVar("_Reply")
 
 LOOPBACK = "lo"
 _ENVIRONMENT = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for GPUs while importing must not initialise CUDA before a fork
     "OMP_NUM_THREADS": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a lost peer is told by the results
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # results report lost peers
 }
 
-# What launchers such as torchrun set for their own processes. A world may be smaller than their job.
+# Set by launchers such as torchrun for their processes. A world may have fewer ranks than the launcher has processes.
 _LAUNCHERS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 
-# sys.path must be the driver's before anything of ours can be imported.
+# sys.path must be the driver's before this package can be imported.
 _BOOT = f"""
 import json, sys
 sys.path[:] = json.loads(sys.argv[2])
@@ -53,21 +54,21 @@ main(descriptor)
 
 
 class ForkServerLostError(HostLostError):
-    """The process from which ranks are forked has ended; all ranks have ended with it."""
+    """The fork server has exited; all of its ranks have ended with it."""
 
 
 class LocalHost:
-    """Owns the fork_server process.
+    """Starts a fork server, and ranks through it.
 
     Args:
         preload: Modules imported once, before ranks are forked.
         environment: Variables on top of this process's.
-        interface: That over which ranks talk with gloo; None leaves it to gloo or GLOO_SOCKET_IFNAME. Over loopback
-            nothing listens beyond this machine.
+        interface: The one that gloo uses; None leaves it to gloo or GLOO_SOCKET_IFNAME. With loopback, nothing listens
+            for other machines.
 
     Raises:
         EngineError: on construction, if a module of the preload cannot be imported; says which and why.
-        ForkServerLostError: from any method but `close`, if the fork_server has ended.
+        ForkServerLostError: from any method but `close`, if the fork server has exited.
     """
 
     address = "127.0.0.1"
@@ -83,7 +84,7 @@ class LocalHost:
                 stdin=subprocess.DEVNULL,
                 env=_environment(environment, interface),
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C on the terminal is the driver's alone
+                start_new_session=True,  # only the driver receives Ctrl-C from the terminal
             )
         self._process = process
         self._channel = wire.Channel(ours)
@@ -98,11 +99,11 @@ class LocalHost:
             raise
 
     def placement(self, rank: int) -> Placement:
-        """Says where a rank would be: here, and it sees what this process sees."""
+        """Returns where a rank would run: on this machine, with the GPUs that this process sees."""
         return Placement(rank, self._gpus)
 
     def start(self, specs: Sequence[RankSpec]) -> list[RankProcess]:
-        """Forks ranks."""
+        """Forks ranks, each with a channel."""
         started: list[RankProcess] = []
         try:
             for spec in specs:
@@ -120,7 +121,7 @@ class LocalHost:
         return started
 
     def fork(self, spec: RankSpec, channel: socket.socket) -> int:
-        """Forks one rank, which takes over its end of a channel, and returns its pid.
+        """Forks one rank, which inherits the given end of a channel, and returns its pid.
 
         Raises:
             EngineError: it could not be forked.
@@ -131,41 +132,41 @@ class LocalHost:
             channel.close()
             raise EngineError(f"rank {spec.rank} could not be forked: {one_line(error)}") from error
         with channel:
-            self._order(fork_server.Fork(spec))
+            self._request(fork_server.Fork(spec))
             socket.send_fds(self._channel.socket, [b"."], [channel.fileno(), *files.descriptors])
         reply = self._reply(fork_server.Forked)
         if reply.reason is not None:
             files.close()
             raise EngineError(f"rank {spec.rank} could not be forked: {reply.reason}")
-        self._exits.pop(reply.pid, None)  # of an earlier process with this pid
+        self._exits.pop(reply.pid, None)  # the exit of an earlier process with this pid
         self._files[reply.pid] = files
         return reply.pid
 
     def drop(self, process: RankProcess) -> None:
-        """Kills a rank, if it still lives, and forgets it."""
+        """Kills a rank, if it is alive, and discards what is known of it."""
         process.channel.close()
         self.forget(process.pid)
 
     def forget(self, pid: int) -> None:
-        """Kills a rank whose channel is not ours."""
+        """Kills a rank to which this process has no channel, and discards what is known of it."""
         with contextlib.suppress(ForkServerLostError):  # then it is dead already
-            self._order(fork_server.Signal(pid, signal.SIGKILL))
+            self._request(fork_server.Signal(pid, signal.SIGKILL))
         self._exits.pop(pid, None)
         if (files := self._files.pop(pid, None)) is not None:
             files.close()
 
     def begin(self, processes: Sequence[Child]) -> None:
-        """Leaves behind what ranks wrote before the job that is about to be sent."""
+        """Discards what ranks have written so far; called before a job is sent."""
         for process in processes:
             self._files[process.pid].begin()
 
     def signal(self, processes: Sequence[Child], number: signal.Signals) -> None:
-        """Sends a signal to ranks, unless they have ended."""
+        """Sends a signal to ranks; one that has exited is skipped."""
         for process in processes:
-            self._order(fork_server.Signal(process.pid, number))
+            self._request(fork_server.Signal(process.pid, number))
 
     def stacks(self, processes: Sequence[Child]) -> dict[int, str]:
-        """Makes ranks dump the stacks of their threads; a rank that does not within a second has an empty text.
+        """Makes ranks dump the stacks of their threads; "" for a rank that does not within a second.
 
         Works while a rank holds the GIL; not while it is stopped or blocks the signal.
         """
@@ -187,43 +188,43 @@ class LocalHost:
         return {rank: file.new_stacks() for rank, file in files.items()}
 
     def last_stacks(self, process: Child) -> str:
-        """Returns what a rank that has ended dumped since `begin`, as a crash makes it do."""
+        """Returns the stacks that a rank has dumped since `begin`, as a crash makes it do."""
         return self._files[process.pid].all_stacks()
 
     def ledgers(self, processes: Sequence[Child]) -> dict[int, bytes]:
-        """Returns what ranks wrote into their ledgers since `begin`."""
+        """Returns what ranks have written into their ledgers since `begin`."""
         return {process.rank: self._files[process.pid].ledger() for process in processes}
 
     def printed(self, process: Child) -> str:
-        """Returns the end of what a rank printed since `begin`, or in its life if it has ended."""
+        """Returns the end of what a rank has printed since `begin`; if it has exited, in its whole life."""
         self.collect()
         if process.pid not in self._exits:
-            self._order(fork_server.ReadOutput(process.pid, self._files[process.pid].begun))
+            self._request(fork_server.ReadOutput(process.pid, self._files[process.pid].begun))
             reply = self._reply(fork_server.Printed)
-            if process.pid not in self._exits:  # else it ended before the order came, and has left what it printed
+            if process.pid not in self._exits:  # else it exited before the request, and its last output was reported
                 return reply.printed.decode(errors="replace")
         return self._exits[process.pid].printed.decode(errors="replace")
 
     def thread_stats(self, processes: Sequence[Child], main_only: bool) -> dict[int, Mapping[int, ThreadStats]]:
-        """Returns what each thread of each rank has had of a processor, or (`main_only`) its main thread alone."""
+        """Returns the scheduling statistics of each rank's threads, or of its main thread only."""
         return {process.rank: thread_stats(process.pid, main_only) for process in processes}
 
     def wakers(self) -> Sequence[wire.Channel]:
-        """Returns what becomes readable when `collect` has something to take in."""
+        """Returns the channels that become readable when `collect` has something to read."""
         return [self._channel]
 
     def collect(self) -> None:
-        """Takes in all exits reported so far, without waiting."""
+        """Reads all exits that were reported so far, without waiting."""
         while self._channel.readable():
             self._note(self._receive())
 
     def exit_code(self, process: Child) -> int | None:
-        """Returns a rank's exit code, negative for a signal; None if it had not ended at the last `collect`."""
+        """Returns a rank's exit code, negative for a signal; None if it had not exited at the last `collect`."""
         exited = self._exits.get(process.pid)
         return None if exited is None else exited.code
 
     def wait(self, process: Child, patience_s: float) -> int | None:
-        """Returns a rank's exit code as soon as it has ended; None if it has not within `patience_s`."""
+        """Waits until a rank has exited and returns its exit code; None if it has not within `patience_s`."""
         until = time.monotonic() + patience_s
         self.collect()
         while process.pid not in self._exits and (left := until - time.monotonic()) > 0:
@@ -232,14 +233,14 @@ class LocalHost:
         return self.exit_code(process)
 
     def close(self) -> None:
-        """Ends the fork_server and all ranks; idempotent."""
+        """Ends the fork server and all ranks; idempotent."""
         self._end()
         for files in self._files.values():
             files.close()
         self._files.clear()
 
     def _open(self, preload: tuple[str, ...]) -> None:
-        self._order(fork_server.Setup(os.getpid(), preload))
+        self._request(fork_server.Setup(os.getpid(), preload))
         module = "torch"
         self._channel.socket.settimeout(_IMPORT_LIMIT_S)
         while True:
@@ -260,14 +261,16 @@ class LocalHost:
             )
 
     def _reply(self, kind: type[_Reply]) -> _Reply:
-        """Waits for the answer to an order, taking in the exits that come before it."""
+        """Waits for the reply to a request, and records the exits that are reported before it."""
         while not isinstance(reply := self._receive(), kind):
             self._note(reply)
         return reply
 
-    def _order(self, order: fork_server.Setup | fork_server.Fork | fork_server.Signal | fork_server.ReadOutput) -> None:
+    def _request(
+        self, request: fork_server.Setup | fork_server.Fork | fork_server.Signal | fork_server.ReadOutput
+    ) -> None:
         try:
-            self._channel.send(wire.dumps(order))
+            self._channel.send(wire.dumps(request))
         except OSError:
             raise self._lost() from None
 
@@ -279,7 +282,7 @@ class LocalHost:
 
     def _note(self, message: object) -> None:
         assert isinstance(message, fork_server.Exited), message
-        if message.pid in self._files:  # else it is forgotten
+        if message.pid in self._files:  # else it was discarded
             self._exits[message.pid] = message
 
     def _lost(self) -> ForkServerLostError:
@@ -298,15 +301,15 @@ def _pair(spec: RankSpec) -> tuple[socket.socket, socket.socket]:
 
 
 class LocalCluster:
-    """The driver's machine alone."""
+    """The driver's machine only."""
 
     def open(self, preload: Sequence[str], environment: Mapping[str, str]) -> LocalHost:
-        """Imports the preload in the process from which ranks are forked."""
+        """Starts a fork server that has imported the preload."""
         return LocalHost(preload, environment)
 
 
 def describe_exit(code: int) -> str:
-    """Says how a process ended, from an exit code that is negative for a signal."""
+    """Returns in words how a process ended, from an exit code that is negative for a signal."""
     if code >= 0:
         return f"exited with code {code}"
     try:
@@ -316,7 +319,7 @@ def describe_exit(code: int) -> str:
 
 
 def _environment(given: Mapping[str, str], interface: str | None) -> dict[str, str]:
-    """Returns the fork_server's environment: ranks of one world see the same of it, whoever started the driver."""
+    """Returns the fork server's environment, which does not depend on what started the driver."""
     variables = {
         name: value
         for name, value in os.environ.items()

@@ -1,4 +1,4 @@
-"""What the threads of a process get of the machine's processors."""
+"""Reads from the kernel a process's children and the scheduling statistics of its threads."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True)
 class ThreadStats:
-    """The turns of one thread on a processor, since it began.
+    """Scheduling statistics of one thread since it was started.
 
     Attributes:
-        ran_ns: For how long it has run.
-        waited_ns: For how long it could have run and waited for its turn, until the latest of them.
-        count: How many it had.
-        ready: Whether it waits for a turn, or for a disk, right now.
+        ran_ns: Nanoseconds on a processor.
+        waited_ns: Nanoseconds in which it was runnable and waited for a processor, up to its latest time slice.
+        count: How many time slices it has had.
+        ready: Whether it is runnable, or waits for a disk, now.
     """
 
     ran_ns: int
@@ -32,9 +32,9 @@ _NONE = ThreadStats(0, 0, 0, False)
 
 
 def thread_stats(pid: int, main: bool) -> dict[int, ThreadStats]:
-    """Returns what each thread of a process has had, or (`main`) its main thread alone.
+    """Returns the statistics of all threads of a process, or of its main thread only.
 
-    Threads of a process that has ended have had nothing. Empty where the machine cannot tell (only Linux can).
+    All zeros for a process that has exited. Empty where the kernel does not provide them (only Linux does).
     """
     if _of_thread(os.getpid(), os.getpid()) == _NONE:
         return {}
@@ -60,29 +60,29 @@ def _of_thread(pid: int, thread: int) -> ThreadStats:
 
 
 def become_subreaper() -> None:
-    """Makes this process the parent of all its offspring that loses its own, in whatever session that is."""
+    """Makes this process the parent of all its descendants whose own parent exits."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children() -> list[int]:
-    """Returns the pids of all children that have not been waited for; where the kernel does not tell, none."""
+    """Returns the pids of all children that have not been waited for; [] where the kernel does not list them."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # there are none: the usual case, and quickly told
+    except ChildProcessError:  # there are none, which is the usual case
         return []
     lists = Path("/proc/self/task").glob("*/children")
-    return sorted(int(pid) for each in lists for pid in each.read_text("ascii").split())
+    return sorted(int(pid) for file in lists for pid in file.read_text("ascii").split())
 
 
 def running_children() -> dict[int, str]:
-    """Returns the command of every child that still runs, by its pid."""
+    """Returns the command of every child that is running, by pid."""
     commands = {pid: _command(pid) for pid in children()}
     return {pid: command for pid, command in commands.items() if command is not None}
 
 
 def _command(pid: int) -> str | None:
-    """Returns how a process was called; None if it has ended."""
+    """Returns the command line of a process; None if it has exited."""
     try:
         name, _, rest = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -91,4 +91,4 @@ def _command(pid: int) -> str | None:
     if rest.split()[0] in "ZX":
         return None
     called = b" ".join(words).decode(errors="replace").strip()
-    return called or name.partition("(")[2]  # one that has just been started has no words yet
+    return called or name.partition("(")[2]  # a process that has just been started has no command line yet

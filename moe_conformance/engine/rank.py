@@ -1,9 +1,9 @@
-"""What a rank does: it joins its world, then runs one job after the other until the driver goes away.
+"""The main loop of a rank: joins the process group, then runs jobs until the driver closes the channel.
 
-A rank that could not answer "returned" ends at once, and the driver replaces its whole world: collectives may be half
-done, and a process that ends closes its connections, so that peers waiting for it get an error within milliseconds. One
-that returned stays, whatever it left behind, until the driver replaces it: peers may not be done with it. It always
-ends by `os._exit`, after its answer is sent: gloo sometimes aborts in the destructors of an orderly exit.
+A rank on which a job did not return exits at once, and the driver replaces its whole world: collectives may be half
+done, and a process that exits closes its connections, so that peers waiting for it get an error within milliseconds. A
+rank on which all jobs returned stays, whatever it left behind, until the driver replaces it: peers may still need it.
+It always exits by `os._exit`, after its answer is sent: gloo sometimes aborts in the destructors of a normal exit.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ LARGEST_RESULT = 2 << 30  # bytes; the driver holds those of all ranks at once
 
 @dataclass(frozen=True)
 class RankSpec:
-    """The place of one rank: its device ("cuda:1"), its world, and where to find its peers in the driver's store.
+    """What a rank needs to join its world: its number, device, backend, and the address of the driver's store.
 
-    A virtual spec is that of all ranks of a world, which are threads of one process.
+    If `virtual`, it describes all ranks of a world, which are threads of one process.
     """
 
     rank: int
@@ -47,18 +47,18 @@ class RankSpec:
     port: int
     prefix: str
     virtual: bool = False
-    local_rank: int = 0  # its number on its machine
+    local_rank: int = 0
 
 
 @dataclass(frozen=True)
 class Returned:
-    """What a rank says of a job that returned.
+    """What a rank reports of a job that returned.
 
     Attributes:
-        buffers: The number of those of the value.
-        seconds: From the beginning of the job on this rank.
+        buffers: How many buffers the value has.
+        seconds: The time that the job took on this rank.
         left: What the function left behind.
-        host_syncs: How often it made the host wait for its GPU.
+        host_syncs: How often it made the host wait for the GPU.
     """
 
     buffers: int
@@ -69,10 +69,10 @@ class Returned:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank says of what it was given; the values of what returned follow it in the message, in buffers.
+    """A rank's answer to a request; the buffers of the returned values follow it in the message.
 
-    A job that did not return is the last that ran: `outcome` and `fault` are its. "unprepared" means that the function
-    was never called: it or its payload could not be loaded, or a group not made.
+    A job that did not return is the last that ran, and `outcome` and `fault` are those of this job. "unprepared" means
+    that the function was not called: it or its payload could not be loaded, or a group could not be made.
     """
 
     number: int
@@ -82,27 +82,27 @@ class Answer:
 
     @property
     def last(self) -> bool:
-        """True where the rank ends after this answer."""
+        """True if the rank exits after this answer."""
         return self.outcome != "returned"
 
 
 def serve(channel: wire.Channel, spec: RankSpec, ledger: int) -> NoReturn:
-    """Runs a rank until its process ends; its first answer, to job 0, says whether it could join.
+    """Runs a rank until its process exits; its first answer, number 0, says whether it joined its world.
 
-    `ledger` is the descriptor of the file that the rank's ledger is in.
+    `ledger` is the descriptor of the rank's ledger file.
     """
     torch.set_num_threads(1)
     os.environ.update(_as_under_torchrun(spec))
-    # Otherwise new_group returns while other ranks still connect, and one that raises then, and ends, fails these too.
+    # Otherwise new_group returns while other ranks still connect; a rank that then raises, and exits, fails these too.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
-    processes.become_subreaper()  # so that it is seen what a function leaves behind
-    with contextlib.suppress(EOFError, OSError):  # of the channel: the driver has closed its end
+    processes.become_subreaper()  # so that processes that a function leaves behind are found
+    with contextlib.suppress(EOFError, OSError):  # the driver has closed its end of the channel
         _serve_jobs(channel, spec, ledger)
     os._exit(0)
 
 
 def _as_under_torchrun(spec: RankSpec) -> dict[str, str]:
-    """Returns the variables in which libraries look for their rank; at the address there is the driver's store."""
+    """Returns the environment variables that torchrun would set; their address is the driver's store."""
     return {
         "RANK": str(spec.rank),
         "LOCAL_RANK": str(spec.local_rank),
@@ -113,7 +113,7 @@ def _as_under_torchrun(spec: RankSpec) -> dict[str, str]:
 
 
 def _serve_jobs(channel: wire.Channel, spec: RankSpec, ledger: int) -> None:
-    """Answers until there is an answer after which the rank must not go on."""
+    """Answers requests until an answer after which the rank must exit."""
     try:
         state = RankState(spec)
         book = LedgerFile(ledger)
@@ -132,14 +132,14 @@ def _serve_jobs(channel: wire.Channel, spec: RankSpec, ledger: int) -> None:
 
 
 def _run_jobs(state: RankState, tap: Tap, message: list[bytearray]) -> tuple[Answer, list[wire.Buffer]]:
-    """Returns the answer, and after it the buffers of all values."""
+    """Runs the jobs of one request; returns the answer and the buffers of all returned values."""
     request: Request = wire.loads(message[:1])
     returned: list[Returned] = []
     values: list[wire.Buffer] = []
     myself = os.getpid()
     for task, payload, rank_payload in unpack(request.tasks, message[1:]):
         ended = _run_job(state, tap, task, payload, rank_payload)
-        if os.getpid() != myself:  # the function forked, and this is its child: one rank gives one answer
+        if os.getpid() != myself:  # this is a child that the function has forked: only the rank itself answers
             flush()
             os._exit(0)
         if isinstance(ended, _Failed):
@@ -159,7 +159,7 @@ class _Failed(NamedTuple):
 def _run_job(
     state: RankState, tap: Tap, task: Task, payload: list[bytearray], rank_payload: list[bytearray]
 ) -> tuple[Returned, list[wire.Buffer]] | _Failed:
-    """Runs one job; returns what is to be said of it with the buffers of its value."""
+    """Runs one job; returns what to report of it and the buffers of its value."""
     began = time.monotonic()
     try:
         function = find(task.function)
@@ -172,7 +172,7 @@ def _run_job(
         with HostSyncs(context.device) as syncs, tap.recording(task.asynchrony):
             value = function(context, given)
         wait_for_gpu(context.device)
-    except BaseException as error:  # SystemExit too: whatever the function does is its result
+    except BaseException as error:  # SystemExit too: it is the result of the function
         return _Failed("raised", describe(error))
     if not dist.is_initialized():
         lost = RuntimeError("the function destroyed the default process group, which belongs to the engine")
@@ -187,33 +187,33 @@ def _run_job(
 
 
 class UnsendableResultError(TypeError):
-    """A function returned what cannot be sent to the driver."""
+    """A function's result cannot be pickled, or is too large to send."""
 
     def __init__(self, value: object, reason: BaseException) -> None:
         super().__init__(f"the function's result, a {type(value).__qualname__}, cannot be sent: {reason}")
 
 
 def flush() -> None:
-    """Writes out what the function printed: `os._exit` would drop it."""
+    """Flushes stdout and stderr, which `os._exit` does not."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # the function may have closed or replaced it
             stream.flush()
 
 
 def same(held: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
-    """Tells whether a function has kept nothing new."""
+    """Returns True if a function has added nothing to `kept`."""
     return held.keys() == kept.keys() and all(kept[name] is value for name, value in held.items())
 
 
 def find(function: str) -> Callable[[RankContext, Any], Any]:
-    """Returns the function of that name, `"package.module:function"`."""
+    """Imports and returns the function that is named `"package.module:function"`."""
     module, _, name = function.partition(":")
     found: Callable[[RankContext, Any], Any] = getattr(importlib.import_module(module), name)
     return found
 
 
 class RankState:
-    """A rank's process group, its device, and the groups made so far."""
+    """What a rank keeps from job to job: its process groups, its device, and `kept`."""
 
     def __init__(self, spec: RankSpec) -> None:
         self._rank, self._world = spec.rank, spec.world
@@ -233,21 +233,22 @@ class RankState:
         self._memory = MemoryBaseline(bytes_in_use(self._device)) if self._device.type == "cuda" else None
 
     def left(self) -> tuple[str, ...]:
-        """Returns what differs in the process from when this was last asked."""
+        """Returns what differs in the process from the last call of this method."""
         before, self._process_state = self._process_state, process_state(self._own_groups())
         memory = self._memory.left() if self._memory is not None else ()
         return (*difference(before, self._process_state), *memory)
 
     def _own_groups(self) -> int:
-        return sum(isinstance(group, dist.ProcessGroup) for group in self._groups.values())  # else it is not in it
+        # A group in which this rank is no member is a plain object.
+        return sum(isinstance(group, dist.ProcessGroup) for group in self._groups.values())
 
     def reset(self) -> tuple[str, ...]:
-        """Takes the process as it is now; nothing counts as left behind."""
+        """Takes the present state of the process as the one to compare with."""
         self.left()
         return ()
 
     def context(self, partitions: Mapping[str, Partition], tap: Tap, rank_payload: Any) -> RankContext:
-        """Makes the groups that do not exist yet: all of them, on all ranks, in the same order."""
+        """Returns the context of a job; makes missing groups, on all ranks in the same order."""
         mine: dict[str, dist.ProcessGroup] = {}
         for name, partition in partitions.items():
             for ranks in partition:

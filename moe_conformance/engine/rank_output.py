@@ -1,4 +1,4 @@
-"""What a rank prints: a pipe that is always drained, so that printing without end fills neither it nor a disk."""
+"""Captures what a rank prints, through a pipe that is always drained and of which only the end is kept."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import time
 from collections import deque
 
 _KEPT_BYTES = 1 << 16
-_FORWARDED_BYTES = 1 << 16  # of one rank, in its whole life
-_AT_ONCE = 1 << 12  # what a pipe that is writable at all takes without blocking
+_FORWARDED_BYTES = 1 << 16  # of one rank, during its life
+_AT_ONCE = 1 << 12  # what a writable pipe accepts without blocking
 
 
 _WARNING = re.compile(rb"^[^\s:][^\n:]*:\d+: \w*Warning: [^\n]*\n(?:  [^\n]*\n)?", re.MULTILINE)
 
 
 class RankOutput:
-    """The latest output of one rank, in the process that forks it, which passes on the first of it to its own.
+    """The latest output of one rank, kept in the fork server, which prints the first 64 KiB of it too.
 
-    A warning of Python's that another rank has printed before, now or in an earlier run, is not passed on again.
+    A Python warning that a rank has printed before, in any run, is not printed again.
 
     Raises:
         OSError: on construction, if there are no descriptors left.
@@ -30,18 +30,18 @@ class RankOutput:
     def __init__(self, warned: set[bytes]) -> None:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
-        self._pieces: deque[tuple[float, bytes]] = deque()  # when it was read, and what
+        self._pieces: deque[tuple[float, bytes]] = deque()  # when a piece was read, and the piece
         self._size = 0
         self._forwarded = 0
         self._warned = warned  # of all ranks
-        self.watched = False  # by the nursery's selector
+        self.watched = False  # whether the fork server's selector has it
 
     def fileno(self) -> int:
-        """The descriptor that is readable when the rank has printed."""
+        """Returns the descriptor that is readable when the rank has printed."""
         return self._reader
 
     def redirect_stdout(self) -> None:
-        """In the rank: makes the pipe its standard output and standard error."""
+        """In the rank, makes the pipe its standard output and standard error."""
         os.dup2(self._writer, 1)
         os.dup2(self._writer, 2)
         self.close()
@@ -50,7 +50,7 @@ class RankOutput:
                 stream.reconfigure(line_buffering=True)  # a rank may be killed before it flushes
 
     def drain(self) -> bool:
-        """Reads what there is, but no more than a pipe holds; returns False once nothing more can come."""
+        """Reads what is there, at most as much as a pipe holds; returns False at the end of the stream."""
         for _ in range(_KEPT_BYTES // _AT_ONCE):
             try:
                 piece = os.read(self._reader, _AT_ONCE)
@@ -67,13 +67,13 @@ class RankOutput:
         return b"".join(piece for when, piece in self._pieces if when >= since)[-_KEPT_BYTES:]
 
     def close_writer(self) -> None:
-        """In the forking process, once the rank has its own."""
+        """Closes the fork server's copy of the end to which the rank writes."""
         if self._writer >= 0:
             os.close(self._writer)
             self._writer = -1
 
     def close(self) -> None:
-        """Closes what is open."""
+        """Closes the ends that are open."""
         self.close_writer()
         if self._reader >= 0:
             os.close(self._reader)
@@ -86,19 +86,19 @@ class RankOutput:
             self._size -= len(self._pieces.popleft()[1])
 
     def _forward(self, piece: bytes) -> None:
-        """Writes to our own standard output, unless that is much or its reader is slow: nothing may block here."""
+        """Prints output of the rank, unless it is much or the reader is slow: this must not block."""
         if self._forwarded >= _FORWARDED_BYTES:
             return
         piece = _WARNING.sub(self._if_new, piece)
         self._forwarded += len(piece)
         if self._forwarded >= _FORWARDED_BYTES:
-            piece += b"\n(this rank prints much; what follows is not shown)\n"
-        with contextlib.suppress(OSError):  # nobody reads it any more
+            piece += b"\n(the output of this rank beyond 64 KiB is not shown)\n"
+        with contextlib.suppress(OSError):  # the reader has closed it
             if select.select([], [1], [], 0)[1]:
                 os.write(1, piece)
 
     def _if_new(self, warning: re.Match[bytes]) -> bytes:
-        """Return a warning that is new, and nothing in place of one that is known."""
+        """Returns a warning that no rank has printed before; "" for one that was printed."""
         if warning[0] in self._warned:
             return b""
         self._warned.add(warning[0])

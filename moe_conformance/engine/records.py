@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it."""
+"""The dataclasses of the engine's interface: jobs, and their results per rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Partition = tuple[tuple[int, ...], ...]
 
 
 class EngineError(Exception):
-    """The engine was misused, or the machine would not let it work; no function on a rank is at fault."""
+    """The engine was misused, or the machine failed; the function that was run is not at fault."""
 
 
 NO_ANSWER = "no answer within"  # begins the error of a rank that took all of its deadline
@@ -29,18 +29,17 @@ class Job:
     Attributes:
         function: `"package.module:function"`, imported on the ranks and called there as `function(context,
             payload)`.
-        payload: Pickled once on the driver and sent to every rank. Tensors arrive as plain CPU tensors (see
-            wire.py).
+        payload: Pickled once on the driver and sent to every rank. Tensors arrive as plain CPU tensors (see wire.py).
         world: The number of ranks.
         rank_payloads: One value per rank, sent to that rank alone as `RankContext.rank_payload`; or empty.
         groups: Named partitions of some or all of the ranks, e.g. `{"rows": ((0, 1), (2, 3))}`. Ranks ascend
             within a group and are in at most one group of a partition.
-        deadline_s: Seconds from sending the job until ranks without an answer are taken for hung. Includes
-            importing the function and making groups that do not exist yet.
-        asynchrony: What is done to find those who use the data of an asynchronous collective before they waited for
-            it. "poisoned": what it delivers is hidden until then, and NaN or a very large integer stands there (CPU
-            only). "watched": each operator is looked at, and the line that does it is named; slow. "delayed_compute",
-            "delayed_communication": a stream is late (GPU only; see gpu/delays.py).
+        deadline_s: Seconds from sending the job until a rank without an answer counts as hung. Includes importing the
+            function and making groups that do not exist yet.
+        asynchrony: How code is detected that uses the data of an asynchronous collective before it has waited.
+            "poisoned": the output is hidden until the wait, and holds NaN or a very large integer (CPU only).
+            "watched": every operator is inspected, and the source line is reported; slow. "delayed_compute",
+            "delayed_communication": a stream is delayed (GPU only; see gpu/delays.py).
     """
 
     function: str
@@ -54,16 +53,16 @@ class Job:
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a function is given on its rank.
+    """The first argument of every function that is run on a rank.
 
     Attributes:
         rank: This rank, 0 to world - 1.
         world: The number of ranks; the default process group has exactly these.
-        device: Where this rank's tensors belong. Several ranks may share one GPU.
-        groups: This rank's group of every named partition, absent where the rank is in none. A group is made
-            once per tuple of ranks and kept for later jobs: two partitions that name the same ranks share it.
-        kept: What functions leave here for later jobs of the same process. A replaced rank starts with nothing. A
-            job that adds to it may change the process too (start threads, set variables): it made something to last.
+        device: The device for this rank's tensors. Several ranks may share one GPU.
+        groups: This rank's group of every named partition; partitions in which it has none are absent. A group is made
+            once per tuple of ranks and kept for later jobs: two partitions with the same ranks share it.
+        kept: What functions store for later jobs of the same process; empty on a replaced rank. A job that adds to it
+            may also change the process (start threads, set variables), which then is not reported as left behind.
         calls: Returns how many collectives this job has called on this rank so far: the next one's `Entry.order`.
         rank_payload: This rank's value of `Job.rank_payloads`; None if the job has none.
         in_flight: Returns the `Entry.order` of every asynchronous collective that was not waited for yet.
@@ -81,32 +80,32 @@ class RankContext:
 
 @dataclass(frozen=True)
 class RankResult:
-    """How a job went on one rank.
+    """How a job ended on one rank.
 
     Attributes:
         rank: The rank.
-        status: "ok" returned, "raised" an exception, "hung" gave no answer, "died" ended as a process.
+        status: "ok": it returned. "raised": an exception. "hung": no answer. "died": the process exited.
         value: What the function returned, if it did: picklable, and at most 2 GiB.
-        error: One line: `"ValueError: ..."`, `"killed by SIGKILL"`, `"no answer within 5.0 s: ..."`. A rank
-            with status "ok" has one if it returned while others waited for it in a collective, or its ledger is to
-            blame for a disagreement or holds a hazard.
+        error: One line: `"ValueError: ..."`, `"killed by SIGKILL"`, `"no answer within 5.0 s: ..."`. A rank with status
+            "ok" has one if it returned while others waited for it in a collective, is blamed for a disagreement of
+            ledgers, or has a hazard in its ledger.
         error_type: Qualified name of the exception's class: `"ValueError"`, `"package.module.Refused"`.
         error_attributes: The exception's own attributes that are plain str, int, float or bool.
         traceback: Python traceback of an exception; for a rank that hung or crashed, the stacks of its
             threads, innermost call first.
-        secondary: True where this is the consequence of another rank's fault and not to be blamed.
-        output: The end of what a rank printed while it ran a job that failed there.
-        left: What the function left behind in its process and did not keep in `RankContext.kept` in the same job:
+        secondary: True if this is the consequence of another rank's fault, so that the rank is not blamed.
+        output: The end of what the rank printed while it ran a job that failed there.
+        left: What the function left behind in its process, unless the same job added to `RankContext.kept`:
             "thread 'watcher'", "process 'sleep 9'", "environment variable 'DEBUG'", "the default dtype", "512 bytes of
             device memory". The ranks are then replaced.
-        infrastructure: What was wrong with the machine, where the rank's exception, its stacks or what it printed say
-            that something was (see infrastructure.py): the function is then not to be blamed.
-        host_syncs: How often a function that returned made the host wait for its GPU, as far as torch can tell; None
+        infrastructure: The fault of the machine that the rank's exception, stacks or output report, if any (see
+            infrastructure.py): the function is then not to be blamed.
+        host_syncs: How often a function that returned made the host wait for its GPU, as far as torch reports it; None
             on the CPU.
-        ledger: Every call of a collective, send or receive that the function made through torch.distributed, up to
-            its end or that of the process, the first 20 000; those of a backend past its group are not seen.
-        hazards: What the function did to buffers and handles of asynchronous calls; "never waited" is always seen, and
-            the others as far as `Job.asynchrony` lets them be.
+        ledger: The collectives, sends and receives that the function called through torch.distributed, up to its end or
+            that of the process; at most the first 20 000. Direct calls of a backend object are not recorded.
+        hazards: Errors in the use of buffers and handles of asynchronous calls. "never waited" is always detected, the
+            others depend on `Job.asynchrony`.
     """
 
     rank: int
@@ -127,12 +126,12 @@ class RankResult:
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job went.
+    """How a job ended on all of its ranks.
 
     Attributes:
         ranks: One result per rank, in order.
-        seconds: Until the last was known; of a job that ran together with others, those of the slowest rank.
-        disagreements: Where the ranks' ledgers do not fit together, the earliest first.
+        seconds: Until the last result was known; for a job that ran in a batch, the time on the slowest rank.
+        disagreements: Where the ranks' ledgers disagree, the earliest first.
     """
 
     ranks: tuple[RankResult, ...]
@@ -141,23 +140,23 @@ class JobResult:
 
     @property
     def ok(self) -> bool:
-        """True where every rank returned, and none is to blame for what its ledger holds."""
+        """True if the function returned on every rank and no ledger shows a fault."""
         return all(result.status == "ok" and result.error is None for result in self.ranks)
 
     @property
     def blamed(self) -> tuple[int, ...]:
-        """The ranks at fault, without those that only suffered from them; empty if and only if `ok`."""
+        """The ranks at fault, without those whose fault is secondary; empty if and only if `ok`."""
         return tuple(result.rank for result in self.ranks if result.error is not None and not result.secondary)
 
     @property
     def infrastructure(self) -> str | None:
-        """What was wrong with the machine, if that is why the ranks at fault failed, each of them."""
+        """The fault of the machine, if it explains the failure of every rank that is blamed; else None."""
         reasons = [self.ranks[rank].infrastructure for rank in self.blamed]
         return reasons[0] if reasons and all(reasons) else None
 
 
 def check(job: Job) -> None:
-    """Refuses a job that no world could run.
+    """Raises if a job is malformed.
 
     Raises:
         EngineError: says which field is wrong, and how.

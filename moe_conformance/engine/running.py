@@ -1,4 +1,4 @@
-"""Jobs that were sent to their ranks, and their results."""
+"""Handles of jobs that are running, from which their results are taken."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from .records import EngineError, Job, JobResult
 
 
 class StartedJobs(Protocol):
-    """Jobs that ranks were given."""
+    """Jobs that ranks have received in one request."""
 
     @property
     def ready(self) -> bool:
-        """Whether `wait` would not wait."""
+        """True if `wait` would return at once."""
 
     def wait(self) -> bool:
-        """Tells whether the ranks can have other jobs before these are collected; may wait for them."""
+        """Waits for the ranks if that is needed; returns True if they can run other jobs before `collect`."""
 
     def collect(self) -> list[JobResult] | None:
-        """Waits for the jobs, once; None if there are several and they must run again, one by one.
+        """Waits for the results, once; None if there are several and they must run again one by one.
 
         Raises:
             EngineError: a rank could not load the function or the payload, or not make a group.
@@ -29,15 +29,15 @@ class StartedJobs(Protocol):
 
 
 class Batch:
-    """Jobs that were sent in one message, one after the other on each rank.
+    """Jobs that were sent in one message, which each rank runs one after the other.
 
-    Where all of them are ok and leave nothing behind, all results are there at once. Else the jobs are run again, each
-    alone and when its result is asked for, the next one while that is read: a job's verdict, its deadline and who is to
-    blame are then its own, as if there were no other.
+    If all of them are ok and leave nothing behind, all results are available at once. Else every job runs again alone
+    when its result is taken, while the previous result is read: its verdict, its deadline and the blamed ranks then do
+    not depend on the other jobs.
 
     Args:
         jobs: One or more.
-        started: None if they are to be run one by one from the start.
+        started: None if the jobs run one by one from the start.
         collect: Takes the results from the ranks.
         start: Starts one job alone.
     """
@@ -56,10 +56,10 @@ class Batch:
         self._results: list[JobResult] | None = None
         self._alone: dict[int, Running] = {}
         self._failure: EngineError | None = None
-        self.finished = started is None  # finished: what is still to run again counts as other jobs
+        self.finished = started is None  # True even if jobs have yet to run again
 
     def result(self, number: int) -> JobResult:
-        """Waits for the job of that number and returns how it went; see Running.result."""
+        """Waits for the job with that number and returns its result; see Running.result."""
         self.finish()
         if self._failure is not None:
             raise self._failure
@@ -67,17 +67,17 @@ class Batch:
             return self._results[number]
         running = self._by_itself(number)
         if number + 1 < len(self.jobs):
-            with contextlib.suppress(EngineError):  # it will be met again when its result is asked for
+            with contextlib.suppress(EngineError):  # it is raised again when its result is taken
                 self._by_itself(number + 1)
         return running.result()
 
     @property
     def ready(self) -> bool:
-        """Whether nothing is to be waited for before ranks can have other jobs."""
+        """True if the ranks can run other jobs without waiting."""
         return self.finished or (self.started is not None and self.started.ready)
 
     def free_ranks(self) -> None:
-        """Waits until the ranks can have other jobs; finishes unless that can wait."""
+        """Waits until the ranks can run other jobs; takes the results only if it has to."""
         if self.finished:
             return
         assert self.started is not None
@@ -90,7 +90,7 @@ class Batch:
             self.finish()
 
     def finish(self) -> None:
-        """Waits until no job runs; what is wrong is raised when a result is taken."""
+        """Waits until no job is running; an error is raised when a result is taken."""
         for running in self._alone.values():
             running.finish()
         if self.finished:
@@ -106,7 +106,7 @@ class Batch:
         self.finished = True
 
     def drop(self, why: str) -> None:
-        """Gives up on the results, unless they are there."""
+        """Discards the jobs, unless they have finished; taking a result then raises an EngineError with the reason."""
         if not self.finished:
             functions = ", ".join(dict.fromkeys(job.function for job in self.jobs))
             self._failure = EngineError(f"{functions} has no result: {why} before it was taken")
@@ -119,7 +119,7 @@ class Batch:
 
 
 class Running:
-    """A job that was sent to its ranks."""
+    """The handle of a job that was sent to its ranks."""
 
     def __init__(self, batch: Batch, number: int) -> None:
         self.job = batch.jobs[number]
@@ -128,20 +128,20 @@ class Running:
 
     @property
     def finished(self) -> bool:
-        """Whether it runs no longer. One of several that must run again, alone, does when its result is asked for."""
+        """True if the job has ended. A job of a batch that must run again does so when its result is taken."""
         return self._batch.finished
 
     @property
     def ready(self) -> bool:
-        """Whether the ranks are done with it, and with all that was sent with it, or have failed at it."""
+        """True if the ranks have finished, or failed at, the job and all that were sent with it."""
         return self._batch.ready
 
     def finish(self) -> None:
-        """Waits until the ranks are done with it, and with all that was sent with it."""
+        """Waits until the ranks have finished the job and all that were sent with it."""
         self._batch.finish()
 
     def result(self) -> JobResult:
-        """Waits for the job, the first time that it is asked, and returns how it went.
+        """Waits for the job, at the first call, and returns its result.
 
         Raises:
             EngineError: the function or payload cannot be loaded on the ranks, or a group not be made; or there

@@ -1,4 +1,4 @@
-"""What a rank is doing: stacks dumped by faulthandler, and whether they stand in a collective."""
+"""Parses the stacks that faulthandler dumps, and recognises those that wait in a collective."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
-# Our own, between a call of torch.distributed and torch; they are left out of every stack that is read here.
+# Frames of the ledger, between a call of torch.distributed and torch; they are dropped from every stack.
 _LEDGER_FILES = f"{__package__.replace('.', '/')}/ledger/"
-# A frame of torch that only hands the call on says nothing of what is waited for.
+# Frames of these files only forward a call, and do not show what is waited for.
 _FORWARDING_FILES = (
     "torch/_ops.py",
     "torch/_library/",
@@ -32,9 +32,9 @@ class Frame:
 
 
 def main_frames(text: str) -> list[Frame]:
-    """Returns the frames of the thread that runs the function, innermost first.
+    """Returns the frames of the thread that runs the job's function, innermost first.
 
-    It is the thread that took the signal; else the last of the dump, which is the process's first.
+    It is the thread that handled the signal; else the last of the dump, which is the process's main thread.
     """
     blocks = [block for block in re.split(r"\n\s*\n", text) if "most recent call first" in block]
     current = [block for block in blocks if "Current thread" in block]
@@ -42,7 +42,7 @@ def main_frames(text: str) -> list[Frame]:
 
 
 def waits_in_collective(text: str) -> bool:
-    """Tells whether a rank's main thread stands in a collective, or in a backward pass that does."""
+    """Returns True if the main thread waits in a collective, or in a backward pass that does."""
     main = main_frames(text)
     if _waits(main):
         return True
@@ -52,7 +52,7 @@ def waits_in_collective(text: str) -> bool:
 
 
 def location(text: str) -> str:
-    """Says where a rank stands: its innermost call, and the frame outside of torch that led to it."""
+    """Describes where a rank is: its innermost call, and the innermost frame outside of torch."""
     frames = main_frames(text)
     if not frames:
         return "it dumped no stack"
@@ -61,10 +61,10 @@ def location(text: str) -> str:
 
 
 def innermost(text: str) -> str:
-    """Returns where a rank stands, outside of torch where it can be told: `FILE:LINE (FUNCTION)`."""
+    """Returns the innermost frame outside of torch, else the innermost: `FILE:LINE (FUNCTION)`."""
     frames = main_frames(text)
     if not frames:
-        return "no known place: it dumped no stack"
+        return "an unknown line: it dumped no stack"
     frame = next((f for f in frames if "/torch/" not in f.file and not _only_forwards(f)), frames[0])
     return f"{frame.file}:{frame.line} ({frame.function})"
 

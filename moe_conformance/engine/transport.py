@@ -1,4 +1,4 @@
-"""Which device each rank of a world gets, and which transport the world uses."""
+"""Selects the device of each rank and the process-group backend of a world."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .records import EngineError
 
 
 def device_of(number: int, device: str, devices: int) -> torch.device:
-    """Returns the device of a rank by its number on its machine; with fewer GPUs than ranks, several share one."""
+    """Returns the device of the rank with that number on its machine; ranks share GPUs if there are fewer."""
     return torch.device("cpu") if device == "cpu" else torch.device(device, number % devices)
 
 
 def assign(device: str, placements: Sequence[Placement]) -> tuple[list[str], str]:
-    """Returns the device of each rank, by its place, and the backend string of their process group.
+    """Returns the device of each rank, from its placement, and the backend string of their process group.
 
     Ranks of a machine take the GPUs that they see in turn; with fewer GPUs than ranks, several ranks share one.
-    NCCL refuses two ranks on one GPU (before 2.30), so that a world in which any two share one goes over gloo, which
-    stages CUDA tensors through host memory. A world over NCCL keeps gloo for its CPU tensors.
+    NCCL refuses two ranks on one GPU (before 2.30), so that a world in which any two share one uses gloo, which copies
+    CUDA tensors through host memory. A world that uses NCCL has gloo for its CPU tensors.
 
     Raises:
-        EngineError: a rank sees no GPU at its place.
+        EngineError: a rank would see no GPU.
     """
     if device == "cpu":
         return ["cpu"] * len(placements), "gloo"
@@ -39,10 +39,10 @@ def assign(device: str, placements: Sequence[Placement]) -> tuple[list[str], str
 
 
 def visible_gpus(variable: str | None) -> tuple[str, ...]:
-    """Returns names of the GPUs that a process of this machine sees, in its order; another machine's differ.
+    """Returns the names of the GPUs that a process of this machine sees; names differ between machines.
 
-    CUDA is not initialised. Two GPUs to which a container or a batch system gave the same number on one machine share
-    a name, as if they were one.
+    CUDA is not initialised. Two GPUs of one machine to which a container or a batch system gave the same number have
+    the same name, as if they were one.
 
     Args:
         variable: CUDA_VISIBLE_DEVICES of that process, if it is not this process's.

@@ -1,8 +1,8 @@
-"""How values travel between driver and ranks: pickle protocol 5, with every large buffer out of band.
+"""Serialises values and sends them between driver and ranks: pickle protocol 5, large buffers out of band.
 
-Torch's own pickling of tensors goes through shared memory or copies byte by byte; here a tensor travels as
-its bytes, dtype and shape. It arrives as a plain, contiguous, writable CPU tensor that shares memory with
-nothing else: strides, autograd history, `requires_grad` and being a Parameter stay behind.
+Torch pickles tensors through shared memory or byte by byte; here a tensor is sent as its bytes, dtype and shape. It
+arrives as a plain, contiguous, writable CPU tensor that shares memory with no other: strides, autograd history,
+`requires_grad` and being a Parameter are lost.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-_MARK = b"\xffmessage"  # no text begins like this
+_MARK = b"\xffmessage"  # no UTF-8 text begins with this
 _GIB = 1 << 30
 _SMALL = 1 << 16  # below this a message is joined and sent by one system call
 
 
 class GarbledError(Exception):
-    """What came through a channel is no message."""
+    """The bytes that were received are not a message."""
 
 
 class TooLargeError(ValueError):
@@ -36,11 +36,11 @@ class TooLargeError(ValueError):
 
 
 def dumps(value: object, limit: int | None = None) -> list[Buffer]:
-    """Turns a value into buffers: the pickle first, then the memory of its tensors and arrays, not copied.
+    """Pickles a value into buffers: the pickle first, then the memory of tensors and arrays, uncopied.
 
     Raises:
-        TooLargeError: the buffers have more than `limit` bytes. Told before a tensor is copied for being elsewhere
-            than in plain CPU memory.
+        TooLargeError: the buffers have more than `limit` bytes. Raised before a tensor is copied that is not in plain
+            CPU memory.
         Exception: whatever pickling raises; TypeError for a tensor that is not a plain dense one.
     """
     out_of_band: list[pickle.PickleBuffer] = []
@@ -52,7 +52,7 @@ def dumps(value: object, limit: int | None = None) -> list[Buffer]:
 
 
 def loads(buffers: Sequence[Buffer]) -> Any:
-    """Rebuilds the value of `dumps`; its tensors live in the buffers, which must be writable."""
+    """Unpickles what `dumps` returned; the tensors share memory with the buffers, which must be writable."""
     return pickle.loads(buffers[0], buffers=buffers[1:])
 
 
@@ -93,7 +93,7 @@ def _restore(raw: Buffer, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.T
 
 
 class Channel:
-    """Messages, each a list of buffers, over one end of a socket pair.
+    """One end of a socket pair, over which messages are sent: lists of buffers.
 
     Every send and receive may raise TimeoutError if a `timeout` is set, BrokenPipeError or
     ConnectionResetError where the other end is gone. A message is preceded by a mark, the number of its buffers and
@@ -107,19 +107,19 @@ class Channel:
 
     @property
     def socket(self) -> socket.socket:
-        """The socket itself, to send descriptors along with a message or to set a timeout."""
+        """The socket, for sending descriptors with a message and for setting timeouts."""
         return self._end
 
     def fileno(self) -> int:
-        """The descriptor, for selectors."""
+        """Returns the descriptor, for selectors."""
         return self._end.fileno()
 
     def readable(self, patience_s: float = 0.0) -> bool:
-        """Tells whether a message has begun to arrive, or the other end was closed, within `patience_s`."""
+        """Returns True if a message begins to arrive, or the other end is closed, within `patience_s`."""
         return bool(self._poll.poll(1000 * patience_s))
 
     def send(self, buffers: Sequence[Buffer]) -> None:
-        """Sends one message; blocks until the other end has taken all but what the kernel buffers."""
+        """Sends one message; blocks until the kernel has accepted all of it."""
         lengths = [memoryview(buffer).nbytes for buffer in buffers]
         header = _MARK + struct.pack(f"<{len(lengths) + 1}Q", len(lengths), *lengths)
         if sum(lengths) < _SMALL:
@@ -144,7 +144,7 @@ class Channel:
         return [self._read(length) for length in lengths]
 
     def close(self) -> None:
-        """Closes this end; the other end sees EOFError."""
+        """Closes this end; receiving at the other end raises EOFError."""
         self._end.close()
 
     def _read(self, length: int) -> bytearray:

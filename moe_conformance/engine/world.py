@@ -1,4 +1,4 @@
-"""One set of ranks: started when first needed, given jobs, replaced as a whole after a fault."""
+"""A world of ranks, each a process: started on demand, given jobs, and replaced after a fault."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ _START_LIMIT_S = 120.0
 
 
 class World:
-    """The ranks of one world size.
+    """The ranks of one world size, each in a process.
 
-    A job leaves the ranks in place only if all of them returned, agree on their collectives and left nothing behind. A
-    rank that ends between two jobs is noticed before the next and the ranks are replaced: whose fault it was cannot be
-    said.
+    The ranks are kept after a job only if all of them returned, agree on their collectives and left nothing behind. A
+    rank that exits between two jobs is detected before the next one, and the ranks are replaced; no job is blamed.
     """
 
     def __init__(self, size: int, device: str, hosts: Hosts, store: StoreServer, notice: Callable[[str], None]) -> None:
@@ -49,8 +48,8 @@ class World:
         self._ensure()
         try:
             began = time.monotonic()
-            head = wire.dumps(Request(number, tuple(packed_job.task for packed_job in packed_jobs)))
-            jobs = [packed_job.job for packed_job in packed_jobs]
+            head = wire.dumps(Request(number, tuple(packed.task for packed in packed_jobs)))
+            jobs = [packed.job for packed in packed_jobs]
             self._send(head, packed_jobs, min(job.deadline_s for job in jobs))
             gpu = self._device != "cpu"
             return _StartedJobs(
@@ -81,9 +80,8 @@ class World:
 
     def _ensure(self) -> None:
         self._hosts.collect()
-        # Between jobs a rank says nothing: what can be read is the end of its channel, which may come before the news
-        # that it has ended.
-        if any(self._hosts.exit_code(each) is not None or each.channel.readable() for each in self._ranks):
+        # Between jobs a rank sends nothing: what can be read is EOF, which may come before the report of its exit.
+        if any(self._hosts.exit_code(rank) is not None or rank.channel.readable() for rank in self._ranks):
             self.stop()
         if not self._ranks:
             try:
@@ -115,7 +113,7 @@ class World:
                     selector.unregister(key.fileobj)
 
     def _receive_first_answer(self, process: RankProcess) -> None:
-        """Takes a new rank's first answer."""
+        """Reads a new rank's first answer, and raises if the rank could not start."""
         who = f"rank {process.rank} of a world of {self._size}"
         try:
             answer: Answer = wire.loads(process.channel.receive())
@@ -129,9 +127,9 @@ class World:
     def _send(self, head: Sequence[wire.Buffer], packed_jobs: Sequence[PackedJob], deadline_s: float) -> None:
         self._hosts.begin(self._ranks)
         for process in self._ranks:
-            contents = [buffer for packed_job in packed_jobs for buffer in packed_job.buffers_for(process.rank)]
+            contents = [buffer for packed in packed_jobs for buffer in packed.buffers_for(process.rank)]
             process.channel.socket.settimeout(deadline_s)
-            with contextlib.suppress(OSError):  # it has just ended, or is stopped: there will be no answer
+            with contextlib.suppress(OSError):  # it has just exited, or is stopped: there will be no answer
                 process.channel.send([*head, *contents])
 
 

@@ -55,7 +55,7 @@ class TestExpectations:
                 "rank 1 (faulty): raised, not died: ValueError: drilled",
             ),
             ("exception on one rank", {"peers": ("ok",)}, "rank 0 (partner): raised, not ok: "),
-            ("exception on one rank", {"says": "KeyError"}, "rank 1 (faulty): says 'ValueError: drilled' because of"),
+            ("exception on one rank", {"says": "KeyError"}, "rank 1 (faulty): error 'ValueError: drilled' because of"),
             ("exception on one rank", {"calls": ("", "all_reduce all_reduce")}, "made the calls 'all_reduce', not ''"),
             ("exception on one rank", {"disagrees": True}, "disagreements []"),
             ("os._exit", {"stacks": True}, "rank 1 (faulty): died without a stack"),

@@ -25,13 +25,13 @@ class TestDelays:
     @pytest.mark.parametrize("mode", MODES)
     def test_the_cpu_refuses_delays_and_says_what_to_ask_for(self, mode):
         """It has no streams; poison does the same there."""
-        with pytest.raises(EngineError, match=f"'{mode}' delays streams of a GPU; on the CPU ask for 'poisoned'"):
+        with pytest.raises(EngineError, match=f"'{mode}' delays streams of a GPU; on the CPU use 'poisoned'"):
             check(mode, "cpu")
 
     def test_a_gpu_refuses_poison_and_says_what_to_ask_for(self):
         """Nothing would be hidden there, and nothing found."""
         with pytest.raises(
-            EngineError, match="'poisoned' hides buffers of the CPU; on a GPU ask for delayed_compute or"
+            EngineError, match="'poisoned' hides buffers of the CPU; on a GPU use delayed_compute or"
         ):
             check("poisoned", "cuda")
 
@@ -51,5 +51,5 @@ class TestDelays:
     def test_an_engine_refuses_a_job_that_its_device_cannot_run(self):
         """Before any rank starts."""
         job = Job("self_tests.engine.engine_jobs:echo", None, 2, {}, asynchrony="delayed_compute")
-        with Engine() as engine, pytest.raises(EngineError, match="on the CPU ask for 'poisoned'"):
+        with Engine() as engine, pytest.raises(EngineError, match="on the CPU use 'poisoned'"):
             engine.run(job)

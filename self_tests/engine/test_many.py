@@ -130,7 +130,7 @@ class TestAFaultInTheMiddle:
 class TestUse:
     def test_jobs_of_two_worlds_are_refused(self, engine):
         """All jobs of a message are for one world."""
-        with pytest.raises(EngineError, match="need one world"):
+        with pytest.raises(EngineError, match="must have the same number of ranks"):
             engine.start_many([job("echo", 1), job("echo", 1, 4)])
 
     def test_own_values_must_be_one_for_each_rank(self, engine):

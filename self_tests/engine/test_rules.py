@@ -232,7 +232,7 @@ class TestFaults:
             def __str__(self) -> str:
                 raise RuntimeError
 
-        assert "its message cannot be made: RuntimeError" in faults.one_line(OddError())
+        assert "str() of the exception raised RuntimeError" in faults.one_line(OddError())
 
     @pytest.mark.parametrize(
         ("code", "words"),

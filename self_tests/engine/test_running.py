@@ -42,13 +42,13 @@ def engine():
 class LateAsker(LocalHost):
     """Asks what a rank has printed when it has just ended."""
 
-    def _order(self, order):
-        if isinstance(order, fork_server.ReadOutput):
+    def _request(self, request):
+        if isinstance(request, fork_server.ReadOutput):
             with contextlib.suppress(ProcessLookupError):  # it may have ended of its own
-                os.kill(order.pid, signal.SIGKILL)
-            while Path(f"/proc/{order.pid}").exists():
+                os.kill(request.pid, signal.SIGKILL)
+            while Path(f"/proc/{request.pid}").exists():
                 time.sleep(0.01)
-        super()._order(order)
+        super()._request(request)
 
 
 class Overtaken:

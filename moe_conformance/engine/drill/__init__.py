@@ -1,4 +1,4 @@
-"""Plays every known fault of a rank to a real engine, and holds what the engine says against what happened."""
+"""Injects every known fault of a rank into a real engine, and compares what the engine reports with what happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drilled faults of collectives; each begins with one that all ranks of the group take part in."""
+"""Injected faults of collectives; every function begins with a correct collective on the group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .injection import NONMEMBER, Target, sum_over
 
 def skip_the_last(context: RankContext, target: Target) -> str:
     """The faulty rank leaves out the last collective and returns."""
-    if (group := target.place(context)) is None:
+    if (group := target.group_of(context)) is None:
         return NONMEMBER
     sum_over(group)
     if context.rank != target.faulty:
@@ -21,7 +21,7 @@ def skip_the_last(context: RankContext, target: Target) -> str:
 
 def skip_one_in_the_middle(context: RankContext, target: Target) -> str:
     """The faulty rank leaves out the second of three collectives."""
-    if (group := target.place(context)) is None:
+    if (group := target.group_of(context)) is None:
         return NONMEMBER
     sum_over(group)
     if context.rank != target.faulty:
@@ -31,8 +31,8 @@ def skip_one_in_the_middle(context: RankContext, target: Target) -> str:
 
 
 def take_another_kind(context: RankContext, target: Target) -> str:
-    """The faulty rank gathers where the others add up."""
-    if (group := target.place(context)) is None:
+    """The faulty rank calls all_gather where the others call all_reduce."""
+    if (group := target.group_of(context)) is None:
         return NONMEMBER
     sum_over(group)
     if context.rank == target.faulty:
@@ -43,20 +43,20 @@ def take_another_kind(context: RankContext, target: Target) -> str:
 
 
 def take_another_group(context: RankContext, target: Target) -> str:
-    """The faulty rank adds up over another group than the others."""
-    if (group := target.place(context)) is None:
+    """The faulty rank calls all_reduce on another group than the others."""
+    if (group := target.group_of(context)) is None:
         return NONMEMBER
     sum_over(group)
     if context.rank == target.faulty:
-        sum_over(target.elsewhere(context))
+        sum_over(target.other_group_of(context))
     else:
         sum_over(group)
     return "returned"
 
 
 def take_another_size(context: RankContext, target: Target) -> str:
-    """The faulty rank adds up fewer elements than the others."""
-    if (group := target.place(context)) is None:
+    """The faulty rank calls all_reduce with fewer elements than the others."""
+    if (group := target.group_of(context)) is None:
         return NONMEMBER
     sum_over(group)
     sum_over(group, size=2 if context.rank == target.faulty else 7)
@@ -64,8 +64,8 @@ def take_another_size(context: RankContext, target: Target) -> str:
 
 
 def take_another_root(context: RankContext, target: Target) -> str:
-    """The faulty rank takes itself for the one from which all get something; the others take its partner."""
-    if (group := target.place(context)) is None:
+    """The faulty rank broadcasts from itself; the others expect its partner to be the root."""
+    if (group := target.group_of(context)) is None:
         return NONMEMBER
     sum_over(group)
     root = target.faulty if context.rank == target.faulty else target.partner
@@ -75,7 +75,7 @@ def take_another_root(context: RankContext, target: Target) -> str:
 
 def receive_from_nobody(context: RankContext, target: Target) -> str:
     """The faulty rank waits for a message that its partner does not send."""
-    if (group := target.place(context)) is None:
+    if (group := target.group_of(context)) is None:
         return NONMEMBER
     sum_over(group)
     if context.rank == target.faulty:
@@ -84,8 +84,8 @@ def receive_from_nobody(context: RankContext, target: Target) -> str:
 
 
 def never_wait(context: RankContext, target: Target) -> str:
-    """All begin a collective together, and the faulty rank does not wait for it."""
-    if (group := target.place(context)) is None:
+    """All ranks start an asynchronous collective, and the faulty rank does not wait for it."""
+    if (group := target.group_of(context)) is None:
         return NONMEMBER
     sum_over(group)
     handle = dist.all_reduce(torch.ones(3), group=group, async_op=True)
@@ -95,8 +95,8 @@ def never_wait(context: RankContext, target: Target) -> str:
 
 
 def begin_one_alone(context: RankContext, target: Target) -> str:
-    """The faulty rank begins a collective that is nobody else's, does not wait for it, and returns."""
-    if (group := target.place(context)) is None:
+    """The faulty rank starts a collective that no other rank calls, does not wait for it, and returns."""
+    if (group := target.group_of(context)) is None:
         return NONMEMBER
     sum_over(group)
     if context.rank == target.faulty:
@@ -106,7 +106,7 @@ def begin_one_alone(context: RankContext, target: Target) -> str:
 
 def split_wrongly(context: RankContext, target: Target) -> str:
     """The faulty rank's splits do not sum to the rows that it sends."""
-    if (group := target.place(context)) is None:
+    if (group := target.group_of(context)) is None:
         return NONMEMBER
     sum_over(group)
     sent, received = _rows(group)
@@ -118,18 +118,18 @@ def split_wrongly(context: RankContext, target: Target) -> str:
 
 
 def expect_fewer(context: RankContext, target: Target) -> str:
-    """The faulty rank expects one row less from its partner than that sends."""
+    """The faulty rank expects one row less from its partner than its partner sends."""
     return _expect(context, target, -1)
 
 
 def expect_more(context: RankContext, target: Target) -> str:
-    """The faulty rank expects one row more from its partner than that sends."""
+    """The faulty rank expects one row more from its partner than its partner sends."""
     return _expect(context, target, +1)
 
 
 def swap_splits(context: RankContext, target: Target) -> str:
-    """The faulty rank takes its partner's count for another rank's and the other way round: the totals are right."""
-    if (group := target.place(context)) is None:
+    """The faulty rank exchanges two of its output splits; their sum stays right."""
+    if (group := target.group_of(context)) is None:
         return NONMEMBER
     sum_over(group)
     sent, received = _rows(group)
@@ -142,7 +142,7 @@ def swap_splits(context: RankContext, target: Target) -> str:
 
 
 def _expect(context: RankContext, target: Target, surplus: int) -> str:
-    if (group := target.place(context)) is None:
+    if (group := target.group_of(context)) is None:
         return NONMEMBER
     sum_over(group)
     sent, received = _rows(group)
@@ -152,7 +152,7 @@ def _expect(context: RankContext, target: Target, surplus: int) -> str:
 
 
 def _rows(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
-    """Returns how many rows this rank sends to and receives from each; those received are all different."""
+    """Returns how many rows this rank sends to, and receives from, each rank; the latter all differ."""
     size, here = group.size(), group.rank()
     rows = [[2 + (source + 2 * target) % size for target in range(size)] for source in range(size)]
     return rows[here], [row[here] for row in rows]

@@ -1,4 +1,4 @@
-"""Drilled faults that end a rank or keep it from its answer: exceptions, deaths, hangs."""
+"""Injected faults that end a rank or keep it from answering: exceptions, exits, signals, hangs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def raise_on_all(context: RankContext, target: Target) -> None:
 
 
 def raise_in_backward(context: RankContext, target: Target) -> None:
-    """A backward hook raises on the faulty rank; the others sum_over in the same hook."""
+    """A backward hook raises on the faulty rank; the others call a collective in the same hook."""
     sum_over()
 
     def hook(gradient: torch.Tensor) -> None:
@@ -48,7 +48,7 @@ def raise_in_backward(context: RankContext, target: Target) -> None:
 
 
 def exit_hard(context: RankContext, target: Target) -> None:
-    """The faulty rank's process exits without a word."""
+    """The faulty rank's process exits by os._exit."""
     sum_over()
     if context.rank == target.faulty:
         os._exit(7)
@@ -64,7 +64,7 @@ def be_killed(context: RankContext, target: Target) -> None:
 
 
 def be_killed_while_meeting(context: RankContext, target: Target) -> None:
-    """The faulty rank is killed in the middle of its work, as the kernel does when memory runs out."""
+    """The faulty rank is killed during a collective, as the kernel does when memory runs out."""
     sum_over()
     if context.rank == target.faulty:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -73,7 +73,7 @@ def be_killed_while_meeting(context: RankContext, target: Target) -> None:
 
 
 def touch_no_memory(context: RankContext, target: Target) -> None:
-    """The faulty rank reads the address 0."""
+    """The faulty rank reads address 0."""
     sum_over()
     if context.rank == target.faulty:
         ctypes.string_at(0)
@@ -81,7 +81,7 @@ def touch_no_memory(context: RankContext, target: Target) -> None:
 
 
 def run_out_of_memory(context: RankContext, target: Target) -> None:
-    """The faulty rank asks for more memory than its process may have; the machine's is not touched."""
+    """The faulty rank allocates more memory than its process may have; the machine has enough."""
     sum_over()
     if context.rank == target.faulty:
         with open("/proc/self/statm", encoding="ascii") as statm:
@@ -100,7 +100,7 @@ def sleep_for_ever(context: RankContext, target: Target) -> None:
 
 
 def hold_the_gil(context: RankContext, target: Target) -> None:
-    """The faulty rank computes for ever in C, and no other thread of it gets a turn."""
+    """The faulty rank runs C code for ever without releasing the GIL."""
     sum_over()
     if context.rank == target.faulty:
         re.compile(r"(a+)+$").match("a" * 64 + "b")
@@ -108,7 +108,7 @@ def hold_the_gil(context: RankContext, target: Target) -> None:
 
 
 def wait_for_a_lock(context: RankContext, target: Target) -> None:
-    """The faulty rank waits for what never happens; the others wait for the faulty rank."""
+    """The faulty rank waits for an event that is never set; the others wait for it in a collective."""
     sum_over()
     if context.rank == target.faulty:
         threading.Event().wait()
@@ -116,7 +116,7 @@ def wait_for_a_lock(context: RankContext, target: Target) -> None:
 
 
 def be_stopped(context: RankContext, target: Target) -> None:
-    """The faulty rank is stopped by a signal."""
+    """The faulty rank is stopped by SIGSTOP."""
     sum_over()
     if context.rank == target.faulty:
         os.kill(os.getpid(), signal.SIGSTOP)

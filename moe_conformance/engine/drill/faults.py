@@ -1,4 +1,4 @@
-"""The faults that are drilled, and what the engine must say of each."""
+"""The table of faults that the drill injects, with what the engine must report of each."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ Verdict = Literal["pass", "fail", "crash", "hang"]
 Status = Literal["ok", "raised", "hung", "died"]
 Role = Literal["faulty", "partner", "peer", "nonmember"]
 
-# Who must be blamed: where "minority", the faulty rank if the group has at least three ranks; of two that disagree none
-# is known to be right, and both are blamed.
+# Which ranks must be blamed. "minority" is the faulty rank if the group has at least three ranks; of two ranks that
+# disagree neither is known to be right, and both are blamed.
 Blame = Literal["nobody", "faulty", "pair", "minority", "everyone"]
 
 _PACKAGE = __name__.rpartition(".")[0]
-_SHORT_S = 1.0  # for faults that nothing but the deadline ends
-_LONG_S = 60.0  # for those that must be seen long before
+_SHORT_S = 1.0  # for faults that only the deadline ends
+_LONG_S = 60.0  # for faults that must be detected long before
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, and all that must follow from it.
+    """One fault, with everything that the engine must report of it.
 
     Attributes:
         name: What happens, in a few words.
-        job: The function that plays it, as `"module:function"` in this package.
-        verdict: Of the job: "hang" if a rank gave no answer, else "crash" if a blamed rank raised or died, else "fail"
-            if somebody is blamed, else "pass". Several where it depends on the transport and the number of ranks.
-        blamed: Who is blamed.
+        job: The function that causes it, as `"module:function"` in this package.
+        verdict: The verdict on the job: "hang" if a rank gave no answer, else "crash" if a blamed rank raised or died,
+            else "fail" if a rank is blamed, else "pass". Several if it depends on the transport and the number of
+            ranks.
+        blamed: Which ranks are blamed.
         faulty: Which statuses the faulty rank may have; several for the same reason.
         peers: Which statuses the other ranks of the group may have.
-        says: A regular expression for the sentence of every blamed rank, or the first disagreement of the ledgers; for
-            what the faulty rank left behind if nobody is blamed.
+        says: A regular expression for the error of every blamed rank, or the first disagreement of the ledgers; if no
+            rank is blamed, for what the faulty rank left behind.
         calls: Regular expressions for the calls in the ledgers of the faulty rank and of the other ranks of the group.
         disagrees: Whether the ledgers disagree.
-        scope: "world", or "group" for a group of some of the ranks; those that are not in it must not be blamed.
-        stacks: Whether the faulty rank can leave a stack; a process that is killed or exits cannot.
-        deadline_s: Of the job.
+        scope: "world", or "group" for a group of some of the ranks; ranks outside of it must not be blamed.
+        stacks: Whether the faulty rank can dump a stack; a process that is killed or exits cannot.
+        deadline_s: The deadline of the job.
     """
 
     name: str
@@ -54,18 +55,18 @@ class Fault:
 
     @property
     def function(self) -> str:
-        """The function for the engine to run."""
+        """The name of the function, as `Job.function` has it."""
         return f"{_PACKAGE}.{self.job}"
 
 
 def _end(name: str, job: str, status: Status, says: str, *, stacks: bool = True) -> Fault:
-    """A rank that raises or dies while the others wait for it in their second collective."""
+    """Returns the fault of a rank that raises or exits while the others wait in their second collective."""
     calls = ("all_reduce", "all_reduce all_reduce")
     return Fault(name, f"failures:{job}", ("crash",), "faulty", (status,), ("raised",), says, calls, stacks=stacks)
 
 
 def _hang(name: str, job: str, says: str = "") -> Fault:
-    """A rank that does not come to the second collective, in which the others wait for it."""
+    """Returns the fault of a rank that never calls the second collective, in which the others wait for it."""
     return Fault(
         name,
         f"failures:{job}",
@@ -97,7 +98,7 @@ _FAILURES = (
     _hang("hang in Python", "sleep_for_ever", "in sleep_for_ever"),
     _hang("hang that holds the GIL", "hold_the_gil", "in hold_the_gil"),
     _hang("hang on a lock", "wait_for_a_lock"),
-    _hang("SIGSTOP", "be_stopped", "stopped by a signal"),  # where: it may move on while it dumps its stack
+    _hang("SIGSTOP", "be_stopped", "stopped by a signal"),  # the location varies: it continues while it dumps its stack
     _hang("printing without end", "print_without_end"),
 )  # fmt: skip
 
@@ -114,7 +115,7 @@ def _collective(
     *,
     disagrees: bool = True,
 ) -> Fault:
-    """A fault in what follows the first call on a group; `calls` are those that follow."""
+    """Returns a fault of the calls that follow the first one on a group; `calls` leaves out the first."""
     verdicts = (verdict,) if isinstance(verdict, str) else verdict
     of_faulty, others = (f"all_reduce {call}".strip() for call in calls)
     return Fault(
@@ -183,12 +184,12 @@ _COLLECTIVES = (
 
 
 def _bad_result(name: str, job: str, says: str, *, stacks: bool = True) -> Fault:
-    """A function that returns what does not reach the driver."""
+    """Returns the fault of a function whose result cannot be sent or loaded."""
     return Fault(name, f"leftovers:{job}", ("crash",), "faulty", ("raised",), ("ok",), says, stacks=stacks)
 
 
 def _left(name: str, job: str, says: str) -> Fault:
-    """A function that returns and leaves something behind."""
+    """Returns the fault of a function that returns and leaves something behind."""
     return Fault(name, f"leftovers:{job}", ("pass",), "nobody", ("ok",), ("ok",), says)
 
 
@@ -224,4 +225,4 @@ def _on_a_group(fault: Fault) -> Fault:
     return replace(fault, name=f"{fault.name}, on a group", scope="group")
 
 
-FAULTS = (*_FAILURES, *(each for fault in _COLLECTIVES for each in (fault, _on_a_group(fault))), *_LEFTOVERS)
+FAULTS = (*_FAILURES, *(variant for fault in _COLLECTIVES for variant in (fault, _on_a_group(fault))), *_LEFTOVERS)

@@ -1,4 +1,4 @@
-"""Where a fault is played: on which ranks of a world, and who must be blamed."""
+"""Where a fault is injected: in which world, on which group and rank, and which ranks must be blamed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from .. import RankContext
 from ..records import Partition
 from .faults import Fault, Role
 
-NONMEMBER = "nonmember"  # what a rank returns that is not in the group of the fault
+NONMEMBER = "nonmember"  # returned by ranks outside of the group of the fault
 
 
 @dataclass(frozen=True)
 class Target:
-    """One fault to be played.
+    """What the ranks need to know of an injected fault; the payload of the job.
 
     Attributes:
-        faulty: The rank that misbehaves.
-        partner: The rank that it does it to, where it takes two.
+        faulty: The rank with the fault.
+        partner: The rank that the fault is directed at, if it needs two.
         group: The name of the group on which it happens; None is the world.
-        other: The name of another group that has the faulty rank in it; None is the world.
+        other: The name of another group that contains the faulty rank; None is the world.
     """
 
     faulty: int
@@ -30,12 +30,12 @@ class Target:
     group: str | None
     other: str | None
 
-    def place(self, context: RankContext) -> dist.ProcessGroup | None:
-        """Returns the group of the fault; None on a rank that is not in it."""
+    def group_of(self, context: RankContext) -> dist.ProcessGroup | None:
+        """Returns the group on which the fault happens; None on a rank outside of it."""
         return _named(self.group, context)
 
-    def elsewhere(self, context: RankContext) -> dist.ProcessGroup | None:
-        """Returns the other group; None on a rank that is not in it."""
+    def other_group_of(self, context: RankContext) -> dist.ProcessGroup | None:
+        """Returns the other group; None on a rank outside of it."""
         return _named(self.other, context)
 
 
@@ -44,20 +44,20 @@ def _named(name: str | None, context: RankContext) -> dist.ProcessGroup | None:
 
 
 def sum_over(group: dist.ProcessGroup | None = None, size: int = 3) -> float:
-    """Adds up over a group; returns the sum of (group rank + 1)."""
+    """All-reduces (group rank + 1) over a group and returns the sum."""
     total = torch.full((size,), dist.get_rank(group) + 1.0)
     dist.all_reduce(total, group=group)
     return total[-1].item()
 
 
 def groups(world: int) -> dict[str, Partition]:
-    """Returns the groups of every drilled job: all but one rank in "most", two halves in "halves".
+    """Returns the groups of every job of the drill: all ranks but one in "most", two halves in "halves".
 
-    In a world of 2 both are one group of both ranks, which still is another than the world.
+    In a world of 2 both are a group of both ranks, which is another group than the world.
     """
     if world == 2:
         return {"most": ((0, 1),), "halves": ((0, 1),)}
-    half = world // 2  # worlds are even
+    half = world // 2  # worlds of the drill are even
     return {
         "most": (tuple(rank for rank in range(world) if rank != half),),
         "halves": (tuple(range(half)), tuple(range(half, world))),
@@ -66,7 +66,7 @@ def groups(world: int) -> dict[str, Partition]:
 
 @dataclass(frozen=True)
 class Injection:
-    """One playing of a fault; each `turn` has another faulty rank."""
+    """One injection of a fault; `turn` selects the faulty rank."""
 
     fault: Fault
     world: int
@@ -74,12 +74,12 @@ class Injection:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks on which it happens."""
+        """The ranks of the group on which the fault happens."""
         return tuple(range(self.world)) if self.fault.scope == "world" else groups(self.world)["most"][0]
 
     @property
     def target(self) -> Target:
-        """What the ranks are told."""
+        """The payload of the job."""
         members = self.members
         faulty, partner = (members[(self.turn + step) % len(members)] for step in (0, 1))
         here, elsewhere = (None, "halves") if self.fault.scope == "world" else ("most", None)
@@ -87,7 +87,7 @@ class Injection:
 
     @property
     def blamed(self) -> tuple[int, ...]:
-        """The ranks that must be blamed, and no others."""
+        """The ranks that must be blamed."""
         target, pair = self.target, len(self.members) == 2
         match self.fault.blamed:
             case "nobody":
@@ -102,7 +102,7 @@ class Injection:
                 return (target.faulty,)
 
     def role(self, rank: int) -> Role:
-        """Returns what a rank does in it."""
+        """Returns the role of a rank in this injection."""
         if rank not in self.members:
             return "nonmember"
         target = self.target

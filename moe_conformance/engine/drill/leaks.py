@@ -1,4 +1,4 @@
-"""Counts what a fault must not leave on the machine: processes, zombies, file descriptors, threads of the driver."""
+"""Counts the resources that a fault must not leak: processes, zombies, descriptors, threads of the driver."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-_PATIENCE_S = 3.0  # a killed process takes a moment to go
+_PATIENCE_S = 3.0  # a killed process takes some time to exit
 
 
 @dataclass(frozen=True)
-class Holdings:
-    """What the driver and the process that forks ranks hold, beside the ranks themselves."""
+class Resources:
+    """The resources of the driver and the fork server, without those of the ranks."""
 
-    processes: frozenset[int]  # all that have the mark, less the ranks
-    zombies: frozenset[int]  # children of either that nobody has buried
+    processes: frozenset[int]  # all that have the mark, without the ranks
+    zombies: frozenset[int]  # children of either that were not reaped
     driver_descriptors: int
     driver_threads: int
     fork_server_descriptors: int
 
 
-def holdings(mark: str, fork_server: int, ranks: Collection[int]) -> Holdings:
-    """Counts now. `mark` is an environment variable with its value, which all processes of the engine inherit."""
-    return Holdings(
+def count_resources(mark: str, fork_server: int, ranks: Collection[int]) -> Resources:
+    """Counts now. `mark` is an environment variable with its value, inherited by all of the engine's processes."""
+    return Resources(
         frozenset(pid for pid in _pids() if _has(pid, mark)) - frozenset(ranks),
         frozenset(pid for pid in _pids() if _parent_of_zombie(pid) in (os.getpid(), fork_server)),
         len(os.listdir("/proc/self/fd")),
@@ -33,16 +33,16 @@ def holdings(mark: str, fork_server: int, ranks: Collection[int]) -> Holdings:
     )
 
 
-def settled(before: Holdings, mark: str, fork_server: int, ranks: Collection[int]) -> Holdings:
-    """Counts until it is as before, with a moment of patience."""
+def settled(before: Resources, mark: str, fork_server: int, ranks: Collection[int]) -> Resources:
+    """Counts until the result equals `before`, for at most 3 seconds; returns the latest count."""
     until = time.monotonic() + _PATIENCE_S
-    while (now := holdings(mark, fork_server, ranks)) != before and time.monotonic() < until:
+    while (now := count_resources(mark, fork_server, ranks)) != before and time.monotonic() < until:
         time.sleep(0.01)
     return now
 
 
-def differences(before: Holdings, now: Holdings) -> list[str]:
-    """Says what there is more, or less, than before."""
+def differences(before: Resources, now: Resources) -> list[str]:
+    """Returns one line for each count that has changed."""
     after = vars(now)
     return [f"{name}: {old} before, {after[name]} after" for name, old in vars(before).items() if old != after[name]]
 
@@ -54,7 +54,7 @@ def _pids() -> list[int]:
 def _has(pid: int, mark: str) -> bool:
     try:
         return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # it has just ended, or is another user's
+    except OSError:  # it has just exited, or is another user's
         return False
 
 

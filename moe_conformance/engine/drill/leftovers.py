@@ -1,4 +1,4 @@
-"""Drilled faults of ranks that return: results that cannot be sent, and what should not stay behind."""
+"""Injected faults of ranks that return: results that cannot be sent or loaded, and what is left behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VARIABLE = "ENGINE_DRILL_LEFT_BEHIND"
 
 
 class BreaksOnTheDriver:
-    """A result that is sent and cannot be loaded."""
+    """An object that can be pickled and raises when it is unpickled."""
 
     def __setstate__(self, state: dict[str, int]) -> None:
         raise ValueError("drilled")
@@ -55,7 +55,7 @@ def leave_a_thread(context: RankContext, target: Target) -> str:
 
 
 def leave_a_group(context: RankContext, target: Target) -> str:
-    """All ranks make a group, as a library does that is not given one."""
+    """All ranks make a process group and do not destroy it, as a library without a group argument does."""
     sum_over()
     dist.new_group()
     return "returned"
@@ -71,7 +71,7 @@ def leave_variables(context: RankContext, target: Target) -> str:
 
 
 def leave_a_default_dtype(context: RankContext, target: Target) -> str:
-    """The faulty rank changes the default dtype and switches gradients off."""
+    """The faulty rank changes the default dtype and disables gradients."""
     sum_over()
     if context.rank == target.faulty:
         torch.set_default_dtype(torch.float64)
@@ -80,7 +80,7 @@ def leave_a_default_dtype(context: RankContext, target: Target) -> str:
 
 
 def leave_children(context: RankContext, target: Target) -> str:
-    """The faulty rank starts processes that would outlive it; one has left its session."""
+    """The faulty rank starts two processes that would outlive it, one of them in another session."""
     sum_over()
     if context.rank == target.faulty:
         for own_session in (False, True):
@@ -89,7 +89,7 @@ def leave_children(context: RankContext, target: Target) -> str:
 
 
 def leave_children_and_die(context: RankContext, target: Target) -> str:
-    """The faulty rank starts processes as before, and then exits."""
+    """The faulty rank starts the same processes, and then exits."""
     leave_children(context, target)
     if context.rank == target.faulty:
         os._exit(7)
@@ -98,7 +98,7 @@ def leave_children_and_die(context: RankContext, target: Target) -> str:
 
 
 def close_the_channel(context: RankContext, target: Target) -> str:
-    """The faulty rank closes every local socket, and so the one through which it would answer."""
+    """The faulty rank closes all its Unix sockets, the channel to the driver included."""
     sum_over()
     if context.rank == target.faulty:
         for descriptor in _local_sockets():
@@ -107,7 +107,7 @@ def close_the_channel(context: RankContext, target: Target) -> str:
 
 
 def write_into_the_channel(context: RankContext, target: Target) -> str:
-    """The faulty rank writes into every local socket, as one does that has the wrong descriptor."""
+    """The faulty rank writes into all its Unix sockets, the channel to the driver included."""
     sum_over()
     if context.rank == target.faulty:
         for descriptor in _local_sockets():
@@ -116,7 +116,7 @@ def write_into_the_channel(context: RankContext, target: Target) -> str:
 
 
 def destroy_the_default_group(context: RankContext, target: Target) -> str:
-    """The faulty rank destroys what belongs to the engine."""
+    """The faulty rank destroys the default process group."""
     sum_over()
     if context.rank == target.faulty:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The good case that follows every fault: right numbers on every group, and a look at what could be left over."""
+"""The healthy job that runs after every fault: computes known sums on every group and reports process state."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .injection import sum_over
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What one rank says in a good case.
+    """What one rank returns from the healthy job.
 
     Attributes:
-        ticket: That of the job, so that no answer passes for another's.
+        ticket: The number of the job, so that a late answer is not taken for this one.
         sums: Per group and for the world, the sum of (group rank + 1).
-        received: What came from each rank of the world: ten times its rank plus this one.
-        pid: This process.
-        parent: The process that forked it.
-        state: What a fault might have changed in it.
+        received: The value from every rank of the world: ten times its rank plus this rank.
+        pid: The pid of this process.
+        parent: The pid of the fork server.
+        state: The state of the process that a fault might have changed.
     """
 
     ticket: int
@@ -35,7 +35,7 @@ class ProbeResult:
 
 
 def run(context: RankContext, ticket: int) -> ProbeResult:
-    """Talks to everybody and returns what came of it."""
+    """Calls a collective on every group and returns the results, with the state of the process."""
     sums = {"world": sum_over(), **{name: sum_over(group) for name, group in context.groups.items()}}
     sent = torch.tensor([10.0 * context.rank + target for target in range(context.world)])
     received = torch.empty(context.world)
@@ -44,7 +44,7 @@ def run(context: RankContext, ticket: int) -> ProbeResult:
 
 
 def expected(ticket: int, rank: int, world: int, sizes: dict[str, int]) -> tuple[object, ...]:
-    """Returns what the rank must say of the numbers; `sizes` are those of its groups."""
+    """Returns the ticket and the numbers that a rank must return; `sizes` are the sizes of its groups."""
     sums = {name: size * (size + 1) / 2 for name, size in {"world": world, **sizes}.items()}
     return ticket, sums, tuple(10.0 * source + rank for source in range(world))
 

@@ -1,4 +1,4 @@
-"""Plays faults to a real engine and holds what it says, and what is left of it, against what must be."""
+"""Injects faults into a real engine, compares results with expectations, and prints the table."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _LARGEST_OUTPUT = 1 << 16
 
 @dataclass(frozen=True)
 class Trial:
-    """How one playing of a fault went.
+    """What came of one injection of a fault.
 
     Attributes:
         fault: The fault.
         world: The number of ranks.
-        verdict: What the engine's result comes to.
-        blamed: Whom it blames.
+        verdict: The verdict on the engine's result.
+        blamed: The ranks that it blames.
         report_s: Seconds from the start of the job to its result.
-        next_s: Seconds from there to the result of a good case.
-        wrong: One sentence for everything that is not as it must be.
+        next_s: Seconds from there to the result of the healthy job.
+        wrong: One sentence for everything that differs from what the fault requires.
     """
 
     fault: Fault
@@ -49,17 +49,17 @@ class Trial:
 
 
 class ProbeError(Exception):
-    """A good case went wrong."""
+    """The healthy job after a fault failed, or computed wrong numbers."""
 
 
 class Drill:
-    """An engine with ranks for worlds of several sizes, all of them kept up while faults are played on one.
+    """An engine with worlds of several sizes, all of which are kept while faults are injected into one.
 
     Args:
         worlds: Even numbers of ranks.
 
     Attributes:
-        mark: The environment variable, with its value, by which all processes of this engine are known.
+        mark: The environment variable, with its value, that identifies all processes of this engine.
     """
 
     def __init__(self, worlds: Sequence[int]) -> None:
@@ -71,9 +71,9 @@ class Drill:
         self._pids: dict[int, tuple[int, ...]] = {}
         for world in worlds:
             self._run_probe(world)  # makes the groups
-        self._states = {world: [each.state for each in self._run_probe(world)] for world in worlds}
+        self._states = {world: [probed.state for probed in self._run_probe(world)] for world in worlds}
         self._fork_server = self._run_probe(worlds[0])[0].parent
-        self._before = leaks.holdings(self.mark, self._fork_server, self._ranks())
+        self._before = leaks.count_resources(self.mark, self._fork_server, self._ranks())
 
     def __enter__(self) -> Drill:
         return self
@@ -84,46 +84,50 @@ class Drill:
         self._engine.close()
 
     def run(self, times: int = 1, faults: Sequence[Fault] = FAULTS) -> Iterator[Trial]:
-        """Plays every fault on every world, with another faulty rank each time."""
+        """Injects every fault into every world, with another faulty rank in every repetition."""
         for turn, fault, world in itertools.product(range(times), faults, self._states):
             yield self.inject(Injection(fault, world, turn))
 
     def inject(self, injection: Injection) -> Trial:
-        """Plays one fault, and a good case after it."""
+        """Injects one fault, and runs a healthy job after it."""
         fault, world = injection.fault, injection.world
         began = time.monotonic()
         result = self._engine.run(Job(fault.function, injection.target, world, groups(world), fault.deadline_s))
-        told = time.monotonic()
+        reported = time.monotonic()
         wrong = list(_wrong_result(injection, result))
         try:
-            good = self._run_probe(world)
+            probes = self._run_probe(world)
         except ProbeError as error:
             wrong.append(str(error))
             self._engine.renew(world)
-            good = self._run_probe(world)
+            probes = self._run_probe(world)
         again = time.monotonic()
-        if [one.state for one in good] != self._states[world]:
-            wrong.append(f"the ranks of the next case are not as new: {good}")
+        if [probed.state for probed in probes] != self._states[world]:
+            wrong.append(f"the state of the ranks differs from that of new ranks: {probes}")
         wrong += self._leaks()
-        return Trial(fault, world, verdict_of(result), result.blamed, told - began, again - told, tuple(wrong))
+        return Trial(fault, world, verdict_of(result), result.blamed, reported - began, again - reported, tuple(wrong))
 
     def _run_probe(self, world: int) -> list[probe.ProbeResult]:
         ticket = next(self._tickets)
         partitions = groups(world)
         result = self._engine.run(Job(f"{_PACKAGE}.probe:run", ticket, world, partitions))
         if not result.ok:
-            raise ProbeError(f"the next case failed: {'; '.join(rank.error for rank in result.ranks if rank.error)}")
-        said = [cast(probe.ProbeResult, rank.value) for rank in result.ranks]
-        for rank, one in enumerate(said):
-            mine = {name: len(ranks) for name, lists in partitions.items() for ranks in lists if rank in ranks}
-            expected = probe.expected(ticket, rank, world, mine)
-            if expected != (one.ticket, one.sums, one.received):
-                raise ProbeError(f"rank {rank} computed {one} in the next case, not {expected}")
-        self._pids[world] = tuple(one.pid for one in said)
-        return said
+            raise ProbeError(f"the healthy job failed: {'; '.join(rank.error for rank in result.ranks if rank.error)}")
+        probes = [cast(probe.ProbeResult, rank.value) for rank in result.ranks]
+        for rank, probed in enumerate(probes):
+            sizes = {}
+            for name, partition in partitions.items():
+                for ranks in partition:
+                    if rank in ranks:
+                        sizes[name] = len(ranks)
+            expected = probe.expected(ticket, rank, world, sizes)
+            if expected != (probed.ticket, probed.sums, probed.received):
+                raise ProbeError(f"rank {rank} computed {probed} in the healthy job, not {expected}")
+        self._pids[world] = tuple(probed.pid for probed in probes)
+        return probes
 
     def _leaks(self) -> list[str]:
-        """Says what leaked; it is told once."""
+        """Returns one line for each leaked resource, and makes the present count the one to compare with."""
         before = self._before
         self._before = leaks.settled(before, self.mark, self._fork_server, self._ranks())
         return leaks.differences(before, self._before)
@@ -134,7 +138,7 @@ class Drill:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Keeps to itself what the processes that are started meanwhile print: it is no part of the drill's report."""
+    """Redirects stdout to /dev/null for processes that are started in the block."""
     kept = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
@@ -147,7 +151,7 @@ def _silence() -> Iterator[None]:
 
 
 def verdict_of(result: JobResult) -> Verdict:
-    """Returns what a result comes to, in one word."""
+    """Returns the verdict on a result: "hang", "crash", "fail" or "pass"."""
     blamed = [result.ranks[rank] for rank in result.blamed]
     if any(rank.status == "hung" for rank in result.ranks):
         return "hang"
@@ -165,7 +169,7 @@ def _wrong_result(injection: Injection, result: JobResult) -> Iterator[str]:
     if [rank.rank for rank in result.ranks] != list(range(injection.world)):
         yield f"results of ranks {[rank.rank for rank in result.ranks]}"
     if bool(result.disagreements) != fault.disagrees:
-        yield f"disagreements {[str(each) for each in result.disagreements]}"
+        yield f"disagreements {[str(disagreement) for disagreement in result.disagreements]}"
     cause = str(result.disagreements[0]) if result.disagreements else ""
     for rank in result.ranks:
         for sentence in _wrong_rank(injection, rank, cause):
@@ -181,7 +185,7 @@ def _wrong_rank(injection: Injection, rank: RankResult, cause: str) -> Iterator[
     if rank.value != returned:
         yield f"returned {rank.value!r}, not {returned!r}"
     if rank.rank in injection.blamed and not re.search(fault.says, f"{rank.error}; {cause}"):
-        yield f"says {rank.error!r} because of {cause!r}, not {fault.says!r}"
+        yield f"error {rank.error!r} because of {cause!r}, not {fault.says!r}"
     if not injection.blamed and role == "faulty" and not re.search(fault.says, ", ".join(rank.left)):
         yield f"left {rank.left}, not {fault.says!r}"
     if rank.status != "ok" and (role != "faulty" or fault.stacks) and not rank.traceback:
@@ -200,7 +204,7 @@ def _wrong_ledger(injection: Injection, rank: RankResult) -> Iterator[str]:
 
 
 def table(trials: Sequence[Trial]) -> list[str]:
-    """Returns the lines of a Markdown table: one row per fault and world; times are least / median / greatest."""
+    """Returns the lines of a Markdown table, one row per fault and world; times are least / median / greatest."""
     rows: dict[tuple[str, int], list[Trial]] = {}
     for trial in trials:
         rows.setdefault((trial.fault.name, trial.world), []).append(trial)
@@ -208,10 +212,11 @@ def table(trials: Sequence[Trial]) -> list[str]:
         ("fault", "ranks", "verdict", "blamed", "report s", "next case s", "right"),
         *(_row(name, world, played) for (name, world), played in rows.items()),
     ]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
-    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append(f"| {' | '.join(padded)} |")
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 
 
@@ -229,7 +234,7 @@ def _row(name: str, world: int, played: Sequence[Trial]) -> tuple[str, ...]:
 
 
 def _blamed(played: Sequence[Trial]) -> str:
-    """Names the ranks of one playing, and the rule of many: each has another faulty rank."""
+    """Returns the blamed ranks of one trial, or the rule for several trials with different faulty ranks."""
     if len(played) == 1:
         return " and ".join(map(str, played[0].blamed)) or "nobody"
     return played[0].fault.blamed

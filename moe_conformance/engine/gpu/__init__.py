@@ -1,1 +1,1 @@
-"""What ranks need beside a process group where their tensors live on GPUs."""
+"""What the engine does only where ranks use GPUs: delays of streams, checks after each job, shares of GPUs."""

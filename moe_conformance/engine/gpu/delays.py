@@ -1,17 +1,17 @@
-"""Makes one of a GPU's streams late at every collective, so that code which does not wait reads what is not there yet.
+"""Delays a CUDA stream at every collective, so that a missing wait shows as wrong numbers.
 
-Compute and communication overlap on different streams, and a missing wait between them shows only where the one that is
-waited for is late. It seldom is; a kernel that does nothing for a while makes it so:
+Compute and communication overlap on different streams, and a missing wait between them has an effect only if the stream
+that should be waited for is late. It seldom is, unless a kernel that does nothing delays it:
 
 * "delayed_communication": an asynchronous collective begins late. Code that reads its output, or changes its input,
   before `wait()` then does so before the transfer.
-* "delayed_compute": what is computed around a collective is late. A collective that was issued on a stream of its own,
-  and not told to wait for its input, then sends what was there before.
+* "delayed_compute": computation around a collective is late. A collective that is issued on another stream, which does
+  not wait for its input, then sends old data.
 
-At the first collective of a group NCCL makes its connections, which takes longer than the delay: it counts from the
-second on.
+At the first collective of a group NCCL makes its connections, which takes longer than the delay: the delay has an
+effect from the second collective on.
 
-On the CPU hidden buffers do the same without any luck (asynchrony "poisoned").
+On the CPU hidden buffers do the same, and with certainty (asynchrony "poisoned").
 """
 
 from __future__ import annotations
@@ -27,28 +27,27 @@ from ..records import EngineError
 Mode = Literal["delayed_compute", "delayed_communication"]
 MODES: tuple[str, ...] = get_args(Mode)
 
-_CYCLES = (
-    20_000_000  # about 10 ms: far longer than the host takes to issue the kernels that follow, loading them included
-)
+# About 10 ms: far longer than the host takes to load and launch the kernels that follow.
+_CYCLES = 20_000_000
 
 
 def check(asynchrony: str, device: str) -> None:
-    """Refuses delays where there are no streams, and poison where buffers are not hidden.
+    """Raises if an asynchrony mode is not available on the device.
 
     Raises:
-        EngineError: says what to ask for instead.
+        EngineError: names the modes that are available.
     """
     if asynchrony in MODES and device == "cpu":
-        raise EngineError(f"asynchrony {asynchrony!r} delays streams of a GPU; on the CPU ask for 'poisoned'")
+        raise EngineError(f"asynchrony {asynchrony!r} delays streams of a GPU; on the CPU use 'poisoned'")
     if asynchrony == "poisoned" and device != "cpu":
-        raise EngineError(f"asynchrony 'poisoned' hides buffers of the CPU; on a GPU ask for {' or '.join(MODES)}")
+        raise EngineError(f"asynchrony 'poisoned' hides buffers of the CPU; on a GPU use {' or '.join(MODES)}")
 
 
 def late(mode: Mode, asynchronous: bool) -> Literal["compute", "communication"] | None:
-    """Returns which side of a collective is made late, if any.
+    """Returns which side of a collective is delayed; None if neither is.
 
-    A collective that is waited for on the spot is no asynchronous communication, and its stream may be that of the
-    computation; the computation around it can be late all the same. So with calls that have a handle only as a whole.
+    A blocking collective is no asynchronous communication, and may use the stream of the computation; the computation
+    around it can still be delayed. The same holds for coalesced calls, which have a handle only together.
     """
     if mode == "delayed_compute":
         return "compute"
@@ -65,11 +64,11 @@ class Delays:
 
     @contextlib.contextmanager
     def around(self, asynchronous: bool) -> Iterator[None]:
-        """A block in which a collective is issued, with one side late.
+        """Delays one side of the collective that is called in the block.
 
-        A process group starts a collective when the current stream has come to where it was issued. So the current
-        stream is replaced for the block by one that follows it, and then sleeps: the one that the caller goes on with
-        does not.
+        A process group starts a collective once the current stream has reached the point where it was issued. The
+        current stream is therefore replaced, in the block, by one that waits for it and then sleeps; the caller's
+        stream does not sleep.
         """
         side = late(self._mode, asynchronous)
         if side == "compute":
@@ -86,5 +85,5 @@ class Delays:
 
 
 def of(asynchrony: str) -> Delays | None:
-    """Returns the delays that a job asks for, if any."""
+    """Returns the delays that an asynchrony mode asks for; None if it asks for none."""
     return Delays(cast(Mode, asynchrony)) if asynchrony in MODES else None

@@ -1,4 +1,4 @@
-"""Counts how often the host waits for the GPU while a function runs."""
+"""Checks around every job on a GPU: host synchronisations, failed asynchronous work, leaked device memory."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from types import TracebackType
 
 import torch
 
-MESSAGE = "called a synchronizing CUDA operation"  # torch's warning, once the synchronisation debug mode is "warn"
+MESSAGE = "called a synchronizing CUDA operation"  # torch's warning in the synchronisation debug mode "warn"
 
 
 class HostSyncs:
-    """A block in which torch's warnings of host synchronisations are counted and go no further.
+    """Counts, and suppresses, torch's warnings of host synchronisations in a block.
 
-    Torch warns of copies to the host that are waited for, of `item()`, `nonzero()` and the like, in backward passes
-    too. It does not warn of `torch.cuda.synchronize()`, of waiting for an event, nor of what torch.distributed, other
-    libraries and kernels of their own do; and code that filters all warnings out hides its own. So the count is a
-    lower bound.
+    Torch warns of blocking copies to the host, of `item()`, `nonzero()` and the like, in backward passes too. It does
+    not warn of `torch.cuda.synchronize()`, of waiting for an event, nor of synchronisation in torch.distributed and
+    other libraries; and code that suppresses all warnings suppresses these. The count is therefore a lower bound.
 
     Args:
-        device: Where the function works; on the CPU nothing is set and nothing counted.
+        device: The device that the function uses; on the CPU nothing is changed and nothing counted.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,14 +29,14 @@ class HostSyncs:
 
     @property
     def count(self) -> int | None:
-        """The number so far; None on the CPU."""
+        """The number of host synchronisations so far; None on the CPU."""
         return self._seen if self._on_gpu else None
 
     def __enter__(self) -> HostSyncs:
         if self._on_gpu:
             self.start_counting()
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that the mode is a prototype
+                warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
                 torch.cuda.set_sync_debug_mode("warn")
         return self
 
@@ -49,14 +48,14 @@ class HostSyncs:
             self.stop_counting()
 
     def start_counting(self) -> None:
-        """Begins to take in warnings; the filter that lets each through, not only the first, stays for good."""
+        """Starts counting; the warnings filter that this adds is not removed again."""
         warnings.filterwarnings("always", message=MESSAGE)
-        # Below every public hook: a function that records warnings itself replaces those, and shall not see ours.
+        # Not a public hook: a function that records warnings replaces those, and must not see these warnings.
         self._show = warnings._showwarnmsg  # type: ignore[attr-defined]
         warnings._showwarnmsg = self._take  # type: ignore[attr-defined]
 
     def stop_counting(self) -> None:
-        """Ends what `start_counting` began."""
+        """Restores the hook that `start_counting` replaced."""
         warnings._showwarnmsg = self._show  # type: ignore[attr-defined]
 
     def _take(self, message: warnings.WarningMessage) -> None:
@@ -67,7 +66,7 @@ class HostSyncs:
 
 
 class LateError(RuntimeError):
-    """The function returned, but work that it had given to the GPU failed."""
+    """The function returned, but GPU work that it had launched failed."""
 
     def __init__(self, error: BaseException) -> None:
         first = str(error).partition("\n")[0]
@@ -75,10 +74,12 @@ class LateError(RuntimeError):
 
 
 def wait_for_gpu(device: torch.device) -> None:
-    """Waits for all work on a GPU, of whatever stream; does nothing for the CPU.
+    """Waits for all work on a GPU, on every stream; does nothing for the CPU.
 
-    It finds what the function has not waited for, and the error of a context that the function knew to be lost and
-    went on with. Both would else be raised by the next job that touches the GPU.
+    After an illegal address, a failed assertion on the device or a failed launch a CUDA context answers every call with
+    the same error until its process exits. A rank exits after any exception, so that it is enough to raise the error in
+    the job that caused it. This finds work that the function has not waited for, and an error that the function has
+    ignored.
 
     Raises:
         LateError: some of the work failed.
@@ -92,10 +93,10 @@ def wait_for_gpu(device: torch.device) -> None:
 
 
 class MemoryBaseline:
-    """How much device memory the process holds between two jobs, and what a job has added to it.
+    """The device memory that the process holds between jobs, to tell what a job adds.
 
-    Only what torch's allocator has handed out counts, to the byte: not what it keeps for reuse, not what NCCL and the
-    driver take for themselves.
+    Only memory that torch's allocator has handed out counts, to the byte: neither what it caches, nor what NCCL and the
+    driver allocate.
 
     Args:
         read: Returns the bytes in use now, as `bytes_in_use` does for a GPU.
@@ -106,13 +107,13 @@ class MemoryBaseline:
         self._bytes = read()
 
     def reset(self) -> None:
-        """Takes what is in use now as the baseline."""
+        """Makes the memory in use now the baseline."""
         self._bytes = self._read()
 
     def left(self) -> tuple[str, ...]:
-        """Says how much more is in use than at the baseline, and makes that the baseline; empty if it is not more.
+        """Returns how much more memory is in use than at the baseline, if any, and resets the baseline.
 
-        Tensors in reference cycles count only if the collector does not free them.
+        Tensors in reference cycles count only if the garbage collector does not free them.
         """
         before = self._bytes
         self.reset()
@@ -124,10 +125,10 @@ class MemoryBaseline:
 
 
 def bytes_in_use(device: torch.device) -> Callable[[], int]:
-    """Returns a function that reads how many bytes of a GPU the tensors of this process hold.
+    """Returns a function that reads how many bytes of a GPU this process's tensors hold.
 
-    Workspaces of cuBLAS, which come with the first product of matrices and stay, are given back first: a later product
-    takes them again from what the allocator keeps.
+    The workspaces of cuBLAS, which the first matrix product allocates and nothing frees, are freed first: a later
+    product allocates them again from the allocator's cache.
     """
 
     def read() -> int:

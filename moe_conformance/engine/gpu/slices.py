@@ -1,4 +1,4 @@
-"""Which of the visible GPUs each of several test processes takes, so that their ranks do not crowd on the first."""
+"""Divides the visible GPUs among several test processes, so that their ranks do not all use the first."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Slice:
-    """The GPUs of one of several processes.
+    """The GPUs of one of several test processes.
 
     Attributes:
-        devices: Their names, as CUDA_VISIBLE_DEVICES wants them.
-        words: Which they are and how many processes share them, in one sentence.
+        devices: Their names, as in CUDA_VISIBLE_DEVICES.
+        words: A sentence that says which they are and how many processes share them.
     """
 
     devices: tuple[str, ...]
@@ -26,12 +26,12 @@ class Slice:
 def visible(text: str | None, count: int) -> tuple[str, ...]:
     """Returns the names of the GPUs that a process sees, in its order.
 
-    Like CUDA, it reads `text` up to the first entry that names no device, and sees none if one is named twice. Names
-    stay as they are: indices, UUIDs ("GPU-..."), MIG devices ("MIG-...").
+    As in CUDA, `text` counts up to the first entry that names no device, and none is visible if one is named twice.
+    Names are not changed: indices, UUIDs ("GPU-..."), MIG devices ("MIG-...").
 
     Args:
-        text: CUDA_VISIBLE_DEVICES; None where it is not set.
-        count: How many GPUs the machine has; decides only where there is no text.
+        text: CUDA_VISIBLE_DEVICES; None if it is not set.
+        count: How many GPUs the machine has; used only if `text` is None.
     """
     if text is None:
         return tuple(str(index) for index in range(count))
@@ -46,24 +46,24 @@ def visible(text: str | None, count: int) -> tuple[str, ...]:
 
 
 def share(devices: tuple[str, ...], worker: int, workers: int) -> Slice:
-    """Returns the slice of one process.
+    """Returns the GPUs of one process.
 
-    Neighbours stay together, since they are the likeliest to have a fast link, and slices differ by at most one
-    device. With fewer GPUs than processes each process takes one, in turn. A process that was started in place of a
-    lost one has a number of `workers` or more and takes the slice of that number modulo `workers`.
+    A slice is contiguous, since neighbours are the likeliest to have a fast link, and slices differ by at most one
+    device. With fewer GPUs than processes every process gets one, round-robin. A process that replaces a lost one has a
+    number of `workers` or more, and gets the slice of that number modulo `workers`.
 
     Args:
-        devices: What all processes see together (see `visible`); without any, the slice is empty.
+        devices: The GPUs that all processes see together (see `visible`); without any, the slice is empty.
         worker: The number of this process, from 0.
         workers: How many processes there are, at least 1.
     """
-    place = worker % workers
+    position = worker % workers
     if len(devices) >= workers:
-        mine = devices[place * len(devices) // workers : (place + 1) * len(devices) // workers]
+        mine = devices[position * len(devices) // workers : (position + 1) * len(devices) // workers]
         return Slice(mine, f"process {worker} has {_gpus(mine)} of {len(devices)} to itself")
     if not devices:
         return Slice((), f"process {worker} has no GPU")
-    at = place % len(devices)
+    at = position % len(devices)
     sharers = len(range(at, workers, len(devices)))
     return Slice(devices[at : at + 1], f"process {worker} shares GPU {devices[at]} with {sharers - 1} more")
 

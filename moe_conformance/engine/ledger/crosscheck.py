@@ -1,8 +1,8 @@
-"""Holds the ledgers of all ranks of a job against each other.
+"""Compares the ledgers of all ranks of a job.
 
-On every group all ranks must make the same collectives in the same order, and of each it must be true that what one
-rank gives another is what that one takes. Transports do not see to it: a rank that expects more than it is sent may be
-left with whatever its memory held.
+On every group all ranks must call the same collectives in the same order, and in every collective a rank must send
+another rank as much as that rank expects. Transports do not check this: a rank that expects more than it is sent may
+continue with uninitialised memory.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _Group = tuple[str, tuple[int, ...]]  # its name and its ranks
 
 
 def cross_check(ledgers: Mapping[int, Sequence[Entry]], cut: Collection[int] = ()) -> tuple[Disagreement, ...]:
-    """Returns where the ranks disagree, the earliest first; those after it are often its consequences.
+    """Returns the disagreements of the ranks, the earliest first; later ones are often its consequences.
 
     Args:
-        ledgers: Every rank's calls in order. Ranks that are not among the keys are not judged.
-        cut: Ranks that did not come to the end of their work: that they lack a call says nothing.
+        ledgers: Every rank's calls in order. Ranks without a key are not compared.
+        cut: Ranks that did not complete their job: a call that they lack is no disagreement.
     """
     groups: dict[_Group, dict[int, list[Entry]]] = defaultdict(dict)
     messages: list[tuple[int, Entry]] = []
@@ -43,13 +43,13 @@ def cross_check(ledgers: Mapping[int, Sequence[Entry]], cut: Collection[int] = (
 
 
 def _when(one: Disagreement, found: Sequence[Disagreement]) -> tuple[int, int, int]:
-    """Orders by how many came before, then by how early the ranks came to it, then by how sure the blame is."""
+    """Returns the sort key of a disagreement: how many precede it, its least order, how many ranks it blames."""
     before = sum(_precedes(other, one) and not _precedes(one, other) for other in found)
     return before, min(one.orders.values()), len(one.blamed)
 
 
 def _precedes(one: Disagreement, other: Disagreement) -> bool:
-    """Tells whether a rank came to one before the other; it has come to its end where it lacks a call."""
+    """Returns True if a rank called one before the other; an absent call comes after all others."""
     later = {**other.orders, **dict.fromkeys(other.absent, math.inf)}
     return any(order < later[rank] for rank, order in one.orders.items() if rank in later)
 
@@ -62,29 +62,31 @@ def _check_group(
         absent = [rank for rank in members if rank not in made and rank not in cut]
         if absent or len({entry.op for entry in made.values()}) > 1:
             yield _other_calls(ranks, index + 1, made, absent)
-            return  # whatever follows on this group is shifted
+            return  # all later calls on this group are shifted
         yield from check_sizes(ranks, index + 1, made)
 
 
 def _other_calls(
     ranks: tuple[int, ...], sequence: int, made: Mapping[int, Entry], absent: Sequence[int]
 ) -> Disagreement:
-    """Describes a call for which some ranks make another one, or none."""
+    """Returns the disagreement about a call that some ranks omit or replace by another operator."""
     ops = {rank: entry.op for rank, entry in made.items()} | dict.fromkeys(absent, "")
     classes = Counter(ops.values())
-    said = "; ".join(_said(op, [rank for rank in sorted(ops) if ops[rank] == op]) for op, _ in classes.most_common())
+    phrases = []
+    for op, _ in classes.most_common():
+        phrases.append(_phrase(op, [rank for rank in sorted(ops) if ops[rank] == op]))
     return Disagreement(
         ranks=ranks,
         op=next(iter(classes.most_common(1)))[0] or next(iter(made.values())).op,
         sequence=sequence,
         blamed=blamed_of_classes(ops),
         orders={rank: entry.order for rank, entry in made.items()},
-        words=f"on {group_words(ranks)} call {sequence}: {said}",
+        words=f"on {group_words(ranks)} call {sequence}: {'; '.join(phrases)}",
         absent=tuple(absent),
     )
 
 
-def _said(op: str, ranks: Sequence[int]) -> str:
+def _phrase(op: str, ranks: Sequence[int]) -> str:
     who, one = counted(ranks)
     if not op:
         return f"{who} {'makes' if one else 'make'} no such call"

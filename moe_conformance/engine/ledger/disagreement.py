@@ -1,4 +1,4 @@
-"""One thing that the ledgers of several ranks disagree about, and who is blamed for it."""
+"""The Disagreement record: what the ledgers of several ranks disagree about, and which ranks are blamed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A call that does not fit together.
+    """A call on which the ledgers of the ranks of a group disagree.
 
     Attributes:
-        ranks: Of the group on which it is made.
-        op: The call, as most of the ranks make it.
+        ranks: The ranks of the group.
+        op: The operator that most of the ranks call.
         sequence: 1, 2, ... over the collectives of the group; None for a message.
-        blamed: The minority, or the rank that is part of all that does not fit; where neither can be told, all ranks
-            that disagree: two of them for one message.
-        orders: Where each rank's ledger holds the call, by rank, of those that made it.
+        blamed: The minority, or the rank that is in all pairs that disagree; if there is neither, all ranks that
+            disagree (for a message, both ranks).
+        orders: The `Entry.order` of the call, by rank, for the ranks that made it.
         words: What differs.
-        absent: Ranks that came to their end, or to where they wait for ever, without the call.
+        absent: Ranks that returned, or wait for ever, without having made the call.
     """
 
     ranks: tuple[int, ...]
@@ -35,22 +35,22 @@ class Disagreement:
 
 
 def blamed_of_classes(classes: Mapping[int, object]) -> tuple[int, ...]:
-    """Returns the ranks outside the largest class; all, if no class is the largest alone."""
+    """Returns the ranks outside the largest class; all ranks if two classes are largest."""
     sizes = Counter(classes.values()).most_common()
     (largest, size), others = sizes[0], sizes[1:]
     if others and others[0][1] == size:
         return tuple(sorted(classes))
-    return tuple(sorted(rank for rank, its in classes.items() if its != largest))
+    return tuple(sorted(rank for rank, its_class in classes.items() if its_class != largest))
 
 
 def blamed_of_pairs(pairs: Collection[tuple[int, int]]) -> tuple[int, ...]:
-    """Returns the rank that is part of all pairs that disagree; all of their ranks, if there is no such or two."""
+    """Returns the one rank that is in all pairs that disagree; all their ranks if there is not exactly one."""
     common = set.intersection(*({*pair} for pair in pairs))
     return tuple(common if len(common) == 1 else sorted({rank for pair in pairs for rank in pair}))
 
 
 def counted(ranks: Sequence[int]) -> tuple[str, bool]:
-    """Names ranks, in few words even if they are many, and tells whether it is one."""
+    """Returns a short text that names the ranks, and True if it names exactly one."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}", True
     if len(ranks) > 8:

@@ -1,8 +1,8 @@
-"""What a rank writes down of a collective, and how it stands in the ledger file.
+"""The records of the ledger, and the lines in which they are written to its file.
 
-The file holds lines, each a JSON array. One line is written when a call is issued, a short one when an asynchronous one
-was waited for, and one at the end of the job. A rank may be killed at any time: of a last line without its end nothing
-is read. Jobs that were sent together stand one behind the other.
+Every line is a JSON array. One line is written when a call is issued, a short one when an asynchronous call was waited
+for, and one at the end of the job. A rank may be killed at any time: an incomplete last line is ignored. The jobs of
+one request are written one after the other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-MOST_CALLS = 20_000  # of a job on a rank: one that calls for ever must not fill a disk
+MOST_CALLS = 20_000  # recorded per job and rank: an endless loop of calls must not fill memory
 Shapes = tuple[tuple[int, ...], ...]
 Asynchrony = Literal["plain", "poisoned", "watched", "delayed_compute", "delayed_communication"]
 State = Literal["issued", "finished", "waited"]
@@ -34,23 +34,23 @@ class Entry:
         order: 0, 1, ... over all calls of a job on this rank.
         op: The public name, `"all_to_all_single"`, `"send"`.
         group: The process group's name; two groups may have the same ranks.
-        ranks: The group's global ranks; a position in it is a rank in the group.
+        ranks: The group's global ranks, by group rank.
         sequence: 1, 2, ... over the collectives on this group on this rank; None for sends and receives.
-        in_splits: Rows to each rank of the group; None where they are even or the operator has none.
+        in_splits: Rows to each rank of the group; None if they are even or the operator has no splits.
         out_splits: Rows from each rank of the group; None likewise.
-        shapes_in: Of the tensors that this rank gives.
-        shapes_out: Of the tensors that this rank gets.
-        dtype: `"float32"`; `"float32 to bfloat16"` where given and got differ; "" without a tensor.
-        bytes_in: Of all tensors that this rank gives.
-        bytes_out: Of all tensors that this rank gets.
-        reduce: `"SUM"`, where something is reduced.
-        root: Global rank, where there is one.
-        peer: Global rank to which is sent or from which is received; None also for a receive from any.
-        tag: Of a send or receive.
-        asynchronous: Whether the caller got a handle to wait for; sends and receives always give one.
-        where: `"path/to/file.py:12"`, the line outside torch that made the call; "" if no line of Python did.
-        state: "waited" once the caller has waited for it, or a blocking call has come back; "finished" if it was
-            complete at the end of the job, but nobody waited.
+        shapes_in: Shapes of the rank's input tensors.
+        shapes_out: Shapes of the rank's output tensors.
+        dtype: `"float32"`; `"float32 to bfloat16"` if inputs and outputs differ; "" without a tensor.
+        bytes_in: Bytes of all input tensors.
+        bytes_out: Bytes of all output tensors.
+        reduce: `"SUM"`, for a reduction.
+        root: Global rank of the root, if there is one.
+        peer: Global rank of the other side of a send or receive; None also for a receive from any rank.
+        tag: The tag of a send or receive.
+        asynchronous: Whether the caller received a handle to wait for; sends and receives always return one.
+        where: `"path/to/file.py:12"`, the line outside torch that made the call; "" if it was not made from Python.
+        state: "waited" once the caller has waited, or a blocking call has returned; "finished" if it was complete at
+            the end of the job and the caller had not waited.
     """
 
     order: int
@@ -76,16 +76,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Hazard:
-    """A fault in how one rank treats the buffers and the handle of an asynchronous call.
+    """An error in how a rank uses the buffers or the handle of an asynchronous call.
 
     Attributes:
-        kind: "never waited"; "sent data changed" or "output written" between the call and the wait, by something else
-            than the call; "output touched", read or written, before the wait.
-        order: Of the call's entry.
-        op: Of the call.
-        ranks: Of the call's group.
+        kind: "never waited"; "sent data changed" or "output written" between the call and the wait, by other code than
+            the call; "output touched", which is read or written, before the wait.
+        order: `Entry.order` of the call.
+        op: `Entry.op` of the call.
+        ranks: The ranks of the call's group.
         issued: The line that made the call.
-        where: The line that touched or wrote, with the name of the operator, where it is known; else "".
+        where: The line that used the buffer, with the name of the operator; "" if it is not known.
     """
 
     kind: HazardKind
@@ -96,7 +96,7 @@ class Hazard:
     where: str = ""
 
     def __str__(self) -> str:
-        """The hazard as a sentence without its rank."""
+        """Returns the hazard as a sentence that does not name the rank."""
         call = f"{self.op} on {group_words(self.ranks)}, issued at {self.issued or 'an unknown line'},"
         by = f" at {self.where}" if self.where else ""
         return {
@@ -109,14 +109,14 @@ class Hazard:
 
 @dataclass(frozen=True)
 class Ledger:
-    """All that a rank wrote down in one job."""
+    """Everything that a rank recorded in one job."""
 
     entries: tuple[Entry, ...] = ()
     hazards: tuple[Hazard, ...] = ()
 
 
 def group_words(ranks: tuple[int, ...]) -> str:
-    """Names a group by its ranks, in few words even if they are many."""
+    """Returns a short text that names a group by its ranks."""
     if len(ranks) <= 8:
         return f"group ({', '.join(map(str, ranks))})"
     if ranks == tuple(range(ranks[0], ranks[-1] + 1)):
@@ -125,21 +125,21 @@ def group_words(ranks: tuple[int, ...]) -> str:
 
 
 def state_line(state: State, order: int) -> bytes:
-    """Returns the line that says that a call has come further."""
+    """Returns the line that records a call's new state."""
     return b'["%b",%d]\n' % (state.encode(), order)
 
 
 def hazard_line(hazard: Hazard) -> bytes:
-    """Returns the line for a hazard."""
+    """Returns the line that records a hazard."""
     fields = ("hazard", hazard.kind, hazard.order, hazard.op, hazard.ranks, hazard.issued, hazard.where)
     return json.dumps(fields).encode() + b"\n"
 
 
 def decode(data: bytes) -> Ledger:
-    """Reads a ledger file; a last line that was cut is left out.
+    """Parses a ledger file; an incomplete last line is ignored.
 
     Raises:
-        ValueError: a whole line is no line of a ledger.
+        ValueError: a complete line is not a line of a ledger.
     """
     issued: list[tuple[int, int | None, tuple[Any, ...]]] = []
     states: dict[int, State] = {}
@@ -159,7 +159,8 @@ def decode(data: bytes) -> Ledger:
         else:
             (number,) = fields
             states[number] = what
-    blocking: list[State] = ["waited"] * len(issued)  # who makes another call has come back from the one before
+    # A rank that makes another call has returned from the previous one.
+    blocking: list[State] = ["waited"] * len(issued)
     if blocking and not ended:
         blocking[-1] = "issued"
     return Ledger(
@@ -172,8 +173,8 @@ def decode(data: bytes) -> Ledger:
 
 
 def decode_all(data: bytes) -> list[Ledger]:
-    """Reads the ledgers of several jobs, which were written one after the other and have all ended."""
-    return [decode(each + ENDED_LINE) for each in data.split(ENDED_LINE)[:-1]]
+    """Parses the ledgers of several jobs, which are written one after the other and have all ended."""
+    return [decode(lines + ENDED_LINE) for lines in data.split(ENDED_LINE)[:-1]]
 
 
 def _entry(order: int, sequence: int | None, fields: tuple[Any, ...], written: State | None, blocking: State) -> Entry:
@@ -184,7 +185,7 @@ def _entry(order: int, sequence: int | None, fields: tuple[Any, ...], written: S
 
 @lru_cache(maxsize=4096)
 def _described(rest: bytes) -> tuple[Any, ...]:
-    """Returns the fields of an Entry but its numbers and its state, from the end of a line."""
+    """Parses the end of an "issued" line: the fields of an Entry without its numbers and state."""
     op, group, ranks, in_splits, out_splits, shapes_in, shapes_out, dtypes_in, dtypes_out, *others = json.loads(
         b"[" + rest
     )
@@ -204,16 +205,18 @@ def _described(rest: bytes) -> tuple[Any, ...]:
 
 
 def _dtype(*dtypes: str | list[str]) -> str:
-    """Returns the dtype of all tensors: one text for all of a side, or a list with one each."""
+    """Returns the text of a call's dtypes; the arguments are one dtype for all tensors of a side, or one each."""
     if dtypes[0] == dtypes[1] and isinstance(dtypes[0], str):
         return dtypes[0]
-    names = [name for side in dtypes for name in ([side] if isinstance(side, str) else side)]
+    names: list[str] = []
+    for side in dtypes:
+        names += [side] if isinstance(side, str) else side
     return " to ".join(dict.fromkeys(names))
 
 
 def _bytes(shapes: list[list[int]], dtypes: str | list[str]) -> int:
-    each = [dtypes] * len(shapes) if isinstance(dtypes, str) else dtypes
-    return sum(math.prod(shape) * _item_size(dtype) for shape, dtype in zip(shapes, each, strict=True))
+    by_tensor = [dtypes] * len(shapes) if isinstance(dtypes, str) else dtypes
+    return sum(math.prod(shape) * _item_size(dtype) for shape, dtype in zip(shapes, by_tensor, strict=True))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What the caller of an asynchronous collective gets to wait for it."""
+"""The Work object that the caller of an asynchronous collective receives."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.futures import Future
 
 
 class Handle(Work):
-    """Passes everything on to the transport's own handle, and tells when the caller has waited.
+    """Wraps the transport's Work, and calls `on_wait` once the caller has waited.
 
-    C++ knows it as a Work and calls `wait` and `get_future` here. It does not keep this object alive: somebody in
-    Python must, until it was waited for.
+    C++ code sees a Work and calls `wait` and `get_future` of this object, but does not keep it alive: Python code must,
+    until the wait.
 
     Args:
-        inner: The transport's handle.
+        inner: The transport's Work.
         on_wait: Called once, after the wait, before it returns; it may raise.
-        results: What `result` and the future's value are instead of the transport's own, if not None.
+        results: Replaces the results of the transport's Work, in `result` and in the future, if not None.
     """
 
     def __init__(self, inner: Work, on_wait: Callable[[], None], results: list[Any] | None = None) -> None:
@@ -31,7 +31,7 @@ class Handle(Work):
         self._was_waited = False
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
-        """Waits until the call has finished and its result is there."""
+        """Waits until the call has finished and its result is available."""
         done = self._inner.wait(*args, **kwargs)
         self._mark_waited()
         return done
@@ -42,12 +42,12 @@ class Handle(Work):
         self._mark_waited()
 
     def block_current_stream(self) -> None:
-        """Makes the current stream wait, without the host."""
+        """Makes the current stream wait, without blocking the host."""
         self._inner.block_current_stream()
         self._mark_waited()
 
     def is_completed(self) -> bool:
-        """Who polls until this is true has waited."""
+        """Returns True if the call has finished, which then counts as a wait."""
         done = self._inner.is_completed()
         if done:
             self._mark_waited()
@@ -58,7 +58,7 @@ class Handle(Work):
         future = self._inner.get_future()
         if self._results is not None:
             return future.then(self._after)
-        self._mark_waited()  # from here on the future is waited for
+        self._mark_waited()  # the caller now waits for the future
         return future
 
     def result(self) -> list[Any]:
@@ -76,7 +76,7 @@ class Handle(Work):
         return self._inner.exception()
 
     def source_rank(self) -> int:
-        """Returns from which rank a message came."""
+        """Returns the rank from which a message was received."""
         return self._inner.source_rank()
 
     def _source_rank(self) -> int:
@@ -84,11 +84,11 @@ class Handle(Work):
 
     @property
     def was_waited(self) -> bool:
-        """Whether the caller has waited."""
+        """True if the caller has waited."""
         return self._was_waited
 
     def seems_finished(self) -> bool:
-        """Tells whether the transport is done; unlike `is_completed` no wait."""
+        """Returns True if the transport has finished; unlike `is_completed` this does not count as a wait."""
         return self._inner.is_completed()
 
     def _after(self, future: Future[Any]) -> Any:
@@ -97,7 +97,7 @@ class Handle(Work):
         return self._results
 
     def _mark_waited(self) -> None:
-        with self._lock:  # to the end: another thread that waits must find the data delivered
+        with self._lock:  # held to the end: for another thread that waits, the data must be delivered
             if not self._was_waited:
                 self._on_wait()
                 self._was_waited = True

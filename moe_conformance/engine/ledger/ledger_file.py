@@ -1,8 +1,7 @@
-"""The file that a rank's ledger is in: mapped on the rank, so that a line is written without a system call.
+"""The memory-mapped file of a rank's ledger, to which a line is written without a system call.
 
-What is written there is in the kernel's hands and outlives the rank. The first eight bytes say how
-many bytes of lines follow; they are written after the lines, so that whoever reads finds whole ones, whenever the rank
-was killed.
+What is written stays readable after the rank was killed. The first eight bytes hold the number of bytes that follow;
+they are written after the lines, so that a reader always finds complete lines.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ _FIRST_SIZE = 1 << 18
 
 
 class LedgerFile:
-    """The rank's side; one thread at a time may write.
+    """The rank's side of the file; one thread at a time may write.
 
     Args:
-        descriptor: Of the file, which is empty or another LedgerFile's of the same rank.
+        descriptor: The descriptor of the file, which is empty or was written by another LedgerFile of the same rank.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -28,7 +27,7 @@ class LedgerFile:
         self._map = self._grown(max(_FIRST_SIZE, os.fstat(descriptor).st_size))
 
     def begin(self) -> None:
-        """Forgets what is written."""
+        """Discards what is written."""
         self._end = _LENGTH.size
         _LENGTH.pack_into(self._map, 0, 0)
 
@@ -47,14 +46,14 @@ class LedgerFile:
 
 
 def read(descriptor: int) -> bytes:
-    """Returns all lines of a ledger, which its rank may be writing to."""
+    """Returns all complete lines of a ledger, to which its rank may be writing."""
     header = os.pread(descriptor, _LENGTH.size, 0)
-    if len(header) < _LENGTH.size:  # the rank has yet to open it
+    if len(header) < _LENGTH.size:  # the rank has not opened it yet
         return b""
     return os.pread(descriptor, _LENGTH.unpack(header)[0], _LENGTH.size)
 
 
 def clear(descriptor: int) -> None:
-    """Forgets what is written, while the rank writes nothing."""
+    """Discards what is written, while the rank does not write."""
     if os.fstat(descriptor).st_size:
         os.pwrite(descriptor, _LENGTH.pack(0), 0)

@@ -1,7 +1,7 @@
-"""The operators of torch.distributed below which every collective goes, and how to read their arguments.
+"""The dispatcher operators of torch.distributed, one of which every collective calls, and their arguments.
 
-All methods of a process group, functional collectives and their gradients among them, call one of these operators of
-the dispatcher. Their arguments are found by name in the schemas, which differ between versions of torch.
+All methods of a process group call one of these operators of the dispatcher, also for functional collectives and their
+gradients. Arguments are found by name in the schemas, which differ between versions of torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 
-# The operator's name in the schema, the public name, the arguments that are given and got on a rank.
+# The operator's name in the schema, the public name, the names of the input and output arguments.
 _OPERATORS = (
     ("allreduce_", "all_reduce", "tensors", "tensors"),
     ("allreduce_coalesced_", "all_reduce_coalesced", "tensors", "tensors"),
@@ -40,16 +40,16 @@ _OPERATORS = (
 
 
 class Group(NamedTuple):
-    """A process group, as far as the ledger needs it."""
+    """The properties of a process group that the ledger needs."""
 
     name: str
-    ranks: tuple[int, ...]  # global, by position
-    rank: int  # this one's
-    coalesces: bool = False  # only the whole of the calls that are made now has a handle
+    ranks: tuple[int, ...]  # global ranks, by group rank
+    rank: int  # global rank of this process
+    coalesces: bool = False  # calls are being coalesced: only all of them together have a handle
 
 
 class Call(NamedTuple):
-    """What the arguments of one call say; see Entry."""
+    """The arguments of one call of an operator; see Entry."""
 
     op: str
     group: Group
@@ -65,14 +65,14 @@ class Call(NamedTuple):
 
 
 class Groups:
-    """The groups that were seen so far: their properties take longer to ask for than a dictionary."""
+    """Caches the properties of process groups, which torch computes slowly."""
 
     def __init__(self) -> None:
         self._known: dict[str, Group] = {}
         self._coalescing = dist.distributed_c10d._world.pg_coalesce_state
 
     def find(self, boxed: Any) -> Group:
-        """Returns the group in an operator's argument."""
+        """Returns the group that is in an operator's argument."""
         group = ProcessGroup.unbox(boxed)
         name = group.group_name
         known = self._known.get(name)
@@ -83,13 +83,13 @@ class Groups:
 
 
 class Operator:
-    """One operator: its overload, its public name, and where each argument stands."""
+    """One operator: its overload, its public name, and the positions of its arguments."""
 
     def __init__(self, schema_name: str, op: str, given: str | None, got: str | None) -> None:
         self.schema_name = schema_name
         self.overload: Any = getattr(torch.ops.c10d, schema_name).default
         self.op = op
-        at = {argument.name: place for place, argument in enumerate(self.overload._schema.arguments)}
+        at = {argument.name: position for position, argument in enumerate(self.overload._schema.arguments)}
         self.given_at = at[given] if given else None
         self.got_at = at[got] if got else None
         self._returns_output = len(self.overload._schema.returns) == 2
@@ -104,7 +104,7 @@ class Operator:
         self._tag_at = at.get("tag")
 
     def read(self, args: tuple[Any, ...], groups: Groups) -> Call:
-        """Reads the arguments of one call; defaults at their end may be missing."""
+        """Returns the arguments of one call; trailing arguments with defaults may be missing."""
         group = groups.find(args[self._group_at])
         inputs = () if self.given_at is None else _flat(args[self.given_at])
         outputs = () if self.got_at is None else _flat(args[self.got_at])
@@ -123,12 +123,12 @@ class Operator:
         return Call(self.op, group, inputs, outputs, in_splits, out_splits, reduce, root, peer, tag, asynchronous)
 
     def work(self, result: Any) -> Work | None:
-        """Returns the transport's handle in the operator's result; None where it was made to wait itself."""
+        """Returns the Work in the operator's result; None if the call was blocking."""
         boxed = result[1] if self._returns_output else result
         return None if boxed is None else Work.unbox(boxed)
 
     def result(self, args: tuple[Any, ...], work: Work) -> Any:
-        """Returns what the operator returns for the caller's arguments."""
+        """Returns the operator's result for the given arguments and Work."""
         if not self._returns_output:
             return work.boxed()
         assert self.got_at is not None, self.schema_name
@@ -137,7 +137,7 @@ class Operator:
     def _with_root(
         self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], *, at_root: bool
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Leaves out what is only given or only got at the root, or elsewhere."""
+        """Drops the tensors that the operator ignores: on the root, or on all other ranks."""
         if self.op == "broadcast":
             return (inputs, ()) if at_root else ((), outputs)
         if self.op in ("reduce", "gather"):
@@ -157,7 +157,7 @@ def operators() -> list[Operator]:
 
 
 def functional_overloads() -> list[Any]:
-    """Returns the functional operators that issue a collective, by which the caller gets no handle."""
+    """Returns the functional operators that issue a collective; their callers get no Work."""
     names = (
         name.partition("::")[2]
         for name in torch._C._dispatch_get_all_op_names()
@@ -167,7 +167,7 @@ def functional_overloads() -> list[Any]:
 
 
 def _flat(tensors: Any) -> Sequence[torch.Tensor]:
-    """Returns a tensor, a list of tensors, or a list of lists of them as one list."""
+    """Returns a tensor, a list of tensors, or a list of such lists as one sequence."""
     if isinstance(tensors, torch.Tensor):
         return (tensors,)
     if tensors and isinstance(tensors[0], torch.Tensor):
@@ -176,9 +176,10 @@ def _flat(tensors: Any) -> Sequence[torch.Tensor]:
 
 
 def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Returns the global ranks of a group by their position in it."""
+    """Returns the global ranks of a process group, by group rank."""
+    # None if the group was not made by torch.distributed.
     known = dist.distributed_c10d._world.pg_group_ranks.get(group)
-    return tuple(range(group.size()) if known is None else known)  # made past torch.distributed: not known there
+    return tuple(range(group.size()) if known is None else known)
 
 
 @cache

@@ -1,8 +1,8 @@
-"""Asynchronous collectives whose output cannot be used too early by luck.
+"""Hides the output of an asynchronous collective until the wait, so that an early use always fails.
 
-The transport works on hidden buffers: it sends from private copies and receives into private memory. What the caller
-sees holds NaN, or a very large integer, until it has waited; then the result is delivered. So an early use has the same
-wrong outcome in every run, and a write into a buffer that the transport still reads or writes is found by comparing.
+The transport works on hidden buffers: it sends from copies and receives into separate memory. The caller's output holds
+NaN, or a very large integer, until the wait, which copies the result into it. An early read therefore has the same
+wrong result in every run, and a write into a buffer that the transport still uses is found by comparison.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Awaited:
 
 
 class Poisoned:
-    """The buffers of one asynchronous call.
+    """The hidden and visible buffers of one asynchronous call.
 
     Attributes:
         args: The operator's arguments with hidden buffers in place of the caller's.
@@ -46,7 +46,7 @@ class Poisoned:
         outputs = {id(tensor) for tensor in call.outputs}
         for tensor in call.outputs:
             _spoil(tensor.data)
-        # An input may be part of an output, as in a gather in place: that part may be read at any time.
+        # An input may be part of an output, as in an in-place gather: that part may be read at any time.
         for tensor in call.inputs:
             if id(tensor) not in outputs:
                 tensor.data.copy_(private[id(tensor)])
@@ -56,12 +56,12 @@ class Poisoned:
         self._awaited = [_Awaited(t.data, private[id(t)], _copy(t)) for t in call.outputs]
 
     def undo(self) -> None:
-        """Gives the caller's buffers back as they were, where the call itself failed."""
+        """Restores the caller's buffers after the call itself has raised."""
         for awaited in self._awaited:
             awaited.visible.copy_(awaited.hidden)
 
     def deliver(self) -> list[HazardKind]:
-        """Hands out what was received, after the transport has finished; returns what the caller did too early."""
+        """Copies the results into the visible buffers; returns the hazards that the caller caused before."""
         kinds: list[HazardKind] = []
         if any(not _same(sent.visible, sent.copy) for sent in self._sent):
             kinds.append("sent data changed")
@@ -73,7 +73,7 @@ class Poisoned:
 
 
 def can_poison(call: Call) -> bool:
-    """Tells whether a call is one whose buffers can be hidden: asynchronous, on the CPU, with plain buffers."""
+    """Returns True if the buffers of a call can be hidden: asynchronous, on the CPU, contiguous."""
     tensors = (*call.inputs, *call.outputs)
     return call.asynchronous and all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
 
@@ -89,7 +89,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _spoil(data: torch.Tensor) -> None:
-    """Fills memory with what no result holds by chance; there is no such bool."""
+    """Fills memory with NaN, or a very large integer; bool tensors stay as they are."""
     if data.is_floating_point() or data.is_complex():
         data.fill_(torch.nan)
     elif data.dtype != torch.bool:
@@ -98,5 +98,5 @@ def _spoil(data: torch.Tensor) -> None:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compares bytes: a NaN is the same as itself."""
+    """Returns True if two tensors have the same bytes; NaN equals itself."""
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

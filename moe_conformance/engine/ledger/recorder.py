@@ -1,6 +1,6 @@
-"""Writes a rank's ledger: numbers its calls and turns them into lines.
+"""Writes a rank's ledger: numbers its calls and formats them as lines.
 
-It stands between a call and the transport, hundreds of times a second: the lines are put together by hand.
+It runs before every call, hundreds of times a second: lines are formatted by hand, which is faster than json.dumps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from .entry import ENDED_LINE, MOST_CALLS, Hazard, HazardKind, State, hazard_line, state_line
 from .operators import Call
 
-# Frames of these are not the caller's: torch decorates its functions with the others.
+# Not the caller's frames: torch decorates its functions with these.
 _DECORATORS = ("contextlib.py", "functools.py", "typing_extensions.py", "warnings.py")
 _LEDGER = os.path.dirname(__file__)
 _VIRTUAL = os.path.join(os.path.dirname(_LEDGER), "virtual")
@@ -27,7 +27,7 @@ _OWN_FILES = (os.path.dirname(torch.__file__) + os.sep, _LEDGER + os.sep, _VIRTU
 
 
 class RecordedCall(NamedTuple):
-    """Stands for one recorded call."""
+    """Identifies one recorded call."""
 
     order: int
     op: str
@@ -36,7 +36,7 @@ class RecordedCall(NamedTuple):
 
 
 class Recorder:
-    """One rank's ledger of one job: its first MOST_CALLS calls. They may come from several threads.
+    """Records the first MOST_CALLS calls of a job on one rank; they may come from several threads.
 
     Args:
         write: Takes one or more whole lines, from one thread at a time.
@@ -49,9 +49,9 @@ class Recorder:
         self._sequences: Counter[str] = Counter()
 
     def issue(self, call: Call) -> RecordedCall:
-        """Records a call that is about to be made; of the contents of its tensors nothing is read."""
+        """Records a call that is about to be made, without reading the contents of its tensors."""
         where = caller()
-        with self._lock:  # the numbers and the lines in the order in which the calls are made
+        with self._lock:  # numbers and lines in the order of the calls
             order = self.calls
             self.calls += 1
             sequence = None
@@ -62,20 +62,20 @@ class Recorder:
         return RecordedCall(order, call.op, call.group.ranks, where)
 
     def reached(self, state: State, recorded: RecordedCall) -> None:
-        """Records that a call has come further; of blocking ones it is known without."""
+        """Records a new state of an asynchronous call; that of a blocking call follows from the next line."""
         if recorded.order < MOST_CALLS:
             with self._lock:
                 self._write(state_line(state, recorded.order))
 
     def hazard(self, kind: HazardKind, recorded: RecordedCall, where: str = "") -> None:
-        """Records a hazard; `where` is the line that did it, if known."""
+        """Records a hazard; `where` is the source line that caused it, if known."""
         if recorded.order < MOST_CALLS:
             line = hazard_line(Hazard(kind, recorded.order, recorded.op, recorded.ranks, recorded.where, where))
             with self._lock:
                 self._write(line)
 
     def end(self) -> None:
-        """Records that the job has ended, and with it the last blocking call."""
+        """Records the end of the job, which completes the last blocking call."""
         with self._lock:
             self._write(ENDED_LINE)
 
@@ -92,9 +92,9 @@ def caller() -> str:
 
 
 def _line(order: int, sequence: int | None, call: Call, where: str) -> str:
-    """Returns the fields of an Entry but its state as a JSON array, with dtypes in place of bytes.
+    """Returns the fields of an Entry, without its state, as a JSON array with dtypes in place of bytes.
 
-    What numbers the call comes first: the rest is often the same, and then read once.
+    The numbers of the call come first: the rest is often equal, and then parsed only once.
     """
     op, group, inputs, outputs, in_splits, out_splits, *rest = call
     return (
@@ -134,7 +134,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _dtypes(tensors: Sequence[torch.Tensor]) -> str:
-    """Returns that of all, usually the same, or one each."""
+    """Returns the one dtype of all tensors, or a list of one each."""
     if len(tensors) == 1 or len({tensor.dtype for tensor in tensors}) == 1:
         return _dtype(tensors[0].dtype)
     return f"[{','.join([_dtype(tensor.dtype) for tensor in tensors])}]"

@@ -1,4 +1,4 @@
-"""Whether every message that one rank sends is received by the other, and the other way round."""
+"""Checks that every message that a rank sends is received, and every message it expects is sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable, Sequence
 from .disagreement import Disagreement
 from .entry import Entry, group_words
 
-_Route = tuple[str, tuple[int, ...], int | None, int, int | None]  # group's name and ranks, source, destination, tag
+# Name and ranks of the group, source, destination, tag.
+_Route = tuple[str, tuple[int, ...], int | None, int, int | None]
 
 
 def check_send_recv(calls: Iterable[tuple[int, Entry]], cut: Collection[int]) -> Iterable[Disagreement]:
@@ -32,7 +33,7 @@ def check_send_recv(calls: Iterable[tuple[int, Entry]], cut: Collection[int]) ->
 
 
 def _unite(routes: dict[_Route, list[Entry]], from_any: set[_Route]) -> dict[_Route, list[Entry]]:
-    """Counts all messages to a rank that receives from any as one route: which goes where is not told."""
+    """Merges all routes to a rank that receives from any source: which message goes where is not recorded."""
     united: dict[_Route, list[Entry]] = defaultdict(list)
     for (name, ranks, _source, to, tag), entries in routes.items():
         anybody = (name, ranks, None, to, tag)

@@ -1,4 +1,4 @@
-"""Whether what the ranks of a group give and take in one collective fits together."""
+"""Checks that the sizes that the ranks of a group give and take in one collective match."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from .disagreement import Disagreement, blamed_of_classes, blamed_of_pairs, counted
 from .entry import Entry, group_words
 
-_Sizes = dict[int, tuple[int, ...]]  # per rank: one number per rank of the group, by position
+_Sizes = dict[int, tuple[int, ...]]  # per rank: one number per rank of the group, by group rank
 
 
 def check_sizes(ranks: tuple[int, ...], sequence: int, made: Mapping[int, Entry]) -> Iterable[Disagreement]:
-    """Yields what differs in one call of the same operator by the ranks of a group; `made` is never empty."""
+    """Yields the disagreement, if any, in one call of the same operator; `made` is never empty."""
     check = _Check(ranks, sequence, made)
     if (found := check.alone() or check.common() or check.between()) is not None:
         yield found
 
 
 class _Check:
-    """One call on all ranks that made it."""
+    """One call, with the entries of all ranks that made it."""
 
     def __init__(self, ranks: tuple[int, ...], sequence: int, made: Mapping[int, Entry]) -> None:
         self._ranks = ranks
@@ -28,26 +28,28 @@ class _Check:
         self._op = next(iter(made.values())).op
 
     def alone(self) -> Disagreement | None:
-        """What one rank says contradicts itself."""
-        wrong = {rank: said for rank, entry in self._made.items() if (said := _contradiction(entry)) is not None}
+        """Returns a disagreement if a rank's entry contradicts itself."""
+        wrong = {rank: text for rank, entry in self._made.items() if (text := _contradiction(entry)) is not None}
         if not wrong:
             return None
         return self._found(
-            tuple(sorted(wrong)), "; ".join(f"rank {rank} {said}" for rank, said in sorted(wrong.items()))
+            tuple(sorted(wrong)), "; ".join(f"rank {rank} {text}" for rank, text in sorted(wrong.items()))
         )
 
     def common(self) -> Disagreement | None:
-        """What must be the same on all ranks is not."""
+        """Returns a disagreement if a value that must be equal on all ranks is not."""
         for read in (_root, _reduce, _dtype, _elements):
             values = {rank: value for rank, entry in self._made.items() if (value := read(entry)) is not None}
             if len(set(values.values())) > 1:
-                who = {value: [rank for rank in sorted(values) if values[rank] == value] for value in values.values()}
-                parts = (f"{counted(those)[0]} {_has(those)} {value}" for value, those in who.items())
+                by_value: dict[str, list[int]] = {value: [] for value in values.values()}
+                for rank in sorted(values):
+                    by_value[values[rank]].append(rank)
+                parts = (f"{counted(ranks)[0]} {_has(ranks)} {value}" for value, ranks in by_value.items())
                 return self._found(blamed_of_classes(values), "; ".join(parts))
         return None
 
     def between(self) -> Disagreement | None:
-        """What one rank gives another is not what that one takes."""
+        """Returns a disagreement if a rank gives another rank a different amount than that rank takes."""
         gives, takes = _GIVES.get(self._op), _TAKES.get(self._op)
         if gives is None or takes is None:
             return None
@@ -56,13 +58,12 @@ class _Check:
         if len(self._made) == len(self._ranks):
             columns = zip(*(given[rank] for rank in self._ranks), strict=True)
             if all(column == taken[rank] for rank, column in zip(self._ranks, columns, strict=True)):
-                return None  # without a loop over pairs in Python: there may be 512 ranks
-        pairs = {
-            (x, y): (given[x][at_y], taken[y][at_x])
-            for at_x, x in enumerate(self._ranks)
-            for at_y, y in enumerate(self._ranks)
-            if x in given and y in taken and given[x][at_y] != taken[y][at_x]
-        }
+                return None  # avoids the loop over pairs: there may be 512 ranks
+        pairs = {}
+        for at_x, x in enumerate(self._ranks):
+            for at_y, y in enumerate(self._ranks):
+                if x in given and y in taken and given[x][at_y] != taken[y][at_x]:
+                    pairs[x, y] = given[x][at_y], taken[y][at_x]
         if not pairs:
             return None
         said = [
@@ -73,7 +74,7 @@ class _Check:
         return self._found(blamed_of_pairs(list(pairs)), "; ".join(said[:3]) + more)
 
     def _amount(self, rank: int, elements: int) -> str:
-        """Says how much in rows, if all ranks have rows of the same length."""
+        """Returns a size as text: in rows if all ranks have rows of the same length, else in elements."""
         lengths = {_row(shape) for entry in self._made.values() for shape in (*entry.shapes_in, *entry.shapes_out)}
         lengths.discard(0)
         if len(lengths) == 1:
@@ -109,7 +110,7 @@ def _elements_of(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
     return tuple(math.prod(shape) for shape in shapes)
 
 
-# ---- what one rank says by itself ----
+# ---- contradictions in one entry ----
 
 
 def _contradiction(entry: Entry) -> str | None:
@@ -171,7 +172,7 @@ def _elements(entry: Entry) -> str | None:
     return " and ".join(_plural(size, "element") for size in sizes)
 
 
-# ---- what goes from rank to rank, in elements, by position in the group ----
+# ---- elements that go from rank to rank, by group rank ----
 
 
 def _by_splits(splits: tuple[int, ...] | None, shapes: Sequence[Sequence[int]], width: int) -> tuple[int, ...]:
@@ -190,7 +191,7 @@ def _from_all(entry: Entry) -> tuple[int, ...]:
 
 
 def _only_at_root(entry: Entry, shapes: Sequence[Sequence[int]], width: int) -> tuple[int, ...]:
-    """Puts what a rank exchanges with the root alone in the root's place."""
+    """Returns the size at the root's position, and 0 at all others."""
     assert entry.root is not None
     (size,) = _elements_of(shapes)
     return tuple(size if rank == entry.root else 0 for rank in entry.ranks)

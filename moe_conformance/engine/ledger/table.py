@@ -1,4 +1,4 @@
-"""The ledgers of several ranks side by side, at the call that they disagree about."""
+"""Formats the ledgers of several ranks side by side, and counts calls and bytes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from .entry import Entry
 _MOST_COLUMNS = 8
 _NOTHING = ["(no such call)"]
 
-_Cell = list[str]  # lines
+_Cell = list[str]  # its lines
 
 
 @dataclass(frozen=True)
 class Count:
-    """Calls of one operator on one group by one rank, and the bytes that it gave and got by them."""
+    """Calls of one operator on one group by one rank, with the bytes that went in and out."""
 
     calls: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
 
     def plus(self, entry: Entry) -> Count:
-        """Counts one more call."""
+        """Returns the count with one more call."""
         return Count(self.calls + 1, self.bytes_in + entry.bytes_in, self.bytes_out + entry.bytes_out)
 
 
 def count(entries: Iterable[Entry]) -> dict[tuple[tuple[int, ...], str], Count]:
-    """Returns what one rank's ledger comes to, by the ranks of the group and the operator."""
+    """Returns the counts of one rank's ledger, by the ranks of the group and the operator."""
     counts: dict[tuple[tuple[int, ...], str], Count] = {}
     for entry in entries:
         key = entry.ranks, entry.op
@@ -38,10 +38,10 @@ def count(entries: Iterable[Entry]) -> dict[tuple[tuple[int, ...], str], Count]:
 
 
 def table(ledgers: Mapping[int, Sequence[Entry]], disagreement: Disagreement, context: int = 2) -> str:
-    """Returns a table in plain text with a column per rank of the group.
+    """Returns a text table of the calls before and after a disagreement, with a column per rank.
 
-    The marked row holds the call; above and below stand the `context` calls that each rank made before and after it,
-    on whatever group. Of more than eight ranks those to blame are shown, and as many others as there is room for.
+    The marked row holds the call; above and below it are the `context` calls that every rank made before and after it,
+    on any group. At most eight ranks are shown, those that are blamed first.
     """
     others = [rank for rank in disagreement.ranks if rank not in disagreement.blamed]
     known = [rank for rank in (*disagreement.blamed, *others) if rank in ledgers]
@@ -55,7 +55,7 @@ def table(ledgers: Mapping[int, Sequence[Entry]], disagreement: Disagreement, co
 
 
 def _column(entries: Sequence[Entry], order: int | None, disagreement: Disagreement, context: int) -> list[_Cell]:
-    """Returns 2 * context + 1 cells, the call in the middle; cells are empty where there is no call."""
+    """Returns 2 * context + 1 cells with the call in the middle; cells without a call are empty."""
     if order is not None:
         middle, after = _cell(entries[order], disagreement.ranks), order + 1
     else:
@@ -68,7 +68,7 @@ def _column(entries: Sequence[Entry], order: int | None, disagreement: Disagreem
 
 
 def _place_of_absent(entries: Sequence[Entry], disagreement: Disagreement) -> int:
-    """Returns how many calls a rank made before the one that it lacks should have come."""
+    """Returns how many calls a rank made before the position of the call that it lacks."""
     if disagreement.sequence is None:
         return len(entries)
     earlier = (
@@ -98,7 +98,7 @@ def _route(entry: Entry) -> str:
 
 
 def _sizes(splits: tuple[int, ...] | None, shapes: Sequence[Sequence[int]]) -> str:
-    """Returns the shape of one tensor, `3x4`, or of several, with the splits of its rows, if there are any."""
+    """Returns the text of the shapes, `3x4`, and of the splits of their rows, if there are any."""
     distinct = list(dict.fromkeys("x".join(map(str, shape)) or "scalar" for shape in shapes))
     if len(distinct) == 1 and len(shapes) > 1:
         distinct = [f"{len(shapes)} of {distinct[0]}"]

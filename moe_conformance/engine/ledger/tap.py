@@ -1,4 +1,4 @@
-"""Listens in on every collective of a process."""
+"""Intercepts every collective of a process, through kernels on torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .recorder import RecordedCall, Recorder
 from .watch import Watch
 
 _NOTHING = contextlib.nullcontext()
-# Kernels of ours stand before the choice of a device; these are the keys to go on with, by `redispatch`: it lets go of
-# the GIL, and costs half of what `_op_dk` does.
+# Our kernels run before the dispatch on the device; these are the keys to continue with, by `redispatch`, which
+# releases the GIL and costs half of what `_op_dk` does.
 _META = DispatchKeySet(DispatchKey.Meta)
 _DEVICES = (
     (DispatchKey.CPU, DispatchKeySet(DispatchKey.CPU)),
@@ -32,19 +32,20 @@ _DEVICES = (
 
 
 class Tap:
-    """Kernels on the dispatcher's operators for collectives: installed once in a process, recording on demand.
+    """Kernels on the dispatcher's operators for collectives, installed once; they record on demand.
 
-    They also see the collectives of backward passes on other threads, of functional collectives, DTensor and FSDP, and
-    of code that imported a function of torch.distributed long ago. Not seen are calls of a backend past its group.
+    They also intercept collectives of backward passes on other threads, of functional collectives, DTensor and FSDP,
+    and of code that imported functions of torch.distributed before. Direct calls of a backend object are not
+    intercepted.
 
     Args:
-        write: Takes the lines of the ledger.
+        write: Called with lines of the ledger.
     """
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
         self._write = write
         self._recording: _Recording | None = None
-        self._unwaited: list[Handle] = []  # C++ may still hold these and must find them alive
+        self._unwaited: list[Handle] = []  # C++ may still use these, so that they must be kept alive
         self._functional_calls = threading.local()
         self._libraries = [torch.library.Library(name, "IMPL") for name in ("c10d", "_c10d_functional")]
         for operator in operators():
@@ -55,7 +56,7 @@ class Tap:
 
     @contextlib.contextmanager
     def recording(self, asynchrony: Asynchrony = "plain") -> Iterator[None]:
-        """Records what is called inside; what was not waited for when it ends without an exception is a hazard."""
+        """Records the calls that are made in the block; a call not waited for at its end is a hazard."""
         recording = self._recording = _Recording(Recorder(self._write), asynchrony)
         try:
             with recording.watch or contextlib.nullcontext():
@@ -70,7 +71,7 @@ class Tap:
         return self._recording.calls() if self._recording is not None else 0
 
     def in_flight(self) -> tuple[int, ...]:
-        """Returns the numbers of the asynchronous calls that were not waited for so far."""
+        """Returns the orders of the asynchronous calls that were not waited for so far."""
         return self._recording.in_flight() if self._recording is not None else ()
 
     def _kernel(self, operator: Operator) -> Callable[..., Any]:
@@ -99,7 +100,7 @@ class Tap:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A call that the caller has not waited for."""
+    """An asynchronous call that the caller has not waited for."""
 
     recorded: RecordedCall
     handle: Handle
@@ -123,11 +124,11 @@ class _Recording:
         return self._recorder.calls
 
     def in_flight(self) -> tuple[int, ...]:
-        """Returns the numbers of the calls that were not waited for."""
+        """Returns the orders of the calls that were not waited for."""
         return tuple(self._pending)
 
     def run(self, operator: Operator, device: DispatchKeySet, args: tuple[Any, ...], *, functional: bool) -> Any:
-        """Records a call, makes it, and returns what its operator returns, if asynchronous with a handle of ours."""
+        """Records a call, makes it, and returns its result, with our Handle if it is asynchronous."""
         call = operator.read(args, self._groups)
         recorded = self._recorder.issue(call)
         if self.watch is not None:
@@ -148,22 +149,22 @@ class _Recording:
         return operator.result(args, handle)
 
     def finish(self) -> None:
-        """Looks at what was not waited for by a function that has returned."""
+        """Records the hazards of calls that were not waited for by a function that has returned."""
         for pending in self._pending.values():
             if pending.handle.seems_finished():
                 self._recorder.reached("finished", pending.recorded)
-            # Who uses the result of a functional collective waits for it without knowing; not to use it is no fault.
+            # Using the result of a functional collective waits for it; not using it is no error.
             if not pending.functional:
                 self._recorder.hazard("never waited", pending.recorded)
 
     def close(self) -> list[Handle]:
-        """Ends the recording and returns the handles that were not waited for."""
+        """Ends the recording and returns the handles of calls that were not waited for."""
         self._open = False
         self._recorder.end()
         return [pending.handle for pending in self._pending.values()]
 
     def _on_wait(self, recorded: RecordedCall, poisoned: Poisoned | None) -> None:
-        """Ends a call that was waited for, perhaps long after the job that made it."""
+        """Ends a call that was waited for, perhaps after the job that made it."""
         hazards = poisoned.deliver() if poisoned is not None else []
         self._pending.pop(recorded.order, None)
         if self._open:
@@ -175,7 +176,7 @@ class _Recording:
 
 
 def _device(keys: DispatchKeySet) -> DispatchKeySet:
-    """Returns the key of the device that a call's tensors are on, as a set."""
+    """Returns the dispatch key of the device that a call's tensors are on, as a set."""
     for key, device in _DEVICES:
         if keys.has(key):
             return device

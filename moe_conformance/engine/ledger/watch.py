@@ -1,6 +1,6 @@
-"""Names the line that touches the buffers of an asynchronous collective before it was waited for.
+"""Finds the source line that uses the buffers of an asynchronous collective before the wait.
 
-Every operator of torch is looked at, which takes microseconds each: for the second run of something that failed.
+It inspects every operator of torch, which takes microseconds per operator: it is meant for repeating a job that failed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .entry import HazardKind
 from .operators import Call
 from .recorder import RecordedCall, Recorder, caller
 
-# They look at the form of a tensor and not at its data, though their schema does not tell.
-_FORM_ONLY = frozenset(
+# They use the shape of a tensor and not its data, which their schema does not say.
+_SHAPE_ONLY = frozenset(
     [
         *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
         *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "is_same_size", "is_pinned"),
@@ -30,7 +30,7 @@ _FORM_ONLY = frozenset(
 
 @dataclass(frozen=True)
 class _Part:
-    """Some bytes of a storage; `tensor` keeps the storage from being freed and its number from being used again."""
+    """A byte range of a storage; `tensor` keeps the storage alive, so that its address is not reused."""
 
     tensor: torch.Tensor
     storage: int
@@ -45,7 +45,7 @@ class _Part:
             return False
         if tensor.is_contiguous():
             return True
-        # Between the first and the last element of a strided view there are bytes that are not its own.
+        # Between the first and last element of a strided view are bytes that do not belong to it.
         span = (other.stop - other.start) // tensor.element_size()
         starts = other.start + tensor.element_size() * torch.arange(span).as_strided(tensor.shape, tensor.stride())
         return bool(((starts < self.stop) & (starts + tensor.element_size() > self.start)).any())
@@ -62,8 +62,8 @@ class _Pending:
     outputs: tuple[_Part, ...]
 
     def hazard(self, tensor: torch.Tensor, *, writes: bool) -> HazardKind | None:
-        """Returns what is wrong with reading, or writing, a tensor now."""
-        given = not writes and any(part.holds(tensor) for part in self.inputs)  # a gather in place: still readable
+        """Returns the hazard of reading, or writing, a tensor now; None if there is none."""
+        given = not writes and any(part.holds(tensor) for part in self.inputs)  # in-place gather: still readable
         if not given and any(part.meets(tensor) for part in self.outputs):
             return "output touched"
         if writes and any(part.meets(tensor) for part in self.inputs):
@@ -72,7 +72,7 @@ class _Pending:
 
 
 class Watch(TorchDispatchMode):
-    """Looks at every operator between the beginning and the end of calls; records the first hazard of each."""
+    """Inspects every operator while asynchronous calls are pending; records the first hazard of each call."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -85,32 +85,32 @@ class Watch(TorchDispatchMode):
         return False
 
     def began(self, recorded: RecordedCall, call: Call) -> None:
-        """Takes in a call that is about to be made; its own use of pending buffers is looked at too."""
+        """Starts watching the buffers of a call; the call's own use of pending buffers is inspected too."""
         written = {id(tensor) for tensor in call.outputs}
         for tensor in (*call.inputs, *call.outputs):
-            self._look(tensor, writes=id(tensor) in written, by=call.op)
+            self._inspect(tensor, writes=id(tensor) in written, by=call.op)
         if call.asynchronous:
             inputs = tuple(_part(tensor) for tensor in call.inputs if tensor.numel() and id(tensor) not in written)
             outputs = tuple(_part(tensor) for tensor in call.outputs if tensor.numel())
             self._pending[recorded.order] = _Pending(recorded, inputs, outputs)
 
     def ended(self, recorded: RecordedCall) -> None:
-        """Takes in that a call was waited for."""
+        """Stops watching the buffers of a call."""
         self._pending.pop(recorded.order, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a tensor around others, DTensor for one: its own operators come by again
+            return NotImplemented  # a wrapper, as DTensor: operators on its inner tensors are dispatched here too
         kwargs = kwargs or {}
         if self._pending and (use := _use(func)) is not None:
             for name, value in (*enumerate(args), *kwargs.items()):
                 for tensor in _tensors(value):
-                    self._look(tensor, writes=name in use, by=str(func))
+                    self._inspect(tensor, writes=name in use, by=str(func))
         return func(*args, **kwargs)
 
-    def _look(self, tensor: torch.Tensor, *, writes: bool, by: str) -> None:
+    def _inspect(self, tensor: torch.Tensor, *, writes: bool, by: str) -> None:
         if not self._pending or tensor.numel() == 0 or tensor.layout is not torch.strided:
             return
         for pending in list(self._pending.values()):
@@ -121,19 +121,19 @@ class Watch(TorchDispatchMode):
 
 @cache
 def _use(func: Any) -> frozenset[int | str] | None:
-    """Returns which arguments an operator writes, by place and name; None if it does not use any data."""
+    """Returns the positions and names of the arguments that an operator writes; None if it uses no data."""
     schema = func._schema
     namespace, _, name = schema.name.partition("::")
     arguments = list(enumerate(schema.arguments))
     written = {at for at, argument in arguments if argument.alias_info is not None and argument.alias_info.is_write}
     is_view = not written and any(returned.alias_info is not None for returned in schema.returns)
-    if is_view or name in _FORM_ONLY or namespace == "c10d":  # calls of c10d are looked at where they begin
+    if is_view or name in _SHAPE_ONLY or namespace == "c10d":  # calls of c10d are inspected in `began`
         return None
     return frozenset(written | {schema.arguments[at].name for at in written})
 
 
 def _part(tensor: torch.Tensor) -> _Part:
-    """Returns from the first byte of a tensor that is not empty to its last."""
+    """Returns the byte range from the first to the last element of a tensor, which must not be empty."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset()) * tensor.element_size()
     return _Part(tensor, tensor.untyped_storage()._cdata, start, start + int(span) * tensor.element_size())

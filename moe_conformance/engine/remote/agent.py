@@ -1,7 +1,7 @@
-"""What all processes of a launcher but RANK 0's do: fork ranks as the driver says, until it goes away.
+"""The agent: what every process of a launcher but RANK 0's does, which is to fork ranks for the driver.
 
-The process itself is no rank, so that a fault on a rank ends the rank alone. It runs one thread, keeps a `LocalHost` as
-the driver does, and connects each rank to the driver: what the driver says to a rank does not pass through here.
+The agent is no rank, so that a fault on a rank ends only the rank. It runs one thread, has a `LocalHost` as the driver
+has, and connects every rank to the driver: jobs and results do not pass through the agent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..transport import visible_gpus
 from . import messages, sockets
 from .rendezvous import FIND_LIMIT_S, Driver, Launch, UserSecret, find_driver
 
-_LOST = 1  # status where the driver has gone without a farewell
+_LOST = 1  # exit status if the driver has ended without Shutdown
 
 # The methods of a LocalHost that take one rank or several.
 _OF_ONE = ("last_stacks", "printed")
@@ -32,17 +32,18 @@ _OF_SEVERAL = ("begin", "signal", "stacks", "ledgers", "thread_stats")
 
 
 def serve(launch: Launch, given: UserSecret) -> int:
-    """Works for the driver until it lets go, and returns the status for this process to end with.
+    """Serves the driver until it ends the run, and returns the exit status for this process.
 
-    That is the run's, so that the launcher of every machine learns it; but 0 where RANK 0's own launcher would take
-    this process for the one that failed. Nothing is printed, by ranks either: what they print comes with their results.
+    The status is the run's, so that the launcher of every machine reports it; but 0 on the driver's node, where the
+    launcher would else report this process as the one that failed. Nothing is printed: what ranks print is part of
+    their results.
 
     Raises:
         EngineError: the driver cannot be found, or does not know the secret.
     """
     driver = find_driver(launch, given)
-    signal.signal(signal.SIGTERM, _terminated)  # from here on there is something to end in order
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
+    signal.signal(signal.SIGTERM, _terminated)  # from here on there may be ranks to end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the driver
     channel = wire.Channel(driver.connect(messages.control(launch.rank), FIND_LIMIT_S))
     sockets.limit_silence(channel.socket)
     with contextlib.closing(channel), _silence():
@@ -53,7 +54,7 @@ def serve(launch: Launch, given: UserSecret) -> int:
             return 0 if launch.node == "0" else status
         except (EOFError, OSError):
             return _LOST
-        except Exception as error:  # the process that forks the ranks has ended, say; here nobody would read it
+        except Exception as error:  # for example the fork server has exited; the driver reports it
             with contextlib.suppress(OSError):
                 channel.send(wire.dumps(messages.Failed(one_line(error))))
             return _LOST
@@ -62,7 +63,7 @@ def serve(launch: Launch, given: UserSecret) -> int:
 
 
 class Agent:
-    """Carries out what the driver asks for over `channel`."""
+    """Handles the driver's requests over `channel`."""
 
     def __init__(self, channel: wire.Channel, driver: Driver) -> None:
         self._channel = channel
@@ -71,11 +72,11 @@ class Agent:
         self._children: dict[int, Child] = {}
 
     def work(self) -> int:
-        """Obeys until the driver's farewell, and returns the status in it.
+        """Handles requests until the driver sends Shutdown, and returns its status.
 
         Raises:
-            EOFError, OSError: the driver is gone.
-            HostLostError: what forks the ranks is gone.
+            EOFError, OSError: the driver has ended.
+            HostLostError: the fork server has exited.
         """
         while True:
             self._wait()
@@ -83,13 +84,13 @@ class Agent:
                 request: messages.Request = wire.loads(self._channel.receive())
                 if isinstance(request, messages.Shutdown):
                     return request.status
-                reply = self._obey(request)
+                reply = self._handle(request)
                 if reply is not None:
                     self._channel.send(wire.dumps(reply))
-            self._tell_of_ends()
+            self._report_exits()
 
     def close(self) -> None:
-        """Ends all ranks and what forks them."""
+        """Ends all ranks and the fork server."""
         if self._local_host is not None:
             self._local_host.close()
             self._local_host = None
@@ -102,7 +103,7 @@ class Agent:
                 selector.register(waker, selectors.EVENT_READ)
             selector.select()
 
-    def _tell_of_ends(self) -> None:
+    def _report_exits(self) -> None:
         if self._local_host is None:
             return
         self._local_host.collect()
@@ -111,13 +112,13 @@ class Agent:
                 del self._children[child.pid]
                 self._channel.send(wire.dumps(messages.Exited(child.pid, code)))
 
-    def _obey(self, request: messages.Request) -> messages.Reply | None:
+    def _handle(self, request: messages.Request) -> messages.Reply | None:
         if isinstance(request, messages.Close):
             self.close()
         elif isinstance(request, messages.Setup):
             return self._open(request)
         elif self._local_host is None:
-            raise EngineError(f"the driver asked for {type(request).__name__} before anything was opened")
+            raise EngineError(f"the driver sent {type(request).__name__} before Setup")
         elif isinstance(request, messages.Kill):
             self._local_host.forget(request.pid)
             self._children.pop(request.pid, None)
@@ -149,10 +150,10 @@ class Agent:
 
 
 def interface(end: socket.socket) -> str | None:
-    """Returns the interface for gloo: that of a connection, unless the user has named one; None if there is no telling.
+    """Returns gloo's interface: GLOO_SOCKET_IFNAME, else that of a connection; None if it is not known.
 
     Args:
-        end: A connection between driver and agent.
+        end: A socket that connects the driver and an agent.
     """
     address = end.getsockname()[0]
     if sockets.is_loopback(address):
@@ -164,7 +165,7 @@ def _invoke(local_host: LocalHost, call: messages.Invoke) -> object:
     if call.method in _OF_ONE:
         return getattr(local_host, call.method)(call.child, *call.arguments)
     if call.method not in _OF_SEVERAL:
-        raise EngineError(f"no rank can be asked for {call.method!r}")
+        raise EngineError(f"{call.method!r} is not a method that the driver can invoke")
     answer = getattr(local_host, call.method)([call.child], *call.arguments)
     return None if answer is None else answer[call.child.rank]
 
@@ -176,7 +177,7 @@ def _info(launch: Launch) -> messages.AgentInfo:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Leads what this process and its children print nowhere."""
+    """Redirects stdout and stderr of this process and its children to /dev/null in the block."""
     sys.stdout.flush()
     kept = [os.dup(descriptor) for descriptor in (1, 2)]
     with open(os.devnull, "wb") as nowhere:
@@ -191,5 +192,5 @@ def _silence() -> Iterator[None]:
 
 
 def _terminated(number: int, frame: object) -> NoReturn:
-    """Ends in order, so that no rank outlives this process; 128 + 15 as a shell has it."""
+    """Exits on a signal by SystemExit, so that the ranks are ended too; 128 + 15, as shells have it."""
     raise SystemExit(128 + number)

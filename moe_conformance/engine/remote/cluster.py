@@ -1,4 +1,4 @@
-"""The machines of a launcher's job, as an engine uses them."""
+"""The machines of a launcher's job, from which an engine takes its ranks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .agent_client import AgentClient
 from .hosts import RemoteHosts
 from .rendezvous import FIND_LIMIT_S, Launch, UserSecret, announce
 
-_IMPORT_LIMIT_S = 600.0  # of the whole preload
+_IMPORT_LIMIT_S = 600.0  # for the whole preload
 
 
 class RemoteCluster:
-    """A Cluster: RANK 0's process is the driver, the others are its agents, all of which are here on construction.
+    """A Cluster of a launcher's processes: RANK 0's is the driver, the others are its agents.
 
-    One engine at a time may use it.
+    All agents are connected on construction. One engine at a time may use it.
 
     Raises:
-        EngineError: on construction, if an agent does not come in time or runs other versions; or if there is no
-            secret in common.
+        EngineError: on construction, if an agent does not connect in time or has other versions, or if the processes
+            have no secret in common.
     """
 
     def __init__(self, launch: Launch, given: UserSecret) -> None:
@@ -32,7 +32,7 @@ class RemoteCluster:
         self._agents: list[AgentClient] = []
         self._listener, file = announce(launch, given)
         try:
-            self._gather()
+            self._connect_agents()
         except BaseException:
             self.end(status=1)
             raise
@@ -42,15 +42,15 @@ class RemoteCluster:
 
     @property
     def size(self) -> int:
-        """The number of processes, and so of ranks of the largest world."""
+        """The number of processes of the launcher, which is the size of the largest world."""
         return self._launch.size
 
     def open(self, preload: Sequence[str], environment: Mapping[str, str]) -> RemoteHosts:
-        """Imports the preload on all hosts at once, and makes ready to start ranks.
+        """Imports the preload on all machines at once, and returns them ready to start ranks.
 
         Raises:
             EngineError: a module of the preload cannot be imported somewhere.
-            MachineLostError: an agent is gone.
+            MachineLostError: an agent has ended.
         """
         setup = messages.Setup(
             tuple(preload), dict(environment), tuple(entry or os.getcwd() for entry in sys.path), os.getcwd()
@@ -61,7 +61,7 @@ class RemoteCluster:
         local: LocalHost | None = None
         try:
             local = LocalHost(preload, environment, self._interface())
-        except EngineError as error:  # the answers of the others must be taken even so
+        except EngineError as error:  # the replies of the agents must still be taken
             problem = error
         for agent in self._agents:
             try:
@@ -75,13 +75,13 @@ class RemoteCluster:
         return RemoteHosts(local, self._launch.local_rank, self._agents, self._listener)
 
     def end(self, status: int) -> None:
-        """Lets the other processes go; the run ends with that status."""
+        """Ends the agents; the run ends with that status."""
         for agent in self._agents:
             agent.dismiss(messages.Shutdown(status))
             agent.channel.close()
         self._listener.close()
 
-    def _gather(self) -> None:
+    def _connect_agents(self) -> None:
         subjects = {messages.control(rank): rank for rank in range(1, self._launch.size)}
         ends = self._listener.wait(subjects, FIND_LIMIT_S)
         for subject, end in ends.items():

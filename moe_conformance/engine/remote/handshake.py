@@ -1,13 +1,13 @@
-"""Proves to both ends of a connection that the other knows the secret, before anything else is read from it.
+"""Mutual authentication of both ends of a connection, before anything else is read from it.
 
-Everything is of a fixed size, so that no peer says how much is to be read. In order:
+All messages have a fixed size, so that no peer determines how much is read. In order:
 
     server -> client   MAGIC, a nonce
     client -> server   MAGIC, a subject, a nonce, HMAC(secret, "client" + subject + both nonces)
     server -> client   HMAC(secret, "server" + subject + both nonces)
 
-Each end proves with a role of its own, so that to send back what was received proves nothing, and over both
-nonces, so that what was heard once is of no use again. The server proves nothing to a client that has not.
+Every proof contains the role of its end, so that a reflected proof is invalid, and both nonces, so that a replayed
+proof is invalid. The server sends no proof to a client that has sent none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..records import EngineError
 _MAGIC = b"ranks' agent 1"  # the version of this protocol
 _NONCE = 32
 _MAC = 32
-SUBJECT = 16  # bytes: what a connection is for
+SUBJECT = 16  # bytes of the text that says what a connection is for
 _FIRST = len(_MAGIC) + _NONCE
 _ANSWER = len(_MAGIC) + SUBJECT + _NONCE + _MAC
 
@@ -33,7 +33,7 @@ class HandshakeError(EngineError):
 
 
 class ServerHandshake:
-    """The server's half for one connection, fed with bytes as they come, so that one thread serves many.
+    """The server's side of the handshake for one connection; not blocking, so that one thread serves many.
 
     Usage: send `greeting`; feed what arrives, at most `wants` bytes at a time, until `wants` is 0; then send
     `proof`, and the connection is for `subject`.
@@ -42,33 +42,33 @@ class ServerHandshake:
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._nonce = os.urandom(_NONCE)
-        self._heard = b""
+        self._received = b""
         self.subject: bytes = b""
         self.proof: bytes = b""
 
     @property
     def greeting(self) -> bytes:
-        """What the client must be sent first."""
+        """The first message to the client."""
         return _MAGIC + self._nonce
 
     @property
     def wants(self) -> int:
-        """Bytes that are still to come."""
-        return _ANSWER - len(self._heard)
+        """How many bytes are still to be received."""
+        return _ANSWER - len(self._received)
 
     def feed(self, data: bytes) -> None:
-        """Takes in what has arrived.
+        """Processes bytes that were received.
 
         Raises:
-            HandshakeError: the client does not know the secret, or speaks of something else.
+            HandshakeError: the client does not know the secret, or uses another protocol.
         """
-        self._heard += data
-        known = min(len(self._heard), len(_MAGIC))
-        if self._heard[:known] != _MAGIC[:known]:
+        self._received += data
+        known = min(len(self._received), len(_MAGIC))
+        if self._received[:known] != _MAGIC[:known]:
             raise HandshakeError("a client used another protocol")
         if self.wants > 0:
             return
-        subject, nonce, mac = _split(self._heard[len(_MAGIC) :], SUBJECT, _NONCE)
+        subject, nonce, mac = _split(self._received[len(_MAGIC) :], SUBJECT, _NONCE)
         if not hmac.compare_digest(mac, _mac(self._secret, b"client", subject, self._nonce, nonce)):
             raise HandshakeError("a client had the wrong secret")
         self.subject = subject
@@ -76,14 +76,14 @@ class ServerHandshake:
 
 
 def client_handshake(end: socket.socket, secret: bytes, subject: bytes, *, greeting_s: float, limit_s: float) -> None:
-    """Does the client's half on a connected socket, which is blocking afterwards.
+    """Runs the client's side of the handshake on a connected socket, which is blocking afterwards.
 
     Args:
-        end: The socket; whoever called closes it after an error.
-        secret: What both ends know.
+        end: The socket, which the caller closes after an error.
+        secret: The secret that both ends must know.
         subject: SUBJECT bytes that say what the connection is for.
-        greeting_s: The time that the server has until its first word: it may be busy.
-        limit_s: The time that the rest may take.
+        greeting_s: The time limit for the server's first message: it may be busy.
+        limit_s: The time limit for the rest.
 
     Raises:
         HandshakeError: the server does not know the secret, or was silent or too slow.
@@ -108,10 +108,10 @@ def client_handshake(end: socket.socket, secret: bytes, subject: bytes, *, greet
 
 
 def within(seconds: float) -> Callable[[], float]:
-    """Returns a function that says how many of these seconds are left, from now on.
+    """Returns a function that returns how many of these seconds are left.
 
     Raises:
-        HandshakeError: (the function) none are left.
+        HandshakeError: by the returned function, if none are left.
     """
     until = time.monotonic() + seconds
 
@@ -124,7 +124,7 @@ def within(seconds: float) -> Callable[[], float]:
 
 
 def read_exactly(end: socket.socket, size: int, left: Callable[[], float]) -> bytes:
-    """Returns the next `size` bytes; a peer that sends them one by one has no more time than another.
+    """Returns the next `size` bytes; the time limit is for all of them together.
 
     Raises:
         HandshakeError: they did not come in time, or the connection ended before.
@@ -135,7 +135,7 @@ def read_exactly(end: socket.socket, size: int, left: Callable[[], float]) -> by
         try:
             taken = end.recv(size - len(data))
         except TimeoutError:
-            continue  # `left` says so
+            continue  # `left` raises
         except OSError as error:
             raise HandshakeError(f"the connection broke: {error}") from None
         if not taken:
@@ -145,7 +145,7 @@ def read_exactly(end: socket.socket, size: int, left: Callable[[], float]) -> by
 
 
 def _mac(secret: bytes, role: bytes, subject: bytes, servers: bytes, clients: bytes) -> bytes:
-    # No part is of a length that a peer chooses, so that no two messages look the same.
+    # No part has a length that a peer chooses, so that different parts never give equal bytes.
     return hmac.digest(secret, role + b"\0" + subject + servers + clients, "sha256")
 
 

@@ -1,4 +1,4 @@
-"""All hosts of a launcher's job as one: the driver's own and its agents. Rank r runs where RANK r's process is."""
+"""Starts ranks on all machines of a launcher's job: rank r is a child of the process with RANK r."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Value = TypeVar("_Value")
 
 
 class RemoteHosts:
-    """A Hosts: of rank 0 the local launcher, of every other rank its agent."""
+    """Hosts that run rank 0 on the driver's machine and every other rank under its agent."""
 
     def __init__(self, local: LocalHost, local_rank: int, agents: Sequence[AgentClient], listener: Listener) -> None:
         self._local = local
@@ -36,7 +36,7 @@ class RemoteHosts:
         self.address: str = listener.address
 
     def placement(self, rank: int) -> Placement:
-        """Says where a rank would be.
+        """Returns where a rank would run.
 
         Raises:
             EngineError: the job has fewer processes.
@@ -46,12 +46,12 @@ class RemoteHosts:
         if rank > len(self._agents):
             raise EngineError(
                 f"a world with a rank {rank} does not fit into the {len(self._agents) + 1} processes that were "
-                "launched; launch more of them, or ask for smaller worlds"
+                "launched; launch more of them, or use smaller worlds"
             )
         return self._agents[rank - 1].info.placement
 
     def start(self, specs: Sequence[RankSpec]) -> list[RankProcess]:
-        """Starts ranks, all at once; they have yet to join their world.
+        """Starts ranks, all at once, which have yet to join their process group.
 
         Raises:
             EngineError: one could not be started; none is left.
@@ -67,7 +67,7 @@ class RemoteHosts:
                 started[process.rank] = process
         except HostLostError:
             raise
-        except EngineError as error:  # the answers of the others must be taken even so
+        except EngineError as error:  # the replies of the agents must still be taken
             problem = error
         channels = self._receive(list(subjects.values()), [self._of(rank) for rank in subjects])
         for rank, subject in subjects.items():
@@ -88,7 +88,7 @@ class RemoteHosts:
         return [started[spec.rank] for spec in specs]
 
     def drop(self, process: RankProcess) -> None:
-        """Kills a rank, if it still lives, and forgets it."""
+        """Kills a rank, if it is alive, and discards what is known of it."""
         if process.rank == 0:
             self._local.drop(process)
         else:
@@ -96,53 +96,53 @@ class RemoteHosts:
             self._of(process.rank).forget(process)
 
     def begin(self, processes: Sequence[RankProcess]) -> None:
-        """Leaves behind what ranks wrote before the job that is about to be sent."""
+        """Discards what ranks have written so far; called before a job is sent."""
         self._ask("begin", processes)
 
     def signal(self, processes: Sequence[RankProcess], number: signal.Signals) -> None:
-        """Sends a signal to ranks, unless they have ended."""
+        """Sends a signal to ranks; one that has exited is skipped."""
         self._ask("signal", processes, number)
 
     def stacks(self, processes: Sequence[RankProcess]) -> dict[int, str]:
-        """Makes ranks dump the stacks of their threads; a rank that does not within a second has an empty text."""
+        """Makes ranks dump the stacks of their threads; "" for a rank that does not within a second."""
         return self._ask("stacks", processes)
 
     def last_stacks(self, process: RankProcess) -> str:
-        """Returns what a rank that has ended dumped since `begin`, as a crash makes it do."""
+        """Returns the stacks that a rank has dumped since `begin`, as a crash makes it do."""
         return self._ask_one("last_stacks", process, str)
 
     def ledgers(self, processes: Sequence[RankProcess]) -> dict[int, bytes]:
-        """Returns what ranks wrote into their ledgers since `begin`."""
+        """Returns what ranks have written into their ledgers since `begin`."""
         return self._ask("ledgers", processes)
 
     def printed(self, process: RankProcess) -> str:
-        """Returns the end of what a rank printed since `begin`, or in its life if it has ended."""
+        """Returns the end of what a rank has printed since `begin`; if it has exited, in its whole life."""
         return self._ask_one("printed", process, str)
 
     def thread_stats(self, processes: Sequence[RankProcess], main_only: bool) -> dict[int, Mapping[int, ThreadStats]]:
-        """Returns what each thread of each rank has had of a processor, or (`main_only`) its main thread alone."""
+        """Returns the scheduling statistics of each rank's threads, or of its main thread only."""
         return self._ask("thread_stats", processes, main_only)
 
     def wakers(self) -> Sequence[wire.Channel]:
-        """Returns what becomes readable when `collect` has something to take in."""
+        """Returns the channels that become readable when `collect` has something to read."""
         return [*self._local.wakers(), *(agent.channel for agent in self._agents)]
 
     def collect(self) -> None:
-        """Takes in all exits reported so far, without waiting."""
+        """Reads all exits that were reported so far, without waiting."""
         self._local.collect()
         for agent in self._agents:
             agent.collect()
 
     def exit_code(self, process: RankProcess) -> int | None:
-        """Returns a rank's exit code, negative for a signal; None if it had not ended at the last `collect`."""
+        """Returns a rank's exit code, negative for a signal; None if it had not exited at the last `collect`."""
         return (self._local if process.rank == 0 else self._of(process.rank)).exit_code(process)
 
     def wait(self, process: RankProcess, patience_s: float) -> int | None:
-        """Returns a rank's exit code as soon as it has ended; None if it has not within `patience_s`."""
+        """Waits until a rank has exited and returns its exit code; None if it has not within `patience_s`."""
         return (self._local if process.rank == 0 else self._of(process.rank)).wait(process, patience_s)
 
     def close(self) -> None:
-        """Ends all ranks and what forks them; the agents stay, for another engine."""
+        """Ends all ranks and the fork servers; the agents stay, for another engine."""
         for agent in self._agents:
             agent.dismiss(messages.Close())
         self._local.close()
@@ -151,21 +151,21 @@ class RemoteHosts:
         return self._agents[rank - 1]
 
     def _receive(self, subjects: list[bytes], agents: list[AgentClient]) -> dict[bytes, wire.Channel]:
-        """Waits for ranks' connections; one is missing where its agent refused, which its answer will say."""
+        """Returns the connections of new ranks; one is missing if its agent refused, as its reply will say."""
         found: dict[bytes, wire.Channel] = {}
         until = time.monotonic() + _START_LIMIT_S
         while missing := [subject for subject in subjects if subject not in found]:
             for subject, end in self._listener.wait(missing, _LOOK_S).items():
                 sockets.tune(end)
                 found[subject] = wire.Channel(end)
-            if all(agent.channel.readable() for agent in agents):  # they have answered, or are gone
+            if all(agent.channel.readable() for agent in agents):  # they have replied, or ended
                 break
             if time.monotonic() > until:
                 raise MachineLostError(f"ranks were not connected to the driver within {_START_LIMIT_S:.0f} s")
         return found
 
     def _ask(self, method: str, processes: Sequence[RankProcess], *arguments: object) -> dict[int, Any]:
-        """Asks all at once, the agents first: they work while the local launcher does."""
+        """Calls a method of LocalHost for ranks of all machines; the agents work while this machine does."""
         remote = [process for process in processes if process.rank > 0]
         for process in remote:
             self._of(process.rank).ask(messages.Invoke(method, Child(process.rank, process.pid), arguments))

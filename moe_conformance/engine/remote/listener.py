@@ -1,4 +1,4 @@
-"""The driver's listener. One thread serves all clients at once; what does not prove itself soon is dropped."""
+"""The driver's listening socket: one thread authenticates all clients and drops those that are slow."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Collection
 from .handshake import HandshakeError, ServerHandshake
 
 _LIMIT_S = 10.0  # for the whole handshake
-_MOST = 256  # clients that have not proved themselves; the eldest makes room
+_MOST = 256  # clients that are not authenticated yet; the oldest is dropped for a new one
 
 
 class _Client:
-    """A connection that has not proved itself."""
+    """A connection that is not authenticated yet."""
 
     def __init__(self, end: socket.socket, secret: bytes) -> None:
         self.end = end
@@ -24,11 +24,11 @@ class _Client:
         end.setblocking(False)
 
     def greet(self) -> None:
-        """Sends the first word; it fits into any empty send buffer."""
+        """Sends the first message, which fits into an empty send buffer."""
         self.end.send(self.handshake.greeting)
 
-    def hear(self) -> bool:
-        """Takes in what has arrived; returns True once the client has proved itself."""
+    def process(self) -> bool:
+        """Processes what has been received; returns True once the client is authenticated."""
         data = self.end.recv(self.handshake.wants)
         if not data:
             raise HandshakeError("a client left")
@@ -40,12 +40,12 @@ class _Client:
 
 
 class Listener:
-    """Listens at one address and passes on connections that proved to have the secret.
+    """Listens at one address, and returns connections whose other end knows the secret.
 
     Args:
         address: The address of one interface, never that of all.
-        secret: What clients must know.
-        port: 0 for any that is free.
+        secret: The secret that clients must know.
+        port: 0 selects a free one.
 
     Raises:
         OSError: the address is not one of this machine, or the port is taken.
@@ -60,28 +60,28 @@ class Listener:
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._clients: list[_Client] = []  # the eldest first
-        self._here: dict[bytes, socket.socket] = {}
-        self.refused: str | None = None  # why the latest client that was sent away was
+        self._clients: list[_Client] = []  # the oldest first
+        self._accepted: dict[bytes, socket.socket] = {}
+        self.refused: str | None = None  # why the latest client that was dropped was
 
     def wait(self, subjects: Collection[bytes], patience_s: float) -> dict[bytes, socket.socket]:
-        """Returns those of these connections that are there within `patience_s`; they are blocking.
+        """Returns the connections for these subjects that are made within `patience_s`; they are blocking.
 
-        The first connection for a subject counts; others are closed. Callers with other subjects are kept for
-        a later call.
+        Of several connections for a subject the first is returned, the others are closed. Connections for other
+        subjects are kept for a later call.
         """
         until = time.monotonic() + patience_s
-        while not self._here.keys() >= set(subjects) and (left := until - time.monotonic()) > 0:
+        while not self._accepted.keys() >= set(subjects) and (left := until - time.monotonic()) > 0:
             self._serve(left)
-        return {subject: self._here.pop(subject) for subject in subjects if subject in self._here}
+        return {subject: self._accepted.pop(subject) for subject in subjects if subject in self._accepted}
 
     def close(self) -> None:
-        """Closes the listener and connections that were not waited for; those passed on stay."""
+        """Closes the listener and all connections that `wait` has not returned."""
         for client in list(self._clients):
             self._drop(client)
-        for end in self._here.values():
+        for end in self._accepted.values():
             end.close()
-        self._here.clear()
+        self._accepted.clear()
         self._selector.close()
         self._listener.close()
 
@@ -90,15 +90,15 @@ class Listener:
         for key, _ in self._selector.select(soonest):
             if key.data is None:
                 self._accept()
-            elif key.data in self._clients:  # not dropped a moment ago to make room
-                self._progress(key.data)
+            elif key.data in self._clients:  # not dropped just now for a new one
+                self._process(key.data)
         while self._clients and self._clients[0].until <= time.monotonic():
             self._drop(self._clients[0], "a client was silent or too slow")
 
     def _accept(self) -> None:
         try:
             end, _ = self._listener.accept()
-        except OSError:  # the client is gone again
+        except OSError:  # the client has disconnected
             return
         if len(self._clients) >= _MOST:
             self._drop(self._clients[0], "too many clients")
@@ -108,9 +108,9 @@ class Listener:
         with contextlib.suppress(OSError):
             client.greet()
 
-    def _progress(self, client: _Client) -> None:
+    def _process(self, client: _Client) -> None:
         try:
-            if not client.hear():
+            if not client.process():
                 return
         except BlockingIOError:
             return
@@ -119,11 +119,11 @@ class Listener:
             return
         self._selector.unregister(client.end)
         self._clients.remove(client)
-        if client.handshake.subject in self._here:
+        if client.handshake.subject in self._accepted:
             client.end.close()
             return
         client.end.setblocking(True)
-        self._here[client.handshake.subject] = client.end
+        self._accepted[client.handshake.subject] = client.end
 
     def _drop(self, client: _Client, why: str | None = None) -> None:
         self.refused = why or self.refused

@@ -1,4 +1,4 @@
-"""What driver and agent say to each other, once both have proved themselves."""
+"""The messages between driver and agents, all of which follow the handshake."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .handshake import SUBJECT
 
 @dataclass(frozen=True)
 class AgentInfo:
-    """The agent's first message: where it is, for people and for ranks, and what it runs."""
+    """The agent's first message: its machine, where its rank would run, and its versions."""
 
     machine: str
     placement: Placement
@@ -24,7 +24,7 @@ class AgentInfo:
 
 @dataclass(frozen=True)
 class Setup:
-    """Asks to make ready to fork ranks."""
+    """Requests a fork server with these imports."""
 
     preload: tuple[str, ...]
     environment: Mapping[str, str]
@@ -34,7 +34,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Start:
-    """Asks to fork a rank, whose channel is a connection to the driver for the subject `subject`."""
+    """Requests a rank, whose channel is a new connection to the driver for `subject`."""
 
     spec: RankSpec
     subject: bytes
@@ -42,7 +42,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Invoke:
-    """Asks to do with a rank what the local launcher has a method for."""
+    """Requests a call of a method of LocalHost for one rank."""
 
     method: str
     child: Child
@@ -51,40 +51,40 @@ class Invoke:
 
 @dataclass(frozen=True)
 class Kill:
-    """Tells to kill a rank and to forget it; has no answer."""
+    """Requests that a rank is killed and discarded; has no reply."""
 
     pid: int
 
 
 @dataclass(frozen=True)
 class Close:
-    """Tells to end all ranks and what forks them, until another Setup; has no answer."""
+    """Requests that the fork server and its ranks end; has no reply."""
 
 
 @dataclass(frozen=True)
 class Shutdown:
-    """The driver's last message: the status with which the whole run ends; has no answer."""
+    """The driver's last message, with the exit status of the run; has no reply."""
 
     status: int
 
 
 @dataclass(frozen=True)
 class Done:
-    """Answers Setup, Start (by the pid) or Ask."""
+    """Reply to Setup, Start (with the pid) or Invoke."""
 
     value: object = None
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The other answer, with the reason."""
+    """Reply to a request that failed, with the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Exited:
-    """Says unasked that a rank has ended; `code` is negative for a signal."""
+    """Reports, without a request, that a rank has exited; `code` is negative for a signal."""
 
     pid: int
     code: int
@@ -92,7 +92,7 @@ class Exited:
 
 @dataclass(frozen=True)
 class Failed:
-    """The agent's last message, unasked: it cannot go on, and why."""
+    """The agent's last message: why it cannot go on."""
 
     reason: str
 
@@ -102,7 +102,7 @@ Reply = Done | Refused | Exited | Failed
 
 
 def versions() -> dict[str, str]:
-    """Returns what must be the same in all processes: what one pickles the others load."""
+    """Returns the versions that must be equal in all processes, so that each can unpickle the others' data."""
     return {"Python": ".".join(platform.python_version_tuple()[:2]), "torch": str(torch.__version__)}
 
 

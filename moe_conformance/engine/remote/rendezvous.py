@@ -1,8 +1,8 @@
-"""What a launcher such as torchrun says in the environment, and how its processes find the driver.
+"""Reads what a launcher such as torchrun sets in the environment, and connects its processes to the driver.
 
-Under torchrun the driver publishes its address in the store that torchrun itself keeps. A launcher without one
-(srun with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set) leaves MASTER_PORT free: the driver listens there.
-Nothing in the store is trusted: whoever is found there must still prove to know the secret.
+Under torchrun the driver publishes its address in torchrun's store. A launcher without a store (srun with RANK,
+WORLD_SIZE, MASTER_ADDR and MASTER_PORT set) leaves MASTER_PORT free: the driver listens there. The store is not
+trusted: the process at that address must still prove that it knows the secret.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-# Public as torch.distributed.TCPStore, but type checkers see it here only.
+# Public as torch.distributed.TCPStore, but type checkers find it only here.
 from torch._C._distributed_c10d import TCPStore
 
 from ..records import EngineError
@@ -21,25 +21,25 @@ from . import secret, sockets
 from .handshake import client_handshake
 from .listener import Listener
 
-FIND_LIMIT_S = 300.0  # until the driver's process has come as far as to listen: machines load at different speed
-_STEP_LIMIT_S = 30.0  # for what it does at once
+FIND_LIMIT_S = 300.0  # until the driver listens: machines import at different speed
+_STEP_LIMIT_S = 30.0  # for what the driver does at once
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The place of this process among those of one launcher.
+    """The position of this process among those of one launcher.
 
     Attributes:
         rank: Its number; 0 is the driver's.
         size: How many processes there are.
         local_rank: Its number on its machine.
-        local_size: How many are on its machine; `size` where all are, 0 where that is not said.
+        local_size: How many processes are on its machine; 0 if the launcher does not say.
         address: A name or address of the driver's machine.
-        port: The store's, or one that is free for the driver.
-        store: Whether the launcher keeps a store at `address` and `port`.
-        run: What tells this run's keys from another's in that store.
+        port: The port of the store, or a free one for the driver.
+        store: Whether the launcher has a store at `address` and `port`.
+        run: The part of the keys in that store that distinguishes this run from others.
         restarts: How often the launcher has restarted its processes.
-        node: The number of the machine, for people.
+        node: The number of the machine, for messages.
     """
 
     rank: int
@@ -55,20 +55,20 @@ class Launch:
 
     @property
     def on_one_machine(self) -> bool:
-        """True where that is said."""
+        """True if the launcher says that all processes are on one machine."""
         return self.local_size == self.size
 
 
 @dataclass(frozen=True)
 class UserSecret:
-    """The secret that the user has set for all processes, or None, and the variable for it."""
+    """The secret that the user has set for all processes, or None, and the name of its variable."""
 
     value: str | None
     variable: str
 
 
 def launch_of(environment: Mapping[str, str]) -> Launch | None:
-    """Reads the environment; returns None where no launcher has started this process.
+    """Reads the environment; returns None if no launcher has started this process.
 
     Raises:
         EngineError: something is missing or no number, or the launcher has restarted its processes.
@@ -102,9 +102,10 @@ def launch_of(environment: Mapping[str, str]) -> Launch | None:
 
 
 def announce(launch: Launch, given: UserSecret) -> tuple[Listener, secret.SecretFile | None]:
-    """Opens the driver's listener and lets the other processes know where it is.
+    """Opens the driver's listener and publishes its address for the other processes.
 
-    Returns the listener, and the file with the secret if the user gave none: to be removed once all are here.
+    Returns the listener and, if the user gave no secret, the file with one, to be removed once all agents are
+    connected.
 
     Raises:
         EngineError: there is no secret that processes on several machines could share, or the address is not
@@ -125,21 +126,21 @@ def announce(launch: Launch, given: UserSecret) -> tuple[Listener, secret.Secret
 
 @dataclass(frozen=True)
 class Driver:
-    """Where the driver listens, and the secret that it knows."""
+    """The address of the driver's listener, and the secret."""
 
     address: str
     port: int
     secret: bytes
 
     def connect(self, subject: bytes, patience_s: float = _STEP_LIMIT_S) -> socket.socket:
-        """Connects to the driver; both have proved themselves when this returns.
+        """Connects to the driver, and returns after the handshake.
 
         Args:
             subject: What the connection is for.
             patience_s: How long to wait until the driver listens, and again until it greets.
 
         Raises:
-            EngineError: nobody listens there, it is not the driver, or it is too slow.
+            EngineError: nothing listens there, it is not the driver, or it is too slow.
         """
         try:
             end = sockets.connect(self.address, self.port, patience_s)
@@ -156,13 +157,13 @@ class Driver:
 
 
 def find_driver(launch: Launch, given: UserSecret) -> Driver:
-    """Finds the driver, for another process of the launcher.
+    """Finds the driver, from another process of the launcher.
 
     Raises:
-        EngineError: it is not there in time, or there is no secret.
+        EngineError: it is not found in time, or there is no secret.
     """
-    if given.value is None and not _may_share_a_file(launch):
-        raise _no_secret(given)  # before looking for the driver, which says the same and is soon gone
+    if given.value is None and not _can_share_a_file(launch):
+        raise _no_secret(given)  # before looking for the driver, which raises the same error and exits
     if not launch.store:
         return Driver(sockets.resolve(launch.address), launch.port, _checked(given))
     try:
@@ -181,12 +182,12 @@ def find_driver(launch: Launch, given: UserSecret) -> Driver:
 def _own_secret(launch: Launch, given: UserSecret) -> secret.SecretFile | None:
     if given.value is not None:
         return None
-    if not _may_share_a_file(launch):
+    if not _can_share_a_file(launch):
         raise _no_secret(given)
     return secret.SecretFile()
 
 
-def _may_share_a_file(launch: Launch) -> bool:
+def _can_share_a_file(launch: Launch) -> bool:
     return launch.on_one_machine and launch.store
 
 

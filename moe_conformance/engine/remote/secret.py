@@ -1,4 +1,4 @@
-"""The secret that the processes of one job share: given by the caller, or, on one machine, in a private file."""
+"""The secret of one job: set by the user or, on one machine, generated and passed in a private file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SIZE = 64
 
 
 def checked(given: str, name: str) -> bytes:
-    """Returns a secret that the user chose; `name` says where.
+    """Returns the secret that the user set as bytes; `name` is the variable that holds it.
 
     Raises:
-        EngineError: it is too short to be one.
+        EngineError: it is too short.
     """
     if len(given) < _LEAST:
         raise EngineError(
@@ -26,7 +26,7 @@ def checked(given: str, name: str) -> bytes:
 
 
 class SecretFile:
-    """A new secret in a file that only this user can read; gone after `remove`.
+    """A new secret in a file that only this user can read, until `remove`.
 
     Attributes:
         path: Where it is, for the other processes of the machine.
@@ -46,10 +46,10 @@ class SecretFile:
 
 
 def read(path: str) -> bytes:
-    """Returns the secret in a file that another process of this user has made.
+    """Returns the secret in a file that another process of this user wrote.
 
     Raises:
-        EngineError: it is not there, or somebody else could have written or read it.
+        EngineError: there is no such file, or another user could have written or read it.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -58,7 +58,7 @@ def read(path: str) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o600:
-            raise EngineError(f"{path} is not a private file of this user: it is no secret")
+            raise EngineError(f"{path} is not a private file of this user, so that it holds no secret")
         secret = file.read(_SIZE + 1)
     if len(secret) != _SIZE:
         raise EngineError(f"{path} does not hold a secret of this job")

@@ -1,4 +1,4 @@
-"""TCP as driver and agents use it: without delay, and noticing within seconds that a machine is gone."""
+"""TCP sockets between driver and agents: no delay, and a lost machine is detected within seconds."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import time
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _RETRY_S = 0.1
-# A machine that is switched off closes no connection. It is taken for lost after 10 + 3 x 5 s without a sign of life.
+# A machine that is switched off closes no connection. It counts as lost after 10 + 3 x 5 s without a reply.
 _IDLE_S, _INTERVAL_S, _PROBES = 10, 5, 3
 
 
 def tune(end: socket.socket) -> None:
-    """Sends small messages at once, and ends an idle connection where the other machine gives no sign of life."""
+    """Disables Nagle's algorithm, and enables keep-alive so that a lost machine ends an idle connection."""
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
@@ -30,9 +30,9 @@ def tune(end: socket.socket) -> None:
 
 
 def limit_silence(end: socket.socket) -> None:
-    """Ends the connection also where something sent is not acknowledged: keep-alive waits as long as that is under way.
+    """Ends the connection also where sent data stays unacknowledged, during which keep-alive does nothing.
 
-    Only for small messages: it would end one whose receiver is alive, but does not come to read much, as well.
+    Only for small messages: it would also end a connection whose receiver is alive but does not read for that long.
     """
     if sys.platform == "linux":
         silence_ms = 1000 * (_IDLE_S + _PROBES * _INTERVAL_S)
@@ -41,7 +41,7 @@ def limit_silence(end: socket.socket) -> None:
 
 
 def connect(address: str, port: int, patience_s: float) -> socket.socket:
-    """Connects, trying again while nobody listens there yet.
+    """Connects, and retries while nothing listens there yet.
 
     Raises:
         OSError: nobody did within `patience_s`.
@@ -71,12 +71,12 @@ def resolve(host: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Tells whether a numeric address reaches this machine alone."""
+    """Returns True if a numeric address is a loopback address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the name of the interface with this IPv4 address; None where that cannot be told."""
+    """Returns the name of the interface with this IPv4 address; None if it is not known."""
     if sys.platform != "linux":
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:

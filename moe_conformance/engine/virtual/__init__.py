@@ -1,14 +1,17 @@
-"""Virtual ranks: a world of hundreds of ranks as threads of one process, one running at a time.
+"""Virtual ranks: a world of up to hundreds of ranks, each a thread of one process; one runs at a time.
 
-They show what index arithmetic does at sizes that no test machine has. What they are not is in `threads.py`.
+They show errors in index arithmetic at sizes for which no test machine has enough GPUs. `threads.py` describes how they
+differ from real ranks.
 
-    turns.py       who runs: a rank goes on until it waits for others
-    collective.py     where ranks wait for each other: a collective, a message
-    moves.py       what a collective does to its tensors, and who disagrees
-    group.py       the process group; all that rests on torch's internals
-    private.py     global state of the process that every rank has for itself
-    threads.py     the ranks' side: a job on all threads
-    world.py       the driver's side
+    scheduler.py    which thread runs: a rank runs until it waits for others
+    matching.py     matches calls: pending collectives, sends and receives
+    collectives.py  performs a collective on the tensors of all ranks
+    mismatch.py     the exception for calls that do not match
+    group.py        the process group; everything that depends on torch's internals
+    recorder.py     the ledger of a virtual rank
+    rank_state.py   global state of the process that every rank has for itself
+    threads.py      the ranks' side: runs a job on all threads
+    world.py        the driver's side
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""What a collective does to the tensors of all its ranks, once all have come; and who is wrong if they disagree.
+"""Performs collectives on the tensors of all ranks of a group, and reports calls that do not match.
 
-All data moves in the thread that came last. A reduction adds in the order of ranks, in float32 at least: virtual
-ranks are for index arithmetic, not for the rounding of a transport.
+All data is copied in the thread of the rank that called last. A reduction adds in the order of ranks, in float32 at
+least: virtual ranks test index arithmetic, not the rounding of a transport.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,16 +19,16 @@ from .mismatch import MismatchError, Pair, different, disagree, elements, short
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's part in a collective.
+    """One rank's arguments of a collective.
 
     Attributes:
-        kind: The collective, as users know it.
-        reduction: By what is reduced, where something is: one of REDUCTIONS.
-        send: Tensors that are read; a rank that is not the root may have none.
-        receive: Tensors that are written.
+        kind: The public name of the collective.
+        reduction: One of REDUCTIONS; "" if nothing is reduced.
+        send: Input tensors; a rank that is not the root may have none.
+        receive: Output tensors.
         send_rows: Rows of the one tensor in `send` for every rank.
         receive_rows: Rows of the one tensor in `receive` from every rank.
-        root: The place of the rank that gives or gets what others do not, where there is one.
+        root: The group rank of the root, if there is one.
     """
 
     kind: str
@@ -39,7 +40,7 @@ class Call:
     root: int | None = None
 
     def title(self, ranks: Sequence[int]) -> str:
-        """Returns what all must call alike, for example `reduce (sum, root 3)`; `ranks` are those of the group."""
+        """Returns what all ranks must call alike, for example `reduce (sum, root 3)`; `ranks` are the group's."""
         root = "" if self.root is None else f"root {ranks[self.root]}"
         details = ", ".join(part for part in (self.reduction, root) if part)
         return f"{self.kind} ({details})" if details else self.kind
@@ -47,10 +48,10 @@ class Call:
 
 @torch.no_grad()
 def perform(calls: Sequence[Call], ranks: Sequence[int]) -> None:
-    """Does what the calls of all members ask for; `ranks` are the members' world ranks, for sentences.
+    """Performs a collective, from the calls of all ranks of a group; `ranks` are their world ranks.
 
     Raises:
-        MismatchError: not everybody calls the same, or what one sends is not what another expects.
+        MismatchError: the calls differ, or a rank sends something else than another expects.
     """
     titles = [call.title(ranks) for call in calls]
     if len(set(titles)) > 1:
@@ -59,7 +60,7 @@ def perform(calls: Sequence[Call], ranks: Sequence[int]) -> None:
 
 
 def check_message(sent: Tensor, expected: Tensor, source: int, target: int) -> None:
-    """Refuses a message that does not fit where it is received; both are at fault, as places 0 and 1.
+    """Raises if a received message has another size or dtype than expected; group ranks 0 and 1 are blamed.
 
     Raises:
         MismatchError: the number of elements or the dtype differs.
@@ -73,11 +74,11 @@ def check_message(sent: Tensor, expected: Tensor, source: int, target: int) -> N
 
 
 def _barrier(calls: Sequence[Call], ranks: Sequence[int]) -> None:
-    """Moves nothing."""
+    """Does nothing: a barrier has no data."""
 
 
 def _all_to_all_single(calls: Sequence[Call], ranks: Sequence[int]) -> None:
-    """Moves blocks of rows from (source, target) order to (target, source) order, all at once."""
+    """Copies blocks of rows from (source, target) order to (target, source) order, all at once."""
     sent_WW = torch.tensor([list(call.send_rows) for call in calls])  # [source, target]
     expected_WW = torch.tensor([list(call.receive_rows) for call in calls]).T
     if not torch.equal(sent_WW, expected_WW):
@@ -87,20 +88,20 @@ def _all_to_all_single(calls: Sequence[Call], ranks: Sequence[int]) -> None:
     total = int(sent_WW.sum())
     if not total:
         return
-    everything = torch.cat([each for each in rows if each.numel()])
-    first_WW = (sent_WW.reshape(-1).cumsum(0) - sent_WW.reshape(-1)).reshape(sent_WW.shape)  # row of every block
-    size_B, first_B = sent_WW.T.reshape(-1), first_WW.T.reshape(-1)  # blocks in the order of arrival
+    all_rows = torch.cat([block for block in rows if block.numel()])
+    first_WW = (sent_WW.reshape(-1).cumsum(0) - sent_WW.reshape(-1)).reshape(sent_WW.shape)  # first row of every block
+    size_B, first_B = sent_WW.T.reshape(-1), first_WW.T.reshape(-1)  # blocks in the order of their targets
     shift_B = first_B - (size_B.cumsum(0) - size_B)
-    order_R = (torch.arange(total) + shift_B.repeat_interleave(size_B)).to(everything.device)
+    order_R = (torch.arange(total) + shift_B.repeat_interleave(size_B)).to(all_rows.device)
     arriving = order_R.split(sent_WW.sum(0).tolist())
     for call, order in zip(calls, arriving, strict=True):
         if len(order):
-            result = everything.index_select(0, order)
+            result = all_rows.index_select(0, order)
             call.receive[0].detach().copy_(result.reshape(call.receive[0].shape))
 
 
 def _all_to_all(calls: Sequence[Call], ranks: Sequence[int]) -> None:
-    """Gives the tensor number `target` of every source to the target, as its tensor number `source`."""
+    """Copies tensor `target` of every source to tensor `source` of that target."""
     _exchange(
         [
             (source, target, calls[source].send[target], calls[target].receive[source])
@@ -113,7 +114,7 @@ def _all_to_all(calls: Sequence[Call], ranks: Sequence[int]) -> None:
 
 
 def _all_gather(calls: Sequence[Call], ranks: Sequence[int]) -> None:
-    """Gives every rank's one tensor to all, each of its own shape."""
+    """Copies every rank's tensor to all ranks; their shapes may differ."""
     _exchange(
         [
             (source, target, calls[source].send[0], calls[target].receive[source])
@@ -126,29 +127,29 @@ def _all_gather(calls: Sequence[Call], ranks: Sequence[int]) -> None:
 
 
 def _all_gather_single(calls: Sequence[Call], ranks: Sequence[int]) -> None:
-    """Gives all ranks' tensors to all, as one."""
+    """Copies all ranks' tensors, concatenated, to all ranks."""
     _require_alike(calls, [call.send[0] for call in calls], ranks)
-    everything = torch.cat([call.send[0].reshape(-1) for call in calls])
-    _require_size("all_gather_into_tensor", calls, [call.receive[0] for call in calls], everything.numel(), ranks)
+    gathered = torch.cat([call.send[0].reshape(-1) for call in calls])
+    _require_size("all_gather_into_tensor", calls, [call.receive[0] for call in calls], gathered.numel(), ranks)
     for call in calls:
-        call.receive[0].detach().copy_(everything.reshape(call.receive[0].shape))
+        call.receive[0].detach().copy_(gathered.reshape(call.receive[0].shape))
 
 
 def _all_reduce(calls: Sequence[Call], ranks: Sequence[int]) -> None:
-    """Reduces tensor by tensor, and gives the result to all."""
+    """Reduces tensor by tensor, and copies the result to all ranks."""
     for reduced, targets in _reduced(calls, ranks):
         for target in targets:
             target.detach().copy_(reduced)
 
 
 def _reduce(calls: Sequence[Call], ranks: Sequence[int]) -> None:
-    """Reduces tensor by tensor, and gives the result to the root."""
+    """Reduces tensor by tensor, and copies the result to the root."""
     for reduced, targets in _reduced(calls, ranks):
         targets[_root(calls)].detach().copy_(reduced)
 
 
 def _reduce_scatter(calls: Sequence[Call], ranks: Sequence[int]) -> None:
-    """Reduces the ranks' tensors number `target`, and gives the result to the target."""
+    """Reduces tensor `target` of all ranks, and copies the result to that target."""
     for target, call in enumerate(calls):
         parts = [other.send[target] for other in calls]
         _require_alike(calls, [*parts[:target], call.receive[0], *parts[target + 1 :]], ranks)
@@ -157,7 +158,7 @@ def _reduce_scatter(calls: Sequence[Call], ranks: Sequence[int]) -> None:
 
 
 def _reduce_scatter_single(calls: Sequence[Call], ranks: Sequence[int]) -> None:
-    """Reduces the ranks' tensors, and gives every rank its equal share in order."""
+    """Reduces the ranks' tensors, and copies an equal chunk of the result to each rank, in order."""
     W = len(calls)
     _require_alike(calls, [call.send[0] for call in calls], ranks)
     numel = calls[0].send[0].numel()
@@ -166,12 +167,12 @@ def _reduce_scatter_single(calls: Sequence[Call], ranks: Sequence[int]) -> None:
         raise MismatchError(sentence, frozenset(range(W)))
     _require_size("reduce_scatter_tensor", calls, [call.receive[0] for call in calls], numel // W, ranks)
     shares = _total(calls[0].reduction, [call.send[0] for call in calls]).reshape(-1).chunk(W) if numel else ()
-    for call, share in zip(calls, shares):  # noqa: B905 - no shares where there is nothing
+    for call, share in zip(calls, shares):  # noqa: B905 - no chunks of an empty tensor
         call.receive[0].detach().copy_(share.reshape(call.receive[0].shape))
 
 
 def _broadcast(calls: Sequence[Call], ranks: Sequence[int]) -> None:
-    """Gives the root's tensors to all."""
+    """Copies the root's tensors to all ranks."""
     root = _root(calls)
     for number, source in enumerate(calls[root].send):
         _exchange(
@@ -182,7 +183,7 @@ def _broadcast(calls: Sequence[Call], ranks: Sequence[int]) -> None:
 
 
 def _scatter(calls: Sequence[Call], ranks: Sequence[int]) -> None:
-    """Gives the root's tensors to one rank each."""
+    """Copies one of the root's tensors to each rank."""
     root = _root(calls)
     _exchange(
         [(root, target, calls[root].send[target], call.receive[0]) for target, call in enumerate(calls)],
@@ -192,7 +193,7 @@ def _scatter(calls: Sequence[Call], ranks: Sequence[int]) -> None:
 
 
 def _gather(calls: Sequence[Call], ranks: Sequence[int]) -> None:
-    """Gives every rank's one tensor to the root."""
+    """Copies every rank's tensor to the root."""
     root = _root(calls)
     _exchange(
         [(source, root, call.send[0], calls[root].receive[source]) for source, call in enumerate(calls)],
@@ -235,7 +236,7 @@ REDUCTIONS = tuple(_REDUCTIONS)
 
 
 def _reduced(calls: Sequence[Call], ranks: Sequence[int]) -> list[tuple[Tensor, list[Tensor]]]:
-    """Returns the reduction of all ranks' first tensors, second tensors, ... and where each belongs, by rank."""
+    """Returns, for each tensor of the call, its reduction over all ranks and the ranks' outputs for it."""
     counts = {len(call.send) for call in calls}
     if len(counts) > 1:
         raise different([f"{call.title(ranks)} of {len(call.send)} tensors" for call in calls], ranks)
@@ -259,11 +260,11 @@ def _total(reduction: str, parts: Sequence[Tensor]) -> Tensor:
     return total.to(dtype)
 
 
-# ---- what must fit -----------------------------------------------------------------------------------------------
+# ---- checks of sizes -----------------------------------------------------------------------------------------------
 
 
 def _exchange(moves: Sequence[tuple[int, int, Tensor, Tensor]], calls: Sequence[Call], ranks: Sequence[int]) -> None:
-    """Copies each (source, target, sent, received), if all fit."""
+    """Copies each (source, target, sent, received), if the sizes of all match."""
     wrong = [
         Pair(source, target, elements(sent), elements(received))
         for source, target, sent, received in moves
@@ -286,18 +287,17 @@ def _as_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 def _check_widths(kind: str, rows: Sequence[Tensor], calls: Sequence[Call], ranks: Sequence[int]) -> None:
-    """Requires that all rows, sent and expected, are of one width and dtype; who has none cannot be wrong."""
-    said = [
-        {
-            f"{kind} with rows of {each.shape[1]} elements of {short(each.dtype)}"
-            for each in (sent, _as_rows(call.receive[0], sum(call.receive_rows)))
-            if each.shape[0]
-        }
-        for sent, call in zip(rows, calls, strict=True)
-    ]
-    if len(set().union(*said)) > 1:
-        usual = Counter(each for one in said for each in one).most_common(1)[0][0]
-        raise different([" and ".join(sorted(one)) or usual for one in said], ranks)
+    """Raises if rows, sent or expected, differ in width or dtype; a rank without rows cannot be wrong."""
+    titles_by_rank: list[set[str]] = []
+    for sent, call in zip(rows, calls, strict=True):
+        received = _as_rows(call.receive[0], sum(call.receive_rows))
+        titles_by_rank.append(
+            {f"{kind} with rows of {t.shape[1]} elements of {short(t.dtype)}" for t in (sent, received) if t.shape[0]}
+        )
+    counts = Counter(itertools.chain.from_iterable(titles_by_rank))
+    if len(counts) > 1:
+        usual = counts.most_common(1)[0][0]
+        raise different([" and ".join(sorted(titles)) or usual for titles in titles_by_rank], ranks)
 
 
 def _require_alike(calls: Sequence[Call], tensors: Sequence[Tensor], ranks: Sequence[int]) -> None:

@@ -1,14 +1,15 @@
-# The methods are torch's, with the arguments that torch.distributed gives; its own stubs have overloads beside them.
+# The methods have the arguments that torch.distributed passes; the stubs of ProcessGroup have further overloads.
 # mypy: disable-error-code="override, assignment"
 # ruff: noqa: D102
-"""The process group of virtual ranks. All that rests on torch's internals is in this file.
+"""The process group of virtual ranks. Everything that depends on torch's internals is in this file.
 
-Each thread has a world of its own (`ThreadLocalWorld`, of torch's threaded process group), so that `torch.distributed`
-works there as in a process of its own. The collectives are ours: torch's own wait for each other thread by thread,
-move data pair by pair, and never say who disagrees.
+Every thread has its own `ThreadLocalWorld` (of torch's threaded process group), so that `torch.distributed` works there
+as in a separate process. The collectives are not torch's threaded ones, which copy data pair by pair and do not report
+which ranks disagree.
 
-There are all collectives and messages of `torch.distributed`; a send waits for nobody. Not there: `split_group`,
-collectives of sparse tensors, `ReduceOp.PREMUL_SUM`, and what asks for a backend by name, `monitored_barrier` for one.
+All collectives, sends and receives of `torch.distributed` are supported; a send does not block. Not supported are
+`split_group`, collectives of sparse tensors, `ReduceOp.PREMUL_SUM`, and calls that need a backend's name, such as
+`monitored_barrier`.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ BACKEND = "virtual"
 
 
 def install(world_state: WorldState) -> None:
-    """Makes every thread of this process a world of its own, and `virtual` a backend; for good."""
+    """Gives every thread of this process its own torch.distributed state, and registers the backend; for good."""
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
-    os.environ.pop("TORCH_DIST_INIT_BARRIER", None)  # waiting in a store would keep the floor
+    os.environ.pop("TORCH_DIST_INIT_BARRIER", None)  # waiting in a store would block all other ranks
     dist.distributed_c10d._world = ThreadLocalWorld()
-    # Functional collectives know groups by name, and each thread has its own group of a name.
+    # Functional collectives find groups by name, and every thread has another group of the same name.
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
 
     def create(options: Any, _: object) -> VirtualGroup:
@@ -50,24 +51,24 @@ def install(world_state: WorldState) -> None:
 
 
 def join(rank: int, world: int, store: HashStore) -> None:
-    """Gives this thread its default process group."""
-    torch.autograd.set_multithreading_enabled(False)  # a backward pass, on a GPU too, stays on its rank's thread
+    """Initialises the default process group of this thread."""
+    torch.autograd.set_multithreading_enabled(False)  # runs a backward pass, on a GPU too, on the rank's thread
     hook = sys.excepthook
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world, timeout=FOREVER)
-    sys.excepthook = hook  # each rank would wrap it once more
+    sys.excepthook = hook  # init_process_group wraps it, and would for every rank
 
 
 def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Makes a group; only its members call."""
+    """Makes a process group; only its members call."""
     made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=FOREVER, use_local_synchronization=True)
     return made
 
 
 class VirtualGroup(dist.ProcessGroup):
-    """A group as one of its members holds it.
+    """A process group, as one of its ranks holds it.
 
-    No call waits; what it returns does. So a rank that reads an output before `wait()` reads what was there before,
-    unless all others came earlier.
+    No call blocks; the returned Work does. A rank that reads an output before `wait()` therefore reads the old
+    contents, unless it was the last rank to call.
     """
 
     def __init__(self, group_rank: int, group_state: GroupState, name: str) -> None:
@@ -83,7 +84,7 @@ class VirtualGroup(dist.ProcessGroup):
         return self._name
 
     def getBackendName(self) -> str:
-        """Return the name of the backend."""
+        """Returns the name of the backend."""
         return BACKEND
 
     def __repr__(self) -> str:
@@ -124,9 +125,11 @@ class VirtualGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        """`outputs[rank][number]` belongs to `inputs[number]`."""
+        """Gathers tensor by tensor; `outputs[rank][number]` receives that rank's `inputs[number]`."""
         by_number = zip(*outputs, strict=True)
-        return _CoalescedWork([self.allgather([each], [one]) for each, one in zip(by_number, inputs, strict=True)])
+        return _CoalescedWork(
+            [self.allgather([output], [input]) for output, input in zip(by_number, inputs, strict=True)]
+        )
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
         receive = outputs[0] if outputs else ()
@@ -208,7 +211,8 @@ class VirtualGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         return work
 
-    # ---- how ---------------------------------------------------------------------------------------------------
+    # ---- common to all calls
+    # ---------------------------------------------------------------------------------------------------
 
     def _collective(self, call: Call, opts: Any) -> Work:
         self._require_own_thread()
@@ -226,7 +230,7 @@ class VirtualGroup(dist.ProcessGroup):
         )
 
     def _rows(self, which: str, tensor: Tensor, splits: Sequence[int] | None) -> list[int]:
-        """Returns how many rows there are for or from every rank; without splits all have the same."""
+        """Returns how many rows go to, or come from, each rank; without splits all have the same."""
         W, rows = len(self._group_state.ranks), tensor.shape[0]
         if not splits:
             if rows % W:
@@ -245,7 +249,7 @@ class VirtualGroup(dist.ProcessGroup):
 
 
 class _CollectiveWork(Work):
-    """What a rank waits for."""
+    """The Work of a collective or of a receive."""
 
     def __init__(
         self, group_state: GroupState, group_rank: int, pending: PendingOp, number: int, results: Sequence[Tensor]
@@ -261,14 +265,14 @@ class _CollectiveWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Tell; who asks in a loop waits for ever, since no other rank runs meanwhile."""
+        """Returns True if it is; polling never ends, since no other rank runs meanwhile."""
         return self._pending.done
 
     def is_success(self) -> bool:
         return self._pending.done and self._group_rank not in self._pending.errors
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Wait, and return a future that is done and holds what was received."""
+        """Waits, and returns a completed future of what was received."""
         self.wait()
         return _done(self._results)
 
@@ -283,7 +287,7 @@ class _CollectiveWork(Work):
 
 
 class _SendWork(Work):
-    """A message that is on its way: nobody waits for it."""
+    """The Work of a send, which never waits."""
 
     def __init__(self, recorders: MemoryRecorder, number: int) -> None:
         super().__init__()
@@ -303,13 +307,13 @@ class _SendWork(Work):
         return []
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that is done."""
+        """Returns a completed future."""
         self.wait()
         return _done([])
 
 
 class _CoalescedWork(Work):
-    """Several at once."""
+    """The Work of several coalesced calls."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         super().__init__()
@@ -327,7 +331,7 @@ class _CoalescedWork(Work):
         return all(work.is_success() for work in self._works)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Wait, and return a future that is done and holds what was received."""
+        """Waits, and returns a completed future of what was received."""
         self.wait()
         return _done(self.result())
 

@@ -1,6 +1,6 @@
-"""Where virtual ranks wait for each other: the collective of a collective, the recv of a message.
+"""Matches the calls of virtual ranks: collects a collective's calls, and pairs sends with receives.
 
-Only the rank that has the floor acts here, so that nothing needs a lock.
+Only the running thread uses it, so that no locks are needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .scheduler import Scheduler
 
 
 class PeerGoneError(ConnectionError):
-    """A peer will not come: it failed, or is at odds with another."""
+    """A rank that is waited for will not come: it failed, or disagrees with others."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"connection closed by peer: {why}")
@@ -25,16 +25,16 @@ class PeerGoneError(ConnectionError):
 
 @dataclass(eq=False)
 class PendingOp:
-    """Something that ranks may wait for.
+    """An operation that ranks may wait for.
 
     Attributes:
-        title: What it is, in words.
-        ranks: World ranks of the group, by group_rank in it.
-        absent: Places without which it cannot be.
-        any_source: One of the absent is enough.
-        done: Nobody has to wait any more.
-        errors: The exception for a group_rank, if it is not what it was to be.
-        waiting: World ranks that are paused for it.
+        title: A text that names it.
+        ranks: World ranks of the group, by group rank.
+        absent: Group ranks whose call is missing.
+        any_source: Whether the call of one of them is enough.
+        done: Whether no rank has to wait any more.
+        errors: The exceptions that waiting for it raises, by group rank.
+        waiting: World ranks that wait for it.
     """
 
     title: str
@@ -47,19 +47,18 @@ class PendingOp:
 
     @property
     def sentence(self) -> str:
-        """What a rank does that waits for this, in words."""
-        return (
-            f"waits in {self.title}, for {name_ranks([self.ranks[group_rank] for group_rank in sorted(self.absent)])}"
-        )
+        """Describes what a rank does that waits for this operation."""
+        absent = [self.ranks[group_rank] for group_rank in sorted(self.absent)]
+        return f"waits in {self.title}, for {name_ranks(absent)}"
 
 
 class WorldState:
-    """What the ranks of a world share: the floor, their group states, who is gone, and what each has number."""
+    """The state that the ranks of a world share: scheduler, groups, ledgers, and which ranks have failed."""
 
     def __init__(self, size: int, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.recorders = [MemoryRecorder() for _ in range(size)]
-        self.pending: dict[int, PendingOp] = {}  # by every rank that is paused
+        self.pending: dict[int, PendingOp] = {}  # by rank, for every rank that waits
         self._size = size
         self._gone: dict[int, str] = {}
         self._group_states: dict[tuple[tuple[int, ...], int], GroupState] = {}
@@ -68,18 +67,18 @@ class WorldState:
         ] = {}  # how many group states of these ranks a rank was given
 
     def group_state(self, ranks: Sequence[int], rank: int) -> GroupState:
-        """Returns the group_state of a new group of these ranks: all of them make their groups in the same order."""
+        """Returns the state of a new group; all of its ranks make their groups in the same order."""
         members = tuple(ranks) or tuple(range(self._size))
         nth = self._entered.get((members, rank), 0)
         self._entered[members, rank] = nth + 1
         return self._group_states.setdefault((members, nth), GroupState(self, members, f"group {nth}"))
 
     def wait(self, pending: PendingOp, group_rank: int) -> None:
-        """Pauses a rank until what it waits for is done.
+        """Suspends a rank until the operation is done.
 
         Raises:
-            MismatchError: it and others do not want the same.
-            PeerGoneError: somebody without whom it cannot be done is gone.
+            MismatchError: its call does not match those of other ranks.
+            PeerGoneError: a rank that it needs has failed.
         """
         rank = pending.ranks[group_rank]
         while not pending.done:
@@ -98,14 +97,14 @@ class WorldState:
             raise pending.errors[group_rank]
 
     def finish(self, pending: PendingOp) -> None:
-        """Lets those go on who wait."""
+        """Marks an operation as done and wakes the ranks that wait for it."""
         pending.done = True
         self._wake(pending)
 
     def mark_gone(self, rank: int, why: str) -> None:
-        """Takes note that a rank will call nothing any more; who waits for it will not wait for ever."""
+        """Records that a rank makes no more calls, and wakes the ranks that wait for it."""
         self._gone[rank] = why
-        for pending in {id(each): each for each in self.pending.values()}.values():
+        for pending in {id(pending): pending for pending in self.pending.values()}.values():
             if any(pending.ranks[group_rank] == rank for group_rank in pending.absent):
                 self._wake(pending)
 
@@ -115,20 +114,20 @@ class WorldState:
 
 
 class GroupState:
-    """The meetings and messages of one group.
+    """The pending collectives and messages of one group.
 
-    Its name is the same for all members, whatever torch calls the group, and tells groups of the same ranks apart.
+    Its name is the same for all ranks, unlike torch's name of the group, and differs between groups of the same ranks.
     """
 
     def __init__(self, world_state: WorldState, ranks: tuple[int, ...], name: str) -> None:
         self.world_state, self.ranks, self.name = world_state, ranks, name
-        self._calls = [0] * len(ranks)  # made so far, by place
-        self._collectives: dict[int, _PendingCollective] = {}  # by number, until all have come
-        self._messages: list[_Message] = []  # sent and not received
-        self._recvs: list[PendingRecv] = []  # asked for and not sent
+        self._calls = [0] * len(ranks)  # collectives called so far, by group rank
+        self._collectives: dict[int, _PendingCollective] = {}  # by number, until all ranks have called
+        self._messages: list[_Message] = []  # sent and not received yet
+        self._recvs: list[PendingRecv] = []  # receives without a message yet
 
     def collective(self, group_rank: int, call: Call) -> PendingOp:
-        """Takes a rank's part in the collective that is next for it; the last to come moves the data."""
+        """Adds a rank's call to its next collective; the last rank to call performs it."""
         number = self._calls[group_rank]
         self._calls[group_rank] += 1
         collective = self._collectives.get(number)
@@ -144,12 +143,12 @@ class GroupState:
         return collective
 
     def send(self, group_rank: int, target: int, tag: int, tensor: Tensor) -> None:
-        """Sends a copy, at once: sending waits for nobody."""
+        """Sends a copy of a tensor, without waiting."""
         self._messages.append(_Message(group_rank, target, tag, tensor.detach().clone()))
         self._match()
 
     def receive(self, group_rank: int, source: int | None, tag: int, tensor: Tensor) -> PendingRecv:
-        """Asks for a message from a group_rank, or from any."""
+        """Starts to receive a message from a group rank, or from any if `source` is None."""
         others = set(range(len(self.ranks))) - {group_rank} if source is None else {source}
         title = f"recv, on {_named(self.ranks)}"
         recv = PendingRecv(
@@ -171,20 +170,20 @@ class GroupState:
 
 @dataclass(eq=False)
 class _PendingCollective(PendingOp):
-    """One collective, from the first rank that comes to the last."""
+    """One collective, from the first rank's call to the last."""
 
     calls: dict[int, Call] = field(default_factory=dict)
 
     def perform(self) -> None:
-        """Moves the data, or gives every member its exception: others suffer from those who disagree."""
+        """Performs the collective, or sets every rank's exception: MismatchError for those at fault."""
         calls = [self.calls[group_rank] for group_rank in range(len(self.ranks))]
         self.calls.clear()
         try:
             perform(calls, self.ranks)
-        except MismatchError as disagreement:
+        except MismatchError as mismatch:
             for group_rank in range(len(self.ranks)):
-                at_fault = group_rank in disagreement.at_fault
-                self.errors[group_rank] = disagreement.again() if at_fault else PeerGoneError(str(disagreement))
+                at_fault = group_rank in mismatch.at_fault
+                self.errors[group_rank] = mismatch.again() if at_fault else PeerGoneError(str(mismatch))
         except Exception as error:
             for group_rank in range(len(self.ranks)):
                 self.errors[group_rank] = RuntimeError(f"{self.title}: {type(error).__name__}: {error}")
@@ -200,7 +199,7 @@ class _Message:
 
 @dataclass(eq=False, kw_only=True)
 class PendingRecv(PendingOp):
-    """A message that was asked for; `source` is told once it has come."""
+    """A receive; `source` is set once a message has come."""
 
     group_rank: int
     source: int | None
@@ -208,11 +207,11 @@ class PendingRecv(PendingOp):
     tensor: Tensor
 
     def accepts(self, message: _Message) -> bool:
-        """Tells whether this is the message."""
+        """Returns True if this receive matches the message."""
         return (message.target, message.tag) == (self.group_rank, self.tag) and self.source in (None, message.source)
 
     def write(self, message: _Message) -> None:
-        """Writes the message where it was asked for, if it fits."""
+        """Copies the message into the receiver's tensor, if its size and dtype match."""
         self.source = message.source
         try:
             check_message(message.tensor, self.tensor, self.ranks[message.source], self.ranks[self.group_rank])
@@ -222,7 +221,7 @@ class PendingRecv(PendingOp):
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Names the ranks of a group: `ranks 0..7`, `ranks 0, 4, 8 and 61 more`."""
+    """Returns a text that names a group's ranks: `ranks 0..7`, `ranks 0, 4, 8 and 61 more`."""
     if len(ranks) > 2 and tuple(ranks) == tuple(range(ranks[0], ranks[0] + len(ranks))):
         return f"ranks {ranks[0]}..{ranks[-1]}"
     return name_ranks(ranks)

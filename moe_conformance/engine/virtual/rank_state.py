@@ -1,8 +1,8 @@
-"""Global state of the process that every virtual rank has for itself: it changes with the floor.
+"""Saves and restores the global state of the process that every virtual rank has for itself.
 
-Each rank has its own: torch's random generator (the GPU's too), Python's and numpy's, the default dtype, and the mode
-of deterministic algorithms. Grad mode, autocast and the default device are a thread's own anyway. All else is shared:
-modules with their globals, environment variables, the working directory, the number of threads.
+Saved and restored when another rank runs: the random generators of torch (also on the GPU), Python and numpy, the
+default dtype, and the mode of deterministic algorithms. Grad mode, autocast and the default device are thread-local in
+torch. All else is shared: globals of modules, environment variables, the working directory, the number of threads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 @dataclass(frozen=True)
 class _Setting:
-    """How one piece of state is read and put back."""
+    """How one piece of global state is read and written."""
 
     read: Callable[[], Any]
     write: Callable[[Any], object]
@@ -27,7 +27,7 @@ class _Setting:
 _SETTINGS = (
     _Setting(torch.default_generator.get_state, torch.default_generator.set_state),
     _Setting(random.getstate, random.setstate),
-    # The generator itself, since its state is long. numpy's stubs lack both functions.
+    # Replaces the generator, since its state is large. numpy's stubs lack both functions.
     _Setting(np.random.get_bit_generator, np.random.set_bit_generator),  # type: ignore[attr-defined]
     _Setting(torch.get_default_dtype, torch.set_default_dtype),
     _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
@@ -36,11 +36,11 @@ _OF_GPU = _Setting(torch.cuda.get_rng_state, torch.cuda.set_rng_state)
 
 
 class PerRankState:
-    """The state of all ranks; each begins with that of the process.
+    """The global state of every rank; it begins as that of the process.
 
     Args:
         size: How many ranks there are.
-        gpu: Whether they are on a GPU.
+        gpu: Whether the ranks use a GPU.
     """
 
     def __init__(self, size: int, *, gpu: bool) -> None:
@@ -51,11 +51,11 @@ class PerRankState:
         self._states = states
 
     def save(self, number: int) -> None:
-        """Keeps a rank's state."""
+        """Saves the present global state as that of a rank."""
         self._states[number] = [setting.read() for setting in self._settings]
 
     def restore(self, number: int) -> None:
-        """Puts a rank's state in place."""
+        """Makes the saved state of a rank the global state."""
         for setting, value in zip(self._settings, self._states[number], strict=True):
             setting.write(value)
 

@@ -1,6 +1,6 @@
-"""The ledger of a virtual rank: the same entries that a real rank writes, kept in memory.
+"""Records the ledger of a virtual rank: the same entries as a real rank's, kept in memory.
 
-What a rank that ends its process had number is lost with it.
+It is lost if a rank ends the process.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from .collectives import Call
 
 
 class MemoryRecorder:
-    """What one rank has called in the job that runs: its first MOST_CALLS calls."""
+    """Records the first MOST_CALLS calls of one virtual rank in the job that runs."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Begins a job."""
+        """Discards the entries; called before a job."""
         self._calls = 0
         self._entries: list[Entry] = []
         self._waited: set[int] = set()
         self._sequences: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def collective(self, call: Call, group: str, ranks: tuple[int, ...], group_rank: int, *, asynchronous: bool) -> int:
-        """MemoryRecorder the part of the rank at a place of the group in a collective, and returns its number."""
+        """Records a collective of the rank with that group rank, and returns its order."""
         self._sequences[group, ranks] += 1
         send, receive = call.send, call.receive
         if call.kind == "broadcast" and group_rank == call.root:
@@ -64,20 +64,20 @@ class MemoryRecorder:
         send: Sequence[Tensor] = (),
         receive: Sequence[Tensor] = (),
     ) -> int:
-        """MemoryRecorder a send or receive and returns its number."""
+        """Records a send or receive and returns its order."""
         to = None if peer is None else ranks[peer]
         return self._note(op, group, ranks, None, send, receive, peer=to, tag=tag, asynchronous=True)
 
     def waited(self, number: int) -> None:
-        """MemoryRecorder that a call was waited for."""
+        """Records that a call was waited for."""
         self._waited.add(number)
 
     def calls(self) -> int:
-        """Returns how many calls there were."""
+        """Returns how many calls were made."""
         return self._calls
 
     def entries(self) -> tuple[Entry, ...]:
-        """Returns all of it."""
+        """Returns all entries."""
         return tuple(
             replace(entry, state="waited") if entry.order in self._waited else entry for entry in self._entries
         )

@@ -1,9 +1,9 @@
-"""The ranks' side of a virtual world: one process, a thread per rank, each job on all of them.
+"""The process of a virtual world: one thread per rank, each of which runs every job.
 
-What virtual ranks have in common, and real ones have not: the modules with their globals, the environment, the payload
-(nobody may write into it), and the process, so that one rank that ends it ends all. Nothing else runs while a rank
-runs: one that waits for another in any way but through `torch.distributed` waits for ever. State that each has for
-itself is in `private.py`.
+Virtual ranks share what real ranks do not: modules with their globals, the environment, the payload (which no rank may
+modify), and the process: a rank that ends it ends all ranks. One rank runs at a time: a rank that waits for another one
+in any way but through `torch.distributed` waits for ever. `rank_state.py` lists the state that every rank has for
+itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _M_ARENA_MAX = -8  # of mallopt(3)
 
 @dataclass(frozen=True)
 class Order:
-    """What is sent to a virtual world: a job, and how long it may take.
+    """The request to a virtual world: a job, and its deadline.
 
     The buffers of the payload follow, then those of the rank payloads. `rank_buffers` holds how many of the latter each
     rank has; it is empty if the job has no rank payloads.
@@ -57,7 +57,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Stuck:
-    """A rank that did not come to an end: what it waits for, or where it runs, and its stack."""
+    """Why a rank gave no answer: what it waits for, or where it runs, and its stack."""
 
     error: str
     stack: str
@@ -66,7 +66,7 @@ class Stuck:
 
 @dataclass(frozen=True)
 class End:
-    """How a job ended on one rank: an answer or none, and what it called."""
+    """How a job ended on one rank, with its ledger: an answer, or why there is none."""
 
     answer: Answer | None = None
     stuck: Stuck | None = None
@@ -74,15 +74,15 @@ class End:
 
 
 def serve(channel: wire.Channel, spec: RankSpec, ledger: int) -> NoReturn:
-    """Runs a virtual world until its process ends; its first answer, to job 0, says whether its ranks could join.
+    """Runs a virtual world until its process exits; its first answer, number 0, says whether all ranks joined.
 
-    `ledger` is the descriptor of a file. The last line written there is the rank that has the floor, for whoever looks
-    at it after the death of the process.
+    `ledger` is the descriptor of a file. Its last line is the rank that runs, which the driver reads if the process
+    exits or does not answer.
     """
     torch.set_num_threads(1)
-    processes.become_subreaper()  # so that it is seen what a function leaves behind
+    processes.become_subreaper()  # so that processes that a function leaves behind are found
     _use_one_heap()
-    with contextlib.suppress(EOFError, OSError):  # of the channel: the driver has closed its end
+    with contextlib.suppress(EOFError, OSError):  # the driver has closed its end of the channel
         try:
             ranks = _Ranks(spec, ledger)
         except BaseException as error:
@@ -95,14 +95,14 @@ def serve(channel: wire.Channel, spec: RankSpec, ledger: int) -> NoReturn:
 
 
 def _use_one_heap() -> None:
-    """Keeps malloc from a heap for every other thread: only one of them runs."""
+    """Makes all threads share one malloc arena, since only one runs at a time."""
     if sys.platform == "linux":
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 @dataclass
 class _Work:
-    """The job as the threads find it, and what they leave of it."""
+    """The job that runs, and the answers of its ranks."""
 
     order: Order
     function: Callable[[RankContext, Any], Any]
@@ -112,7 +112,7 @@ class _Work:
 
 
 class _Ranks:
-    """The threads, which stay for the next job as long as all of them return and leave nothing behind."""
+    """The threads of the ranks, kept for the next job as long as all return and leave nothing behind."""
 
     def __init__(self, spec: RankSpec, ledger: int) -> None:
         self._size = spec.world
@@ -139,7 +139,7 @@ class _Ranks:
             raise self._failure
 
     def run(self, message: list[bytearray]) -> list[wire.Buffer]:
-        """Runs a job on all ranks and returns the message that says how it ended on each."""
+        """Runs a job on all ranks and returns the message with how it ended on each."""
         began = time.monotonic()
         order: Order = wire.loads(message[:1])
         rest = iter(message[1:])
@@ -178,7 +178,7 @@ class _Ranks:
         self._per_rank_state.restore(rank)
 
     def _run_rank(self, rank: int, store: HashStore) -> None:
-        """Runs one rank, job after job."""
+        """Runs one rank: joins the process group, then runs job after job."""
         self._scheduler.acquire(rank)
         try:
             state = _RankState(rank, self._size, self._device, store, self._world_state.recorders[rank].calls)
@@ -198,7 +198,7 @@ class _Ranks:
                 self._world_state.mark_gone(rank, f"rank {rank} has failed{why}")
 
     def _stuck(self, rank: int, deadline_s: float | None) -> Stuck:
-        """Says what a rank without an answer does; `deadline_s` if it has passed, None if nobody can go on."""
+        """Returns why a rank has no answer; `deadline_s` is None if no rank can continue, else it has passed."""
         pending = self._world_state.pending.get(rank)
         stack = _stack(self._threads[rank])
         why = "" if deadline_s is None else f"{NO_ANSWER} {deadline_s:.1f} s: "
@@ -220,7 +220,7 @@ def _run_job(state: _RankState, work: _Work, rank_payload: Any) -> tuple[Answer,
     held = dict(context.kept)
     try:
         value = work.function(context, work.payload)
-    except BaseException as error:  # SystemExit too: whatever the function does is its result
+    except BaseException as error:  # SystemExit too: it is the result of the function
         fault = describe(error)
         traceback.clear_frames(error.__traceback__)
         return Answer(number, "raised", fault), []
@@ -236,7 +236,7 @@ def _run_job(state: _RankState, work: _Work, rank_payload: Any) -> tuple[Answer,
 
 
 class _RankState:
-    """A rank's process group, its device, and the groups made so far."""
+    """What a virtual rank keeps from job to job: its process groups, its device, and `kept`."""
 
     def __init__(self, rank: int, world: int, device: str, store: HashStore, calls: Callable[[], int]) -> None:
         self._rank, self._world, self._calls = rank, world, calls
@@ -249,7 +249,7 @@ class _RankState:
         self._process_state = process_state()
 
     def context(self, partitions: Mapping[str, Partition], rank_payload: Any) -> RankContext:
-        """Makes this rank's groups that do not exist yet."""
+        """Returns the context of a job; makes this rank's groups that do not exist yet."""
         mine: dict[str, dist.ProcessGroup] = {}
         for name, partition in partitions.items():
             for ranks in partition:
@@ -261,13 +261,13 @@ class _RankState:
         return RankContext(self._rank, self._world, self._device, mine, self._kept, self._calls, rank_payload)
 
     def left(self, *, lasting: bool) -> tuple[str, ...]:
-        """Returns what differs in the process from when this was last asked; nothing if it was made to last."""
+        """Returns what differs in the process from the last call of this method; () if `lasting`."""
         before, self._process_state = self._process_state, process_state(len(self._groups))
         return () if lasting else difference(before, self._process_state)
 
 
 def _stack(thread: threading.Thread) -> str:
-    """Returns a thread's stack in the form of faulthandler's, innermost call first, without our own frames."""
+    """Returns a thread's stack in faulthandler's format, innermost call first, without frames of this package."""
     lines = [f'  File "{file}", line {line} in {function}' for file, line, function in _frames(thread)]
     return "\n".join([f"Thread {thread.name} (most recent call first):", *lines])
 
@@ -282,7 +282,7 @@ def _location(thread: threading.Thread) -> str:
 
 def _frames(thread: threading.Thread) -> list[tuple[str, int, str]]:
     frame = sys._current_frames().get(thread.ident or 0)
-    found = [(each.filename, each.lineno or 0, each.name) for each in reversed(traceback.extract_stack(frame))]
+    found = [(call.filename, call.lineno or 0, call.name) for call in reversed(traceback.extract_stack(frame))]
     folder = os.path.dirname(__file__)
     outer = [frame for frame in found if not frame[0].startswith(folder) and frame[0] != threading.__file__]
     return outer

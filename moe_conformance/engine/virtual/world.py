@@ -1,4 +1,4 @@
-"""The driver's side of virtual ranks: a world that is one process."""
+"""A world of virtual ranks, as the driver sees it: one process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ..running import StartedJobs
 from .threads import End, Order
 
 _START_LIMIT_S = 120.0
-_GRACE_S = 1.0  # beyond the deadline, in which the process itself says who hangs; it cannot where the GIL is held
-_WAITS = re.compile(r'first\):\n  File ".*/engine/virtual/scheduler\.py"')  # for the floor, or for all to be done
+_GRACE_S = 1.0  # after the deadline, for the process to report which ranks hang; it cannot while a rank holds the GIL
+_WAITS = re.compile(r'first\):\n  File ".*/engine/virtual/scheduler\.py"')  # in the scheduler
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,20 @@ class _StartedJobs:
 
     @property
     def ready(self) -> bool:
-        """Never, as for `wait`."""
+        """False: results are known only once they are collected."""
         return False
 
     def wait(self) -> bool:
-        """Never: one process answers for all of its ranks, and what they left behind is known once that is read."""
+        """Returns False: the ranks cannot run other jobs before the results are collected."""
         return False
 
     def collect(self) -> list[JobResult]:
-        """Waits for the job."""
+        """Waits for the job and returns its result."""
         return [self.world.collect(self)]
 
 
 class VirtualWorld:
-    """Ranks of one world size, as threads of one process; it is replaced after a fault, as other worlds are."""
+    """The virtual ranks of one world size: threads of one process, which is replaced after a fault."""
 
     def __init__(self, size: int, device: str, hosts: Hosts) -> None:
         self._size, self._hosts = size, hosts
@@ -74,7 +74,7 @@ class VirtualWorld:
             order = Order(number, packed_job.task, job.deadline_s, tuple(map(len, packed_job.rank_payloads)))
             process.channel.socket.settimeout(job.deadline_s)
             self._hosts.begin([process])
-            with contextlib.suppress(OSError):  # it has just ended, or is stopped: there will be no answer
+            with contextlib.suppress(OSError):  # it has just exited, or is stopped: there will be no answer
                 process.channel.send(
                     [*wire.dumps(order), *packed_job.payload, *chain.from_iterable(packed_job.rank_payloads)]
                 )
@@ -138,7 +138,7 @@ class VirtualWorld:
         return self._unresponsive(self._process, started.job.deadline_s)
 
     def _receive(self, process: RankProcess, started: _StartedJobs) -> list[bytearray] | None:
-        """Returns the message in which the process answers, or None if it has ended or its time is up."""
+        """Returns the process's answer; None if it has exited or the deadline has passed."""
         until = started.began + started.job.deadline_s + _GRACE_S
         with selectors.DefaultSelector() as selector:
             for waker in self._hosts.wakers():
@@ -147,7 +147,7 @@ class VirtualWorld:
             while True:
                 left = until - time.monotonic()
                 events = selector.select(max(left, 0.0))
-                if process.channel.readable():  # in time, even if it is taken in late: the driver has other work
+                if process.channel.readable():  # in time, even if it is read late: the driver has other work
                     with contextlib.suppress(EOFError, OSError):
                         return process.channel.receive()
                     self._hosts.wait(process, patience_s=1.0)
@@ -171,7 +171,7 @@ class VirtualWorld:
         ]
 
     def _unresponsive(self, process: RankProcess, deadline_s: float) -> list[Finding]:
-        """Says who hangs where the process cannot say it: a rank holds the interpreter's lock, or all is stopped."""
+        """Returns the findings of a process that does not answer: a rank holds the GIL, or all are stopped."""
         text = _running_block(self._hosts.stacks([process])[process.rank])
         running = self._running_rank(process)
         why = f"{NO_ANSWER} {deadline_s:.1f} s"
@@ -185,12 +185,12 @@ class VirtualWorld:
         ]
 
     def _running_rank(self, process: RankProcess) -> int | None:
-        """Returns the rank that had the floor last."""
+        """Returns the rank that ran last; None if none ran."""
         lines = self._hosts.ledgers([process])[process.rank].split(b"\n")
         return int(lines[-2]) if len(lines) > 1 else None
 
     def _with_output(self, results: Sequence[RankResult]) -> tuple[RankResult, ...]:
-        """Gives what the process printed to the ranks at fault: they may have said why, or the machine did."""
+        """Adds what the process printed to the results of the ranks at fault."""
         assert self._process is not None
         if all(result.status == "ok" for result in results):
             return tuple(results)
@@ -233,6 +233,6 @@ def _judge(rank: int, end: End, value: Sequence[bytearray], job: Job) -> Finding
 
 
 def _running_block(text: str) -> str:
-    """Returns the stack of the thread that does not wait for the floor; "" if there is none in the dump."""
+    """Returns the stack of the thread that does not wait in the scheduler; "" if the dump has none."""
     blocks = [block for block in re.split(r"\n\s*\n", text) if "most recent call first" in block]
     return next((block for block in blocks if not _WAITS.search(block)), "")
