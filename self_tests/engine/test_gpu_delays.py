@@ -30,9 +30,7 @@ class TestDelays:
 
     def test_a_gpu_refuses_poison_and_says_what_to_ask_for(self):
         """Nothing would be hidden there, and nothing found."""
-        with pytest.raises(
-            EngineError, match="'poisoned' hides buffers of the CPU; on a GPU use delayed_compute or"
-        ):
+        with pytest.raises(EngineError, match="'poisoned' hides buffers of the CPU; on a GPU use delayed_compute or"):
             check("poisoned", "cuda")
 
     @pytest.mark.parametrize(
