@@ -22,6 +22,7 @@ from moe_conformance.chapters.balance_bias.judge.quantile_balancing import judge
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
+from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.runs import ON_BALANCING_ROUTERS
 from moe_conformance.workloads.records.workload import Workload
 
@@ -39,20 +40,14 @@ def shared(workload: Workload) -> bool:
 
 
 class TestUpdates:
-    @requirement("BIAS-01", run=ON_BALANCING_ROUTERS, when=named(_MAIN))
-    def test_by_the_rate_against_the_load(self, outcome: Outcome, tally: Tally) -> None:
-        """An update adds the rate below the mean load and subtracts it above."""
-        judge_updates(outcome, tally)
+    test_by_the_rate_against_the_load = Row("BIAS-01", ON_BALANCING_ROUTERS, judge_updates, when=named(_MAIN))
+    """An update adds the rate below the mean load and subtracts it above."""
 
-    @requirement("BIAS-02", run=ON_BALANCING_ROUTERS, when=shared)
-    def test_loads_of_all_ranks_of_the_router(self, outcome: Outcome, tally: Tally) -> None:
-        """Loads are summed over the ranks that train the router, and over no others."""
-        judge_updates(outcome, tally)
+    test_loads_of_all_ranks_of_the_router = Row("BIAS-02", ON_BALANCING_ROUTERS, judge_updates, when=shared)
+    """Loads are summed over the ranks that train the router, and over no others."""
 
-    @requirement("BIAS-03", run=ON_BALANCING_ROUTERS, when=shared)
-    def test_the_same_bits_on_all_ranks(self, outcome: Outcome, tally: Tally) -> None:
-        """All ranks that train a router hold the same bias after every update."""
-        judge_agreement(outcome, tally)
+    test_the_same_bits_on_all_ranks = Row("BIAS-03", ON_BALANCING_ROUTERS, judge_agreement, when=shared)
+    """All ranks that train a router hold the same bias after every update."""
 
     @requirement("BIAS-04", run=ON_BALANCING_ROUTERS, when=named(_MAIN))
     def test_all_microbatches_of_a_step_once(self, outcome: Outcome, tally: Tally) -> None:
@@ -61,17 +56,15 @@ class TestUpdates:
         judge_counters(outcome, tally)
         judge_updates(outcome, tally)
 
-    @requirement("BIAS-11", run=ON_BALANCING_ROUTERS, when=named("bias-layers"))
-    def test_every_layer_by_its_own_loads(self, outcome: Outcome, tally: Tally) -> None:
-        """Routers with different loads are updated each by its own."""
-        judge_updates(outcome, tally)
+    test_every_layer_by_its_own_loads = Row("BIAS-11", ON_BALANCING_ROUTERS, judge_updates, when=named("bias-layers"))
+    """Routers with different loads are updated each by its own."""
 
 
 class TestQuantiles:
-    @requirement("BIAS-12", run=ON_BALANCING_ROUTERS, when=named("bias-quantile", "bias-quantile-padding"))
-    def test_every_expert_would_have_had_its_share(self, outcome: Outcome, tally: Tally) -> None:
-        """By the new bias every expert lies where the step's tokens would have selected it by its balanced share."""
-        judge_quantiles(outcome, tally)
+    test_every_expert_would_have_had_its_share = Row(
+        "BIAS-12", ON_BALANCING_ROUTERS, judge_quantiles, when=named("bias-quantile", "bias-quantile-padding")
+    )
+    """By the new bias every expert lies where the step's tokens would have selected it by its balanced share."""
 
 
 class TestLoads:
@@ -109,7 +102,5 @@ class TestState:
         judge_selection(outcome, tally)
         judge_reload(outcome, tally)
 
-    @requirement("BIAS-10", run=ON_BALANCING_ROUTERS, when=named(_MAIN))
-    def test_nothing_else_trains_it(self, outcome: Outcome, tally: Tally) -> None:
-        """It has no gradient, and the optimizer leaves it alone."""
-        judge_untrained(outcome, tally)
+    test_nothing_else_trains_it = Row("BIAS-10", ON_BALANCING_ROUTERS, judge_untrained, when=named(_MAIN))
+    """It has no gradient, and the optimizer leaves it alone."""

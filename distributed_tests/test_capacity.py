@@ -44,55 +44,50 @@ from moe_conformance.judging.shared.router.capacity import (
 )
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
+from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import has_empty_slots, has_lost_tokens, somebody_gets_all
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep, RouterStep
 
 
 class TestRoom:
-    @requirement("DROP-01", run=RouterStep(capacity=True), when=lambda workload: not workload.config.capacity.minimum)
-    def test_the_capacity_is_the_mean_load_times_the_factor(self, reading: Reading, tally: Tally) -> None:
-        """For every expert a rank keeps as many slots as the capacity, or all where there are fewer."""
-        judge_capacity(reading, tally)
+    test_the_capacity_is_the_mean_load_times_the_factor = Row(
+        "DROP-01", RouterStep(capacity=True), judge_capacity, when=lambda workload: not workload.config.capacity.minimum
+    )
+    """For every expert a rank keeps as many slots as the capacity, or all where there are fewer."""
 
-    @requirement("DROP-02", run=RouterStep(capacity=True), when=lambda workload: workload.config.capacity.minimum > 0)
-    def test_the_minimum_is_the_least_capacity(self, reading: Reading, tally: Tally) -> None:
-        """Where the formula gives less, the configured minimum is the capacity."""
-        judge_minimum(reading, tally)
+    test_the_minimum_is_the_least_capacity = Row(
+        "DROP-02", RouterStep(capacity=True), judge_minimum, when=lambda workload: workload.config.capacity.minimum > 0
+    )
+    """Where the formula gives less, the configured minimum is the capacity."""
 
-    @requirement("DROP-03", run=RouterStep(capacity=True))
-    def test_experts_keep_as_many_as_fit(self, reading: Reading, tally: Tally) -> None:
-        """With every drop policy, a slot is dropped only where its expert is at capacity."""
-        judge_fit(reading, tally)
+    test_experts_keep_as_many_as_fit = Row("DROP-03", RouterStep(capacity=True), judge_fit)
+    """With every drop policy, a slot is dropped only where its expert is at capacity."""
 
-    @requirement("DROP-04", run=RouterStep(capacity=True), when=fits_all)
-    def test_room_for_all_changes_nothing(self, reading: Reading, tally: Tally) -> None:
-        """A capacity of at least the largest load gives the ids and weights of no capacity."""
-        judge_lossless(reading, tally)
+    test_room_for_all_changes_nothing = Row("DROP-04", RouterStep(capacity=True), judge_lossless, when=fits_all)
+    """A capacity of at least the largest load gives the ids and weights of no capacity."""
 
 
 class TestChoice:
-    @requirement(
+    test_the_heaviest_stay = Row(
         "DROP-05",
-        run=RouterStep(capacity=True),
+        RouterStep(capacity=True),
+        judge_policy,
         when=lambda workload: workload.config.capacity.drop_policy == "weights",
     )
-    def test_the_heaviest_stay(self, reading: Reading, tally: Tally) -> None:
-        """With policy "probs", no dropped slot has a larger weight than a kept one of the same expert."""
-        judge_policy(reading, tally)
+    """With policy "probs", no dropped slot has a larger weight than a kept one of the same expert."""
 
-    @requirement(
+    test_the_first_stay = Row(
         "DROP-06",
-        run=RouterStep(capacity=True),
+        RouterStep(capacity=True),
+        judge_policy,
         when=lambda workload: workload.config.capacity.drop_policy == "position",
     )
-    def test_the_first_stay(self, reading: Reading, tally: Tally) -> None:
-        """With policy "position", no dropped slot comes before a kept one of the same expert."""
-        judge_policy(reading, tally)
+    """With policy "position", no dropped slot comes before a kept one of the same expert."""
 
-    @requirement("DROP-07", run=RouterStep(capacity=True), when=others_change)
-    def test_a_rank_drops_by_its_own_tokens(self, reading: Reading, tally: Tally) -> None:
-        """The slots that a rank drops do not depend on the tokens of other ranks."""
-        judge_own_tokens(reading, tally)
+    test_a_rank_drops_by_its_own_tokens = Row(
+        "DROP-07", RouterStep(capacity=True), judge_own_tokens, when=others_change
+    )
+    """The slots that a rank drops do not depend on the tokens of other ranks."""
 
 
 class TestFilledUp:
@@ -106,10 +101,8 @@ class TestFilledUp:
         judge_lossless_capacity(reading, tally)
         judge_reduced_once(reading, tally)
 
-    @requirement("DROP-12", run=ExchangeStep(option="capacity padding"))
-    def test_rows_that_fill_up_change_nothing(self, reading: Reading, tally: Tally) -> None:
-        """With capacity.padded every expert receives capacity rows; the padding changes no output and no gradient."""
-        judge_filled(reading, tally)
+    test_rows_that_fill_up_change_nothing = Row("DROP-12", ExchangeStep(option="capacity padding"), judge_filled)
+    """With capacity.padded every expert receives capacity rows; the padding changes no output and no gradient."""
 
     @requirement("DROP-12", run=ExpertsStep(), when=lambda workload: workload.config.capacity.padded)
     def test_experts_do_not_learn_from_rows_that_fill_up(self, reading: Reading, tally: Tally) -> None:
@@ -117,86 +110,73 @@ class TestFilledUp:
         for judge in (judge_own_outputs, judge_own_dx, judge_own_dweights, judge_expert_gradients):
             judge(reading, tally)
 
-    @requirement("DROP-12", run=RouterStep(capacity=True), when=lambda workload: workload.config.capacity.padded)
-    def test_rows_that_fill_up_are_no_load(self, reading: Reading, tally: Tally) -> None:
-        """The load that a router reports counts the selected slots, or the kept ones."""
-        judge_filled_load(reading, tally)
+    test_rows_that_fill_up_are_no_load = Row(
+        "DROP-12", RouterStep(capacity=True), judge_filled_load, when=lambda workload: workload.config.capacity.padded
+    )
+    """The load that a router reports counts the selected slots, or the kept ones."""
 
-    @requirement("DROP-13", run=ExchangeStep(), when=somebody_gets_all)
-    def test_the_worst_case_fits(self, reading: Reading, tally: Tally) -> None:
-        """A rank whose experts are selected by as many slots of all tokens as possible receives every row."""
-        judge_worst_case(reading, tally)
+    test_the_worst_case_fits = Row("DROP-13", ExchangeStep(), judge_worst_case, when=somebody_gets_all)
+    """A rank whose experts are selected by as many slots of all tokens as possible receives every row."""
 
 
 class TestBudget:
-    @requirement("DROP-14", run=ExchangeStep(option="receive budget"), when=by_factor)
-    def test_nothing_is_lost_without_a_word(self, reading: Reading, tally: Tally) -> None:
-        """With receive_buffer.factor, a row that was not delivered was refused or reported as dropped."""
-        judge_reported(reading, tally)
+    test_nothing_is_lost_without_a_word = Row(
+        "DROP-14", ExchangeStep(option="receive budget"), judge_reported, when=by_factor
+    )
+    """With receive_buffer.factor, a row that was not delivered was refused or reported as dropped."""
 
-    @requirement("DROP-14", run=ExchangeStep(option="receive budget"), when=refuses)
-    def test_an_exceeded_budget_is_reported_and_no_other(self, reading: Reading, tally: Tally) -> None:
-        """An overflow of the receive buffer is reported if and only if more rows are routed to it than it holds."""
-        judge_overflow(reading, tally)
+    test_an_exceeded_budget_is_reported_and_no_other = Row(
+        "DROP-14", ExchangeStep(option="receive budget"), judge_overflow, when=refuses
+    )
+    """An overflow of the receive buffer is reported if and only if more rows are routed to it than it holds."""
 
-    @requirement("DROP-15", run=ExchangeStep(option="receive budget"), when=refuses_some)
-    def test_what_fits_is_exact_after_what_did_not(self, reading: Reading, tally: Tally) -> None:
-        """More rows than the receive buffer holds raise on all ranks, and the next microbatch is correct."""
-        judge_after_overflow(reading, tally)
+    test_what_fits_is_exact_after_what_did_not = Row(
+        "DROP-15", ExchangeStep(option="receive budget"), judge_after_overflow, when=refuses_some
+    )
+    """More rows than the receive buffer holds raise on all ranks, and the next microbatch is correct."""
 
-    @requirement("DROP-14", run=ExchangeStep(option="receive budget"), when=drops)
-    def test_a_full_buffer_is_flagged_and_no_other(self, reading: Reading, tally: Tally) -> None:
-        """With receive_buffer.overflow="drop", a rank reports an overflow if and only if rows do not fit."""
-        judge_flags(reading, tally)
+    test_a_full_buffer_is_flagged_and_no_other = Row(
+        "DROP-14", ExchangeStep(option="receive budget"), judge_flags, when=drops
+    )
+    """With receive_buffer.overflow="drop", a rank reports an overflow if and only if rows do not fit."""
 
-    @requirement("DROP-15", run=ExchangeStep(option="receive budget"), when=drops)
-    def test_dropped_rows_count_nowhere(self, reading: Reading, tally: Tally) -> None:
-        """A row over the receive buffer is dropped on all etp ranks, in outputs and gradients; no other row is."""
-        judge_dropped_rows(reading, tally)
+    test_dropped_rows_count_nowhere = Row(
+        "DROP-15", ExchangeStep(option="receive budget"), judge_dropped_rows, when=drops
+    )
+    """A row over the receive buffer is dropped on all etp ranks, in outputs and gradients; no other row is."""
 
-    @requirement("DROP-16", run=ExchangeStep(option="receive budget"), when=drops)
-    def test_a_full_buffer_is_full(self, reading: Reading, tally: Tally) -> None:
-        """No row is dropped while the receive buffer has room for it."""
-        judge_room_left(reading, tally)
+    test_a_full_buffer_is_full = Row("DROP-16", ExchangeStep(option="receive budget"), judge_room_left, when=drops)
+    """No row is dropped while the receive buffer has room for it."""
 
 
 class TestConsequences:
-    @requirement("DROP-09", run=RouterStep(capacity=True))
-    def test_kept_slots_keep_their_weights(self, reading: Reading, tally: Tally) -> None:
-        """The weights of kept slots are those before the drop."""
-        judge_drop_weights(reading, tally)
+    test_kept_slots_keep_their_weights = Row("DROP-09", RouterStep(capacity=True), judge_drop_weights)
+    """The weights of kept slots are those before the drop."""
 
-    @requirement("DROP-09", run=LayerStep(drops=True), when=lambda workload: bool(workload.config.capacity.factor))
-    def test_kept_slots_add_the_same_in_a_layer(self, reading: Reading, tally: Tally) -> None:
-        """In a whole layer the output of a token is the sum of its kept slots, with the weights before the drop."""
-        judge_kept_in_layer(reading, tally)
+    test_kept_slots_add_the_same_in_a_layer = Row(
+        "DROP-09",
+        LayerStep(drops=True),
+        judge_kept_in_layer,
+        when=lambda workload: bool(workload.config.capacity.factor),
+    )
+    """In a whole layer the output of a token is the sum of its kept slots, with the weights before the drop."""
 
-    @requirement("DROP-11", run=RouterStep(capacity=True))
-    def test_kept_slots_alone_give_gradients(self, reading: Reading, tally: Tally) -> None:
-        """A dropped slot gives its token and the router no gradient except through the normalisation of the weights."""
-        judge_drop_gradients(reading, tally)
+    test_kept_slots_alone_give_gradients = Row("DROP-11", RouterStep(capacity=True), judge_drop_gradients)
+    """A dropped slot gives its token and the router no gradient except through the normalisation of the weights."""
 
-    @requirement("DROP-10", run=ExchangeStep(), when=has_lost_tokens)
-    def test_a_token_without_slots_has_no_output(self, reading: Reading, tally: Tally) -> None:
-        """The experts' output for a token whose slots were all dropped is exactly zero."""
-        judge_lost_tokens(reading, tally)
+    test_a_token_without_slots_has_no_output = Row("DROP-10", ExchangeStep(), judge_lost_tokens, when=has_lost_tokens)
+    """The experts' output for a token whose slots were all dropped is exactly zero."""
 
-    @requirement("DROP-10", run=LayerStep(drops=True))
-    def test_a_token_without_slots_keeps_its_shared_part(self, reading: Reading, tally: Tally) -> None:
-        """In a whole layer the output of a token whose slots were all dropped is that of its shared experts."""
-        judge_lost_in_layer(reading, tally)
+    test_a_token_without_slots_keeps_its_shared_part = Row("DROP-10", LayerStep(drops=True), judge_lost_in_layer)
+    """In a whole layer the output of a token whose slots were all dropped is that of its shared experts."""
 
-    @requirement("DROP-11", run=LayerStep(drops=True))
-    def test_a_layer_learns_from_kept_slots_alone(self, reading: Reading, tally: Tally) -> None:
-        """In a whole layer tokens and parameters have the gradients of the kept slots and of the shared experts."""
-        judge_dropped_in_layer(reading, tally)
+    test_a_layer_learns_from_kept_slots_alone = Row("DROP-11", LayerStep(drops=True), judge_dropped_in_layer)
+    """In a whole layer tokens and parameters have the gradients of the kept slots and of the shared experts."""
 
-    @requirement("DROP-11", run=ExchangeStep(), when=has_empty_slots)
-    def test_a_dropped_slot_has_no_gradient(self, reading: Reading, tally: Tally) -> None:
-        """The gradient of a dropped slot's weight is zero, and its token receives no gradient through it."""
-        judge_dropped_gradients(reading, tally)
+    test_a_dropped_slot_has_no_gradient = Row("DROP-11", ExchangeStep(), judge_dropped_gradients, when=has_empty_slots)
+    """The gradient of a dropped slot's weight is zero, and its token receives no gradient through it."""
 
-    @requirement("DROP-11", run=ExpertsStep(), when=has_empty_slots)
-    def test_experts_do_not_learn_from_dropped_slots(self, reading: Reading, tally: Tally) -> None:
-        """The gradient of every expert is that of the slots that were kept."""
-        judge_expert_gradients(reading, tally)
+    test_experts_do_not_learn_from_dropped_slots = Row(
+        "DROP-11", ExpertsStep(), judge_expert_gradients, when=has_empty_slots
+    )
+    """The gradient of every expert is that of the slots that were kept."""

@@ -15,10 +15,7 @@ from moe_conformance.chapters.cost.judge.more_experts import judge_calls_of_size
 from moe_conformance.chapters.cost.judge.reductions import judge_reductions
 from moe_conformance.chapters.cost.judge.repetition import judge_kept_memory, judge_repeated
 from moe_conformance.chapters.cost.workloads import more_experts
-from moe_conformance.judging.observed.run import Reading
-from moe_conformance.judging.shared.equivalence.runs import RunTwins
-from moe_conformance.judging.verdict import Tally
-from moe_conformance.spec import requirement
+from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import all_alike, exchanges, likened_once, repeated, without_gradients
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep
 from moe_conformance.workloads.records.workload import Workload
@@ -57,61 +54,43 @@ def of_other_sizes(workload: Workload) -> bool:
 
 
 class TestExchange:
-    @requirement("COST-01", run=ExchangeStep(), when=alone)
-    def test_one_rank_calls_nobody(self, reading: Reading, tally: Tally) -> None:
-        """A rank that holds all experts calls no collective in forward or backward."""
-        judge_no_calls(reading, tally)
+    test_one_rank_calls_nobody = Row("COST-01", ExchangeStep(), judge_no_calls, when=alone)
+    """A rank that holds all experts calls no collective in forward or backward."""
 
-    @requirement("COST-02", run=ExchangeStep(), when=by_turns)
-    def test_calls_do_not_depend_on_tokens(self, reading: Reading, tally: Tally) -> None:
-        """Every microbatch calls the same number of collectives, whatever its tokens and routing."""
-        judge_even_calls(reading, tally)
+    test_calls_do_not_depend_on_tokens = Row("COST-02", ExchangeStep(), judge_even_calls, when=by_turns)
+    """Every microbatch calls the same number of collectives, whatever its tokens and routing."""
 
-    @requirement("COST-02", run=ExchangeStep(), when=of_other_sizes)
-    def test_calls_do_not_depend_on_experts(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """A step with twice the experts and twice the slots calls the same number of collectives."""
-        judge_calls_of_sizes(reading, twins(more_experts(reading.outcome.workload)), tally)
+    test_calls_do_not_depend_on_experts = Row(
+        "COST-02", ExchangeStep(), judge_calls_of_sizes, when=of_other_sizes, twins=more_experts
+    )
+    """A step with twice the experts and twice the slots calls the same number of collectives."""
 
-    @requirement("COST-03", run=ExchangeStep(), when=counted)
-    def test_no_row_travels_that_need_not(self, reading: Reading, tally: Tally) -> None:
-        """Dispatch and combine each send a row for every pair, or every token, as the backend states, and no more."""
-        judge_rows(reading, tally)
+    test_no_row_travels_that_need_not = Row("COST-03", ExchangeStep(), judge_rows, when=counted)
+    """Dispatch and combine each send a row for every pair, or every token, as the backend states, and no more."""
 
-    @requirement("COST-04", run=ExchangeStep(), when=counted)
-    def test_rows_travel_as_is_declared(self, reading: Reading, tally: Tally) -> None:
-        """A token once to each rank of its experts, to all ranks, or at the capacity: as the backend states."""
-        judge_declared_rows(reading, tally)
+    test_rows_travel_as_is_declared = Row("COST-04", ExchangeStep(), judge_declared_rows, when=counted)
+    """A token once to each rank of its experts, to all ranks, or at the capacity: as the backend states."""
 
-    @requirement("COST-05", run=ExchangeStep(), when=counted)
-    def test_backward_moves_no_more_than_forward(self, reading: Reading, tally: Tally) -> None:
-        """The backward sends each row of dispatch back once and each row of combine once, and no counts."""
-        judge_backward_rows(reading, tally)
+    test_backward_moves_no_more_than_forward = Row("COST-05", ExchangeStep(), judge_backward_rows, when=counted)
+    """The backward sends each row of dispatch back once and each row of combine once, and no counts."""
 
-    @requirement("COST-06", run=ExchangeStep(), when=counted)
-    def test_little_travels_beside_the_rows(self, reading: Reading, tally: Tally) -> None:
-        """Counts take one number per rank and expert, and the metadata of a row a few numbers."""
-        judge_beside_rows(reading, tally)
+    test_little_travels_beside_the_rows = Row("COST-06", ExchangeStep(), judge_beside_rows, when=counted)
+    """Counts take one number per rank and expert, and the metadata of a row a few numbers."""
 
-    @requirement("COST-10", run=ExchangeStep(), when=unpadded)
-    def test_experts_are_handed_what_is_for_them(self, reading: Reading, tally: Tally) -> None:
-        """The experts of a rank receive the rows that are routed to it, not those of the worst case."""
-        judge_handed(reading, tally)
+    test_experts_are_handed_what_is_for_them = Row("COST-10", ExchangeStep(), judge_handed, when=unpadded)
+    """The experts of a rank receive the rows that are routed to it, not those of the worst case."""
 
-    @requirement("COST-07", run=ExchangeStep(), when=repeated)
-    def test_a_step_costs_what_the_last_one_did(self, reading: Reading, tally: Tally) -> None:
-        """A repeated microbatch makes the same calls as before, creates no process group and keeps no memory."""
-        judge_repeated(reading, tally)
+    test_a_step_costs_what_the_last_one_did = Row("COST-07", ExchangeStep(), judge_repeated, when=repeated)
+    """A repeated microbatch makes the same calls as before, creates no process group and keeps no memory."""
 
 
 class TestLayers:
-    @requirement("COST-07", run=LayerStep(), when=takes_equal_steps)
-    def test_equal_steps_of_a_layer_keep_no_memory(self, reading: Reading, tally: Tally) -> None:
-        """A router, experts and shared experts keep nothing of the tokens of a step that has ended."""
-        judge_kept_memory(reading, tally)
+    test_equal_steps_of_a_layer_keep_no_memory = Row("COST-07", LayerStep(), judge_kept_memory, when=takes_equal_steps)
+    """A router, experts and shared experts keep nothing of the tokens of a step that has ended."""
 
 
 class TestOwnExperts:
-    @requirement("COST-08", run=ExpertsStep(), when=lambda workload: workload.layout.world > 1)
-    def test_gradients_travel_between_replicas_only(self, reading: Reading, tally: Tally) -> None:
-        """Gradients of experts are reduced over the ranks that hold the same experts, and nowhere else."""
-        judge_reductions(reading, tally)
+    test_gradients_travel_between_replicas_only = Row(
+        "COST-08", ExpertsStep(), judge_reductions, when=lambda workload: workload.layout.world > 1
+    )
+    """Gradients of experts are reduced over the ranks that hold the same experts, and nowhere else."""

@@ -15,6 +15,7 @@ from moe_conformance.judging.shared.equivalence.runs import (
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
+from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import likened, likened_once
 from moe_conformance.workloads.records.runs import ExpertsStep, LayerStep, RouterStep
 from moe_conformance.workloads.records.workload import Workload
@@ -38,27 +39,31 @@ class TestRepetition:
         workload = reading.outcome.workload
         judge_repeated_routes(twins([determinism.deterministic(workload), *determinism.again(workload)]), tally)
 
-    @requirement("DET-01", run=RouterStep(forced="draws"))
-    def test_fresh_processes_force_alike(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Forced routes follow their seed: they are the same in new processes."""
-        judge_repeated_routes(twins(determinism.afresh(reading.outcome.workload)), tally)
+    test_fresh_processes_force_alike = Row(
+        "DET-01", RouterStep(forced="draws"), judge_repeated_routes, twins=determinism.afresh
+    )
+    """Forced routes follow their seed: they are the same in new processes."""
 
-    @requirement("DET-05", run=ExpertsStep(), when=likened_once)
-    def test_a_second_step_gives_the_same_bits(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """A step taken twice, gradients cleared in between, gives the same outputs and gradients twice."""
-        judge_alike(reading, twins(determinism.twice(reading.outcome.workload)), tally)
+    test_a_second_step_gives_the_same_bits = Row(
+        "DET-05", ExpertsStep(), judge_alike, when=likened_once, twins=determinism.twice
+    )
+    """A step taken twice, gradients cleared in between, gives the same outputs and gradients twice."""
 
 
 class TestRecomputation:
-    @requirement("DET-04", run=ExpertsStep(), when=likened_once)
-    def test_recomputation_gives_the_same_bits(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """A step whose forward runs again in the backward gives the outputs and gradients of one without."""
-        judge_recomputed_steps(reading, twins(determinism.recomputed(reading.outcome.workload)), tally)
+    test_recomputation_gives_the_same_bits = Row(
+        "DET-04", ExpertsStep(), judge_recomputed_steps, when=likened_once, twins=determinism.recomputed
+    )
+    """A step whose forward runs again in the backward gives the outputs and gradients of one without."""
 
-    @requirement("DET-04", run=LayerStep(), when=lambda workload: workload.name == "layer-in-flight-uneven")
-    def test_layers_recomputed_give_the_same_bits(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """A step of whole layers that run again in the backward gives the outputs and gradients of one without."""
-        judge_alike(reading, twins(determinism.recomputed_layers(reading.outcome.workload)), tally)
+    test_layers_recomputed_give_the_same_bits = Row(
+        "DET-04",
+        LayerStep(),
+        judge_alike,
+        when=lambda workload: workload.name == "layer-in-flight-uneven",
+        twins=determinism.recomputed_layers,
+    )
+    """A step of whole layers that run again in the backward gives the outputs and gradients of one without."""
 
 
 class TestSurroundings:
@@ -67,10 +72,10 @@ class TestSurroundings:
         """Importing a backend, building with it, being refused by it and closing it leave all settings as they were."""
         judge_settings(twins(determinism.lifetime(outcome.workload)), tally)
 
-    @requirement("DET-02", run=ExpertsStep(), when=likened_once)
-    def test_random_generators_do_not_matter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """A step that draws no random numbers gives the same bits from any state of the random generators."""
-        judge_alike(reading, twins(determinism.seeded(reading.outcome.workload)), tally)
+    test_random_generators_do_not_matter = Row(
+        "DET-02", ExpertsStep(), judge_alike, when=likened_once, twins=determinism.seeded
+    )
+    """A step that draws no random numbers gives the same bits from any state of the random generators."""
 
     @requirement("DET-06", run=ExpertsStep(), when=likened_on_ranks)
     def test_late_ranks_do_not_matter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:

@@ -18,8 +18,8 @@ from moe_conformance.judging.shared.exchange.identity_experts import (
 from moe_conformance.judging.shared.exchange.outputs import judge_form, judge_inputs, judge_outputs
 from moe_conformance.judging.shared.exchange.weights import judge_weights
 from moe_conformance.judging.verdict import Tally
-from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
+from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import (
     has_empty_slots,
     has_filled_memory,
@@ -37,69 +37,55 @@ def several_ranks(workload: Workload) -> bool:
 
 
 class TestDispatch:
-    @requirement("EXCH-01", run=ExchangeStep())
-    def test_every_pair_reaches_its_expert_once(self, reading: Reading, tally: Tally) -> None:
-        """Every routed pair is delivered exactly once to each rank that holds its expert, and nothing else is."""
-        judge_deliveries(reading, tally)
+    test_every_pair_reaches_its_expert_once = Row("EXCH-01", ExchangeStep(), judge_deliveries)
+    """Every routed pair is delivered exactly once to each rank that holds its expert, and nothing else is."""
 
-    @requirement("EXCH-02", run=ExchangeStep())
-    def test_rows_arrive_unchanged(self, reading: Reading, tally: Tally) -> None:
-        """Every row that an expert receives is the hidden state of one token."""
-        judge_rows(reading, tally)
+    test_rows_arrive_unchanged = Row("EXCH-02", ExchangeStep(), judge_rows)
+    """Every row that an expert receives is the hidden state of one token."""
 
-    @requirement("EXCH-02", run=ExchangeStep(answered="identity of parts"))
-    def test_rows_arrive_with_every_bit(self, reading: Reading, tally: Tally) -> None:
-        """Hidden states that use every bit of their dtype are delivered unrounded."""
-        judge_every_bit_of_rows(reading, tally)
+    test_rows_arrive_with_every_bit = Row(
+        "EXCH-02", ExchangeStep(answered="identity of parts"), judge_every_bit_of_rows
+    )
+    """Hidden states that use every bit of their dtype are delivered unrounded."""
 
-    @requirement("EXCH-03", run=ExchangeStep())
-    def test_weights_stay_with_their_rows(self, reading: Reading, tally: Tally) -> None:
-        """A weight that is sent with a row is that of the row's own token and slot."""
-        judge_weights(reading, tally)
+    test_weights_stay_with_their_rows = Row("EXCH-03", ExchangeStep(), judge_weights)
+    """A weight that is sent with a row is that of the row's own token and slot."""
 
-    @requirement("EXCH-04", run=ExchangeStep())
-    def test_claimed_counts_are_true(self, reading: Reading, tally: Tally) -> None:
-        """The reported tokens per expert are the rows that are delivered."""
-        judge_counts(reading, tally)
+    test_claimed_counts_are_true = Row("EXCH-04", ExchangeStep(), judge_counts)
+    """The reported tokens per expert are the rows that are delivered."""
 
-    @requirement("EXCH-04", run=ExchangeStep(option="capacity padding"))
-    def test_claimed_counts_of_padded_experts_are_true(self, reading: Reading, tally: Tally) -> None:
-        """Where experts are padded to capacity, the reported tokens per expert are the rows that are delivered."""
-        judge_counts(reading, tally)
+    test_claimed_counts_of_padded_experts_are_true = Row(
+        "EXCH-04", ExchangeStep(option="capacity padding"), judge_counts
+    )
+    """Where experts are padded to capacity, the reported tokens per expert are the rows that are delivered."""
 
-    @requirement("EXCH-04", run=ExchangeStep(option="packing"))
-    def test_claimed_counts_of_packed_sequences_are_true(self, reading: Reading, tally: Tally) -> None:
-        """The reported tokens per expert are the rows of packed sequences that are delivered, and of no gap."""
-        judge_counts(reading, tally)
+    test_claimed_counts_of_packed_sequences_are_true = Row("EXCH-04", ExchangeStep(option="packing"), judge_counts)
+    """The reported tokens per expert are the rows of packed sequences that are delivered, and of no gap."""
 
 
 class TestCollectives:
-    @requirement("EXCH-12", run=ExchangeStep(), when=several_ranks)
-    def test_ranks_agree_on_their_collectives(self, outcome: Outcome, tally: Tally) -> None:
-        """The ranks of a group make the same calls in the same order, and send what the others expect."""
-        judge_agreement(outcome, tally)
+    test_ranks_agree_on_their_collectives = Row("EXCH-12", ExchangeStep(), judge_agreement, when=several_ranks)
+    """The ranks of a group make the same calls in the same order, and send what the others expect."""
 
 
 class TestCombine:
-    @requirement("EXCH-05", run=ExchangeStep())
-    def test_tokens_get_the_weighted_sum_of_their_experts(self, reading: Reading, tally: Tally) -> None:
-        """The output of a token is the sum of its own experts' outputs, each times its own weight."""
-        judge_outputs(reading, tally)
+    test_tokens_get_the_weighted_sum_of_their_experts = Row("EXCH-05", ExchangeStep(), judge_outputs)
+    """The output of a token is the sum of its own experts' outputs, each times its own weight."""
 
-    @requirement("EXCH-05", run=ExchangeStep(answered="identity of parts"))
-    def test_answers_and_weights_arrive_with_every_bit(self, reading: Reading, tally: Tally) -> None:
-        """Expert outputs and weights that use every bit of their dtype are combined unrounded."""
-        judge_answered_outputs(reading, tally)
+    test_answers_and_weights_arrive_with_every_bit = Row(
+        "EXCH-05", ExchangeStep(answered="identity of parts"), judge_answered_outputs
+    )
+    """Expert outputs and weights that use every bit of their dtype are combined unrounded."""
 
-    @requirement("EXCH-05", run=ExchangeStep(answered="identity"))
-    def test_answers_may_lie_where_rows_were_handed_over(self, reading: Reading, tally: Tally) -> None:
-        """The output is the weighted sum also where the experts return the tensor that they received."""
-        judge_identity_outputs(reading, tally)
+    test_answers_may_lie_where_rows_were_handed_over = Row(
+        "EXCH-05", ExchangeStep(answered="identity"), judge_identity_outputs
+    )
+    """The output is the weighted sum also where the experts return the tensor that they received."""
 
-    @requirement("EXCH-08", run=ExchangeStep(answered="identity"))
-    def test_inputs_are_left_alone_where_rows_come_back(self, reading: Reading, tally: Tally) -> None:
-        """Inputs hold the same bytes after experts returned the tensor that they received."""
-        judge_identity_inputs(reading, tally)
+    test_inputs_are_left_alone_where_rows_come_back = Row(
+        "EXCH-08", ExchangeStep(answered="identity"), judge_identity_inputs
+    )
+    """Inputs hold the same bytes after experts returned the tensor that they received."""
 
     @requirement("EXCH-06", run=ExchangeStep(), when=has_empty_slots)
     def test_empty_slots_add_nothing(self, reading: Reading, tally: Tally) -> None:
@@ -108,22 +94,16 @@ class TestCombine:
         judge_dx(reading, tally)
         judge_dweights(reading, tally)
 
-    @requirement("EXCH-07", run=ExchangeStep())
-    def test_output_has_the_form_of_the_input(self, reading: Reading, tally: Tally) -> None:
-        """The output has the input's shape and dtype and is finite."""
-        judge_form(reading, tally)
+    test_output_has_the_form_of_the_input = Row("EXCH-07", ExchangeStep(), judge_form)
+    """The output has the input's shape and dtype and is finite."""
 
 
 class TestBehaviour:
-    @requirement("EXCH-08", run=ExchangeStep())
-    def test_inputs_are_left_alone(self, reading: Reading, tally: Tally) -> None:
-        """Tokens, ids, weights and upstream gradients hold the same bytes after the step."""
-        judge_inputs(reading, tally)
+    test_inputs_are_left_alone = Row("EXCH-08", ExchangeStep(), judge_inputs)
+    """Tokens, ids, weights and upstream gradients hold the same bytes after the step."""
 
-    @requirement("EXCH-09", run=ExchangeStep())
-    def test_every_rank_finishes(self, reading: Reading, tally: Tally) -> None:
-        """Every rank finishes forward and backward, whatever its load."""
-        judge_finished(reading, tally)
+    test_every_rank_finishes = Row("EXCH-09", ExchangeStep(), judge_finished)
+    """Every rank finishes forward and backward, whatever its load."""
 
     @requirement("EXCH-10", run=ExchangeStep(), when=several_in_flight)
     def test_microbatches_in_flight_are_kept_apart(self, reading: Reading, tally: Tally) -> None:
@@ -133,30 +113,30 @@ class TestBehaviour:
         judge_dx(reading, tally)
         judge_dweights(reading, tally)
 
-    @requirement("EXCH-32", run=ExchangeStep(), when=outputs_meet_others)
-    def test_outputs_outlive_other_microbatches(self, reading: Reading, tally: Tally) -> None:
-        """An output and the delivered rows hold their bytes until their own backward has ended."""
-        judge_kept_outputs(reading, tally)
+    test_outputs_outlive_other_microbatches = Row(
+        "EXCH-32", ExchangeStep(), judge_kept_outputs, when=outputs_meet_others
+    )
+    """An output and the delivered rows hold their bytes until their own backward has ended."""
 
-    @requirement("EXCH-32", run=ExchangeStep(option="capacity padding"), when=outputs_meet_others)
-    def test_outputs_of_filled_experts_outlive_others(self, reading: Reading, tally: Tally) -> None:
-        """Nor is an output overwritten with capacity.padded."""
-        judge_kept_outputs(reading, tally)
+    test_outputs_of_filled_experts_outlive_others = Row(
+        "EXCH-32", ExchangeStep(option="capacity padding"), judge_kept_outputs, when=outputs_meet_others
+    )
+    """Nor is an output overwritten with capacity.padded."""
 
-    @requirement("EXCH-32", run=ExchangeStep(answered="identity"), when=outputs_meet_others)
-    def test_outputs_of_the_same_tensor_outlive_others(self, reading: Reading, tally: Tally) -> None:
-        """Nor where experts return the tensor that they received."""
-        judge_kept_outputs(reading, tally)
+    test_outputs_of_the_same_tensor_outlive_others = Row(
+        "EXCH-32", ExchangeStep(answered="identity"), judge_kept_outputs, when=outputs_meet_others
+    )
+    """Nor where experts return the tensor that they received."""
 
-    @requirement("EXCH-32", run=ExchangeStep(option="packing"), when=outputs_meet_others)
-    def test_outputs_of_packed_sequences_outlive_others(self, reading: Reading, tally: Tally) -> None:
-        """Nor in an exchange for packed sequences."""
-        judge_kept_outputs(reading, tally)
+    test_outputs_of_packed_sequences_outlive_others = Row(
+        "EXCH-32", ExchangeStep(option="packing"), judge_kept_outputs, when=outputs_meet_others
+    )
+    """Nor in an exchange for packed sequences."""
 
-    @requirement("EXCH-32", run=ExchangeStep(tokens="duplicated"), when=outputs_meet_others)
-    def test_outputs_of_copies_outlive_others(self, reading: Reading, tally: Tally) -> None:
-        """Nor where all tp ranks hold the same tokens."""
-        judge_kept_outputs(reading, tally)
+    test_outputs_of_copies_outlive_others = Row(
+        "EXCH-32", ExchangeStep(tokens="duplicated"), judge_kept_outputs, when=outputs_meet_others
+    )
+    """Nor where all tp ranks hold the same tokens."""
 
     @requirement("EXCH-38", run=ExchangeStep(), when=without_gradients)
     def test_inference_delivers_and_answers_alike(self, reading: Reading, tally: Tally) -> None:
@@ -180,7 +160,5 @@ class TestBehaviour:
         judge_dx(reading, tally)
         judge_dweights(reading, tally)
 
-    @requirement("EXCH-11", run=ExchangeStep())
-    def test_global_state_is_left_alone(self, reading: Reading, tally: Tally) -> None:
-        """Random generators, default dtype, grad mode, deterministic flags and threads are as before the step."""
-        judge_state(reading, tally)
+    test_global_state_is_left_alone = Row("EXCH-11", ExchangeStep(), judge_state)
+    """Random generators, default dtype, grad mode, deterministic flags and threads are as before the step."""

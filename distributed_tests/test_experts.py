@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_conformance.chapters.experts.judge import judge_matching_parts
 from moe_conformance.judging.observed.aliasing import judge_kept_outputs, judge_state
 from moe_conformance.judging.observed.run import Reading
-from moe_conformance.judging.shared.equivalence.runs import RunTwins, judge_same_answers
+from moe_conformance.judging.shared.equivalence.runs import judge_same_answers
 from moe_conformance.judging.shared.exchange.outputs import judge_form, judge_inputs
 from moe_conformance.judging.shared.experts.experts import (
     judge_expert_gradients,
@@ -18,6 +18,7 @@ from moe_conformance.judging.shared.experts.experts import (
 )
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
+from moe_conformance.spec.row import Row
 from moe_conformance.workloads import laws
 from moe_conformance.workloads.records.features import bare_answers, has_filled_memory, outputs_meet_others
 from moe_conformance.workloads.records.runs import ExpertsStep
@@ -35,30 +36,22 @@ def cut_over_etp(workload: Workload) -> bool:
 
 
 class TestOwnExperts:
-    @requirement("EXPT-01", run=ExpertsStep())
-    def test_output_is_that_of_the_dense_formulation(self, reading: Reading, tally: Tally) -> None:
-        """The output is the weighted sum of SwiGLU experts, within the rounding error of the dtype."""
-        judge_own_outputs(reading, tally)
+    test_output_is_that_of_the_dense_formulation = Row("EXPT-01", ExpertsStep(), judge_own_outputs)
+    """The output is the weighted sum of SwiGLU experts, within the rounding error of the dtype."""
 
-    @requirement("EXCH-07", run=ExpertsStep())
-    def test_output_has_the_form_of_the_input(self, reading: Reading, tally: Tally) -> None:
-        """With own experts too, the output has the input's form."""
-        judge_form(reading, tally)
+    test_output_has_the_form_of_the_input = Row("EXCH-07", ExpertsStep(), judge_form)
+    """With own experts too, the output has the input's form."""
 
-    @requirement("EXCH-08", run=ExpertsStep())
-    def test_inputs_are_left_alone(self, reading: Reading, tally: Tally) -> None:
-        """Own experts write into no token, id, weight or upstream gradient either."""
-        judge_inputs(reading, tally)
+    test_inputs_are_left_alone = Row("EXCH-08", ExpertsStep(), judge_inputs)
+    """Own experts write into no token, id, weight or upstream gradient either."""
 
-    @requirement("EXCH-11", run=ExpertsStep())
-    def test_global_state_is_left_alone(self, reading: Reading, tally: Tally) -> None:
-        """Nor do they leave random generators, flags or threads otherwise than they were."""
-        judge_state(reading, tally)
+    test_global_state_is_left_alone = Row("EXCH-11", ExpertsStep(), judge_state)
+    """Nor do they leave random generators, flags or threads otherwise than they were."""
 
-    @requirement("EXCH-32", run=ExpertsStep(), when=outputs_meet_others)
-    def test_outputs_outlive_other_microbatches(self, reading: Reading, tally: Tally) -> None:
-        """The output of own experts holds its bytes until its own backward has ended."""
-        judge_kept_outputs(reading, tally)
+    test_outputs_outlive_other_microbatches = Row(
+        "EXCH-32", ExpertsStep(), judge_kept_outputs, when=outputs_meet_others
+    )
+    """The output of own experts holds its bytes until its own backward has ended."""
 
     @requirement("EXCH-39", run=ExpertsStep(), when=has_filled_memory)
     def test_uninitialised_memory_reaches_nothing(self, reading: Reading, tally: Tally) -> None:
@@ -68,15 +61,13 @@ class TestOwnExperts:
         judge_own_dweights(reading, tally)
         judge_expert_gradients(reading, tally)
 
-    @requirement("EXPT-08", run=ExpertsStep(), when=bare_answers)
-    def test_an_answer_does_not_depend_on_other_rows(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """The output of an expert for a row has the same bits alone, among fewer rows and in another order."""
-        judge_same_answers(reading, twins(laws.among_fewer(reading.outcome.workload)), tally)
+    test_an_answer_does_not_depend_on_other_rows = Row(
+        "EXPT-08", ExpertsStep(), judge_same_answers, when=bare_answers, twins=laws.among_fewer
+    )
+    """The output of an expert for a row has the same bits alone, among fewer rows and in another order."""
 
-    @requirement("EXPT-02", run=ExpertsStep())
-    def test_windows_cover_every_parameter(self, reading: Reading, tally: Tally) -> None:
-        """The windows on the experts' parameters are views, disjoint and complete."""
-        judge_windows(reading, tally)
+    test_windows_cover_every_parameter = Row("EXPT-02", ExpertsStep(), judge_windows)
+    """The windows on the experts' parameters are views, disjoint and complete."""
 
     @requirement("EXPT-05", run=ExpertsStep(), when=cut_over_etp)
     def test_parts_of_an_expert_match(self, reading: Reading, tally: Tally) -> None:
@@ -104,7 +95,5 @@ class TestOwnExperts:
         judge_own_dweights(reading, tally)
         judge_expert_gradients(reading, tally)
 
-    @requirement("EXPT-03", run=ExpertsStep(), when=says_where_weights_go)
-    def test_weights_are_applied_where_asked(self, reading: Reading, tally: Tally) -> None:
-        """With weights_applied="input" weights are applied before the activation, with "output" after it."""
-        judge_weight_place(reading, tally)
+    test_weights_are_applied_where_asked = Row("EXPT-03", ExpertsStep(), judge_weight_place, when=says_where_weights_go)
+    """With weights_applied="input" weights are applied before the activation, with "output" after it."""

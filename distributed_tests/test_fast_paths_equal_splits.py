@@ -15,8 +15,8 @@ from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries
 from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.shared.exchange.outputs import judge_outputs
 from moe_conformance.judging.verdict import Tally
-from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
+from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.runs import ExchangeStep, Script
 from moe_conformance.workloads.records.workload import Workload
 
@@ -27,37 +27,25 @@ def uncut(workload: Workload) -> bool:
 
 
 class TestPieces:
-    @requirement("FAST-01", run=Script("equal_splits"))
-    def test_rows_are_first_and_zeros_behind(self, outcome: Outcome, tally: Tally) -> None:
-        """A padded piece has its rows in their order, then zeros."""
-        judge_padded(outcome, tally)
+    test_rows_are_first_and_zeros_behind = Row("FAST-01", Script("equal_splits"), judge_padded)
+    """A padded piece has its rows in their order, then zeros."""
 
-    @requirement("FAST-02", run=Script("equal_splits"))
-    def test_what_is_cut_back_has_the_same_bits(self, outcome: Outcome, tally: Tally) -> None:
-        """Cutting back undoes padding, whatever stands in the padding."""
-        judge_compacted(outcome, tally)
+    test_what_is_cut_back_has_the_same_bits = Row("FAST-02", Script("equal_splits"), judge_compacted)
+    """Cutting back undoes padding, whatever stands in the padding."""
 
-    @requirement("FAST-03", run=Script("equal_splits"))
-    def test_padding_has_no_part_in_gradients(self, outcome: Outcome, tally: Tally) -> None:
-        """Rows have the upstream gradient of their own place; NaN in that of padding reaches nothing."""
-        judge_gradients(outcome, tally)
+    test_padding_has_no_part_in_gradients = Row("FAST-03", Script("equal_splits"), judge_gradients)
+    """Rows have the upstream gradient of their own place; NaN in that of padding reaches nothing."""
 
-    @requirement("FAST-04", run=Script("equal_splits"))
-    def test_ranks_agree_on_a_size(self, outcome: Outcome, tally: Tally) -> None:
-        """All ranks of ep pad to one size, which holds the largest piece of any of them."""
-        judge_sizes(outcome, tally)
+    test_ranks_agree_on_a_size = Row("FAST-04", Script("equal_splits"), judge_sizes)
+    """All ranks of ep pad to one size, which holds the largest piece of any of them."""
 
-    @requirement("EXCH-08", run=Script("equal_splits"))
-    def test_arguments_are_left_alone(self, outcome: Outcome, tally: Tally) -> None:
-        """Rows and upstream gradients hold the bytes that were given."""
-        judge_arguments(outcome, tally)
+    test_arguments_are_left_alone = Row("EXCH-08", Script("equal_splits"), judge_arguments)
+    """Rows and upstream gradients hold the bytes that were given."""
 
 
 class TestExchange:
-    @requirement("FAST-04", run=ExchangeStep(option="equal splits"), when=uncut)
-    def test_splits_are_equal(self, reading: Reading, tally: Tally) -> None:
-        """Every all-to-all of rows has one size of splits, forward and backward."""
-        judge_equal_splits(reading, tally)
+    test_splits_are_equal = Row("FAST-04", ExchangeStep(option="equal splits"), judge_equal_splits, when=uncut)
+    """Every all-to-all of rows has one size of splits, forward and backward."""
 
     @requirement("FAST-05", run=ExchangeStep(option="equal splits"))
     def test_results_are_those_of_uneven_splits(self, reading: Reading, tally: Tally) -> None:

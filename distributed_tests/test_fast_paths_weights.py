@@ -13,9 +13,7 @@ from moe_conformance.chapters.fast_paths.judge.changed_weights import (
     judge_strided,
     judge_unequal,
 )
-from moe_conformance.judging.verdict import Tally
-from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.spec import requirement
+from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.changes import Recorded, Replaced, Unrecorded
 from moe_conformance.workloads.records.runs import ON_CHANGING_EXPERTS
 from moe_conformance.workloads.records.workload import Workload
@@ -61,42 +59,28 @@ def unequal(workload: Workload) -> bool:
 
 
 class TestExpertsWithoutGradients:
-    @requirement("FAST-06", run=ON_CHANGING_EXPERTS, when=changed(Recorded))
-    def test_recorded_changes_are_used(self, outcome: Outcome, tally: Tally) -> None:
-        """The forward behind a change that version counters record is that of the new values."""
-        judge_present(outcome, tally)
+    test_recorded_changes_are_used = Row("FAST-06", ON_CHANGING_EXPERTS, judge_present, when=changed(Recorded))
+    """The forward behind a change that version counters record is that of the new values."""
 
-    @requirement("FAST-07", run=ON_CHANGING_EXPERTS, when=changed(Unrecorded))
-    def test_unrecorded_changes_are_used(self, outcome: Outcome, tally: Tally) -> None:
-        """The forward behind a change that leaves no trace is that of the new values."""
-        judge_present(outcome, tally)
+    test_unrecorded_changes_are_used = Row("FAST-07", ON_CHANGING_EXPERTS, judge_present, when=changed(Unrecorded))
+    """The forward behind a change that leaves no trace is that of the new values."""
 
-    @requirement("FAST-08", run=ON_CHANGING_EXPERTS, when=changed(Replaced))
-    def test_replaced_weights_are_used(self, outcome: Outcome, tally: Tally) -> None:
-        """The forward behind another parameter, storage or dtype, or behind another gathering, is of the new values."""
-        judge_present(outcome, tally)
+    test_replaced_weights_are_used = Row("FAST-08", ON_CHANGING_EXPERTS, judge_present, when=changed(Replaced))
+    """The forward behind another parameter, storage or dtype, or behind another gathering, is of the new values."""
 
-    @requirement("FAST-09", run=ON_CHANGING_EXPERTS, when=asks_for_memory)
-    def test_replaced_weights_are_freed(self, outcome: Outcome, tally: Tally) -> None:
-        """No tensor holds what weights were before they were replaced, nor what deleted experts had."""
-        judge_memory(outcome, tally)
+    test_replaced_weights_are_freed = Row("FAST-09", ON_CHANGING_EXPERTS, judge_memory, when=asks_for_memory)
+    """No tensor holds what weights were before they were replaced, nor what deleted experts had."""
 
-    @requirement("FAST-10", run=ON_CHANGING_EXPERTS, when=goes_backward)
-    def test_gradients_know_nothing_of_forwards_without(self, outcome: Outcome, tally: Tally) -> None:
-        """Every parameter has the gradient that it has if no forward without gradients was made before."""
-        judge_gradients(outcome, tally)
+    test_gradients_know_nothing_of_forwards_without = Row(
+        "FAST-10", ON_CHANGING_EXPERTS, judge_gradients, when=goes_backward
+    )
+    """Every parameter has the gradient that it has if no forward without gradients was made before."""
 
-    @requirement("FAST-11", run=ON_CHANGING_EXPERTS, when=counted)
-    def test_grad_modes_have_one_output(self, outcome: Outcome, tally: Tally) -> None:
-        """With gradients, under no_grad and in inference mode the outputs are the same within rounding."""
-        judge_modes(outcome, tally)
+    test_grad_modes_have_one_output = Row("FAST-11", ON_CHANGING_EXPERTS, judge_modes, when=counted)
+    """With gradients, under no_grad and in inference mode the outputs are the same within rounding."""
 
-    @requirement("FAST-12", run=ON_CHANGING_EXPERTS, when=unequal)
-    def test_unequal_counts_are_followed(self, outcome: Outcome, tally: Tally) -> None:
-        """Where counts are not equal, or not known, every row still goes to its own expert."""
-        judge_unequal(outcome, tally)
+    test_unequal_counts_are_followed = Row("FAST-12", ON_CHANGING_EXPERTS, judge_unequal, when=unequal)
+    """Where counts are not equal, or not known, every row still goes to its own expert."""
 
-    @requirement("FAST-13", run=ON_CHANGING_EXPERTS, when=strided)
-    def test_strides_change_nothing(self, outcome: Outcome, tally: Tally) -> None:
-        """Rows and upstream gradients give the same however they lie in memory."""
-        judge_strided(outcome, tally)
+    test_strides_change_nothing = Row("FAST-13", ON_CHANGING_EXPERTS, judge_strided, when=strided)
+    """Rows and upstream gradients give the same however they lie in memory."""

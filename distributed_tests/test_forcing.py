@@ -57,44 +57,41 @@ from moe_conformance.judging.shared.equivalence.runs import RunTwins
 from moe_conformance.judging.shared.router.capacity import judge_fit
 from moe_conformance.judging.shared.router.routers import judge_load
 from moe_conformance.judging.verdict import Tally
-from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
+from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.runs import ON_SESSION, ExchangeStep, RouterStep
 from moe_conformance.workloads.records.workload import Workload
 
 
 class TestRoutes:
-    @requirement("FORCE-02", run=RouterStep(forced="routes"))
-    def test_the_reported_load_is_that_of_the_forced_ids(self, reading: Reading, tally: Tally) -> None:
-        """With forced routing tokens have K different experts, and the router reports the load of each."""
-        judge_load(reading, tally)
+    test_the_reported_load_is_that_of_the_forced_ids = Row("FORCE-02", RouterStep(forced="routes"), judge_load)
+    """With forced routing tokens have K different experts, and the router reports the load of each."""
 
-    @requirement("FORCE-03", run=RouterStep(forced="routes"), when=forces_ids)
-    def test_round_robin_balances_every_rank(self, reading: Reading, tally: Tally) -> None:
-        """With round robin the loads of experts differ by at most one."""
-        judge_forced_loads(reading, tally)
-
-    @requirement("FORCE-03", run=RouterStep(forced="routes"), when=forces_ids)
-    def test_round_robin_draws_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Round robin gives the same routes whatever the random state."""
-        judge_same_choices(reading, twins(determinism.seeded(reading.outcome.workload)), tally)
-
-    @requirement("FORCE-03", run=RouterStep(forced="draws"), when=forces_ids)
-    def test_round_robin_balances_copies(self, reading: Reading, tally: Tally) -> None:
-        """With round robin the loads of tokens held by all tp ranks differ by at most one on every rank."""
-        judge_forced_loads(reading, tally)
-
-    @requirement("FORCE-04", run=RouterStep(forced="routes"), when=several_sources)
-    def test_round_robin_balances_all_ranks(self, reading: Reading, tally: Tally) -> None:
-        """With round robin the loads of experts also differ by at most one over ranks of equally many tokens."""
-        judge_loads_over_ranks(reading, tally)
-
-    @requirement(
-        "FORCE-18", run=RouterStep(forced="routes"), when=lambda workload: workload.config.routing.groups is not None
+    test_round_robin_balances_every_rank = Row(
+        "FORCE-03", RouterStep(forced="routes"), judge_forced_loads, when=forces_ids
     )
-    def test_groups_limit_forced_logits_and_no_forced_ids(self, reading: Reading, tally: Tally) -> None:
-        """Forced logits select within the best groups of their own; forced ids ignore the group limit."""
-        judge_forced_groups(reading, tally)
+    """With round robin the loads of experts differ by at most one."""
+
+    test_round_robin_draws_nothing = Row(
+        "FORCE-03", RouterStep(forced="routes"), judge_same_choices, when=forces_ids, twins=determinism.seeded
+    )
+    """Round robin gives the same routes whatever the random state."""
+
+    test_round_robin_balances_copies = Row("FORCE-03", RouterStep(forced="draws"), judge_forced_loads, when=forces_ids)
+    """With round robin the loads of tokens held by all tp ranks differ by at most one on every rank."""
+
+    test_round_robin_balances_all_ranks = Row(
+        "FORCE-04", RouterStep(forced="routes"), judge_loads_over_ranks, when=several_sources
+    )
+    """With round robin the loads of experts also differ by at most one over ranks of equally many tokens."""
+
+    test_groups_limit_forced_logits_and_no_forced_ids = Row(
+        "FORCE-18",
+        RouterStep(forced="routes"),
+        judge_forced_groups,
+        when=lambda workload: workload.config.routing.groups is not None,
+    )
+    """Forced logits select within the best groups of their own; forced ids ignore the group limit."""
 
 
 def by(*strategies: str) -> Callable[[Workload], bool]:
@@ -103,66 +100,52 @@ def by(*strategies: str) -> Callable[[Workload], bool]:
 
 
 class TestHot:
-    @requirement("FORCE-09", run=RouterStep(forced="hot"), when=by("worst_rank"))
-    def test_one_rank_gets_all_it_can(self, reading: Reading, tally: Tally) -> None:
-        """With the worst-rank strategy all source ranks send one rank as many slots of each token as it has experts."""
-        judge_hot_rank(reading, tally)
+    test_one_rank_gets_all_it_can = Row("FORCE-09", RouterStep(forced="hot"), judge_hot_rank, when=by("worst_rank"))
+    """With the worst-rank strategy all source ranks send one rank as many slots of each token as it has experts."""
 
-    @requirement("FORCE-13", run=RouterStep(forced="hot"), when=by("one_expert"))
-    def test_one_expert_gets_every_token(self, reading: Reading, tally: Tally) -> None:
-        """With the one-expert strategy an expert gets every token, and the others get equally many."""
-        judge_hot_expert(reading, tally)
+    test_one_expert_gets_every_token = Row(
+        "FORCE-13", RouterStep(forced="hot"), judge_hot_expert, when=by("one_expert")
+    )
+    """With the one-expert strategy an expert gets every token, and the others get equally many."""
 
-    @requirement("FORCE-14", run=RouterStep(forced="hot"), when=by("one_node"))
-    def test_one_node_gets_all_it_can(self, reading: Reading, tally: Tally) -> None:
-        """With the one-node strategy the experts of a node get as many slots of each token as possible, evenly."""
-        judge_hot_node(reading, tally)
+    test_one_node_gets_all_it_can = Row("FORCE-14", RouterStep(forced="hot"), judge_hot_node, when=by("one_node"))
+    """With the one-node strategy the experts of a node get as many slots of each token as possible, evenly."""
 
-    @requirement("FORCE-15", run=RouterStep(forced="hot"), when=by("alternating"))
-    def test_the_hot_rank_goes_round(self, reading: Reading, tally: Tally) -> None:
-        """With the alternating strategy the hot rank is the next one in each forward, on all source ranks."""
-        judge_alternating(reading, tally)
+    test_the_hot_rank_goes_round = Row("FORCE-15", RouterStep(forced="hot"), judge_alternating, when=by("alternating"))
+    """With the alternating strategy the hot rank is the next one in each forward, on all source ranks."""
 
-    @requirement("FORCE-21", run=RouterStep(forced="hot"), when=by("ratio"))
-    def test_one_rank_gets_a_multiple_of_the_others(self, reading: Reading, tally: Tally) -> None:
-        """With the ratio strategy one rank gets so many times the load of each other rank, which get equally many."""
-        judge_ratio(reading, tally)
+    test_one_rank_gets_a_multiple_of_the_others = Row(
+        "FORCE-21", RouterStep(forced="hot"), judge_ratio, when=by("ratio")
+    )
+    """With the ratio strategy one rank gets so many times the load of each other rank, which get equally many."""
 
-    @requirement("FORCE-02", run=RouterStep(forced="hot"))
-    def test_the_reported_load_is_that_of_hot_ids(self, reading: Reading, tally: Tally) -> None:
-        """With hot ranks tokens have K different experts, and the router reports the load of each."""
-        judge_load(reading, tally)
+    test_the_reported_load_is_that_of_hot_ids = Row("FORCE-02", RouterStep(forced="hot"), judge_load)
+    """With hot ranks tokens have K different experts, and the router reports the load of each."""
 
-    @requirement("FORCE-05", run=RouterStep(forced="hot"))
-    def test_hot_experts_weigh_their_own_scores(self, reading: Reading, tally: Tally) -> None:
-        """The weights of hot experts are their scores, normalised, with their gradients."""
-        judge_forced_weights(reading, tally)
+    test_hot_experts_weigh_their_own_scores = Row("FORCE-05", RouterStep(forced="hot"), judge_forced_weights)
+    """The weights of hot experts are their scores, normalised, with their gradients."""
 
 
 class TestDrops:
-    @requirement("FORCE-19", run=RouterStep(forced="hot", capacity=True))
-    def test_experts_keep_as_many_forced_tokens_as_fit(self, reading: Reading, tally: Tally) -> None:
-        """A forced slot is dropped only where its expert is at capacity, as any other."""
-        judge_fit(reading, tally)
+    test_experts_keep_as_many_forced_tokens_as_fit = Row("FORCE-19", RouterStep(forced="hot", capacity=True), judge_fit)
+    """A forced slot is dropped only where its expert is at capacity, as any other."""
 
 
 class TestRefused:
-    @requirement("FORCE-17", run=ON_SESSION, when=lambda workload: workload.name in REFUSED)
-    def test_one_strategy_at_a_time(self, outcome: Outcome, tally: Tally) -> None:
-        """A router with two strategies, or without the parameter of one, is refused on every rank."""
-        judge_strategies_refused(outcome, tally)
+    test_one_strategy_at_a_time = Row(
+        "FORCE-17", ON_SESSION, judge_strategies_refused, when=lambda workload: workload.name in REFUSED
+    )
+    """A router with two strategies, or without the parameter of one, is refused on every rank."""
 
 
 class TestDraws:
-    @requirement("FORCE-06", run=RouterStep(forced="draws"), when=draws_at_random)
-    def test_random_logits_route_at_random(self, reading: Reading, tally: Tally) -> None:
-        """Random logits load experts evenly up to chance, and differ between forwards and between tokens."""
-        judge_random(reading, tally)
+    test_random_logits_route_at_random = Row("FORCE-06", RouterStep(forced="draws"), judge_random, when=draws_at_random)
+    """Random logits load experts evenly up to chance, and differ between forwards and between tokens."""
 
-    @requirement("DET-03", run=RouterStep(forced="routes"), when=forces_logits)
-    def test_draws_leave_other_generators_alone(self, reading: Reading, tally: Tally) -> None:
-        """The generators of the process are where they would be without random logits."""
-        judge_state(reading, tally)
+    test_draws_leave_other_generators_alone = Row(
+        "DET-03", RouterStep(forced="routes"), judge_state, when=forces_logits
+    )
+    """The generators of the process are where they would be without random logits."""
 
     @requirement("DET-03", run=RouterStep(forced="draws"))
     def test_draws_and_those_of_others_do_not_meet(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
@@ -170,92 +153,93 @@ class TestDraws:
         judge_state(reading, tally)
         judge_choices_behind_draws(twins(determinism.behind_draws(reading.outcome.workload)), tally)
 
-    @requirement("FORCE-08", run=RouterStep(forced="draws"), when=biased)
-    def test_a_bias_has_the_deviation_that_was_asked_for(self, reading: Reading, tally: Tally) -> None:
-        """Every expert has one bias for all tokens, of that deviation."""
-        judge_bias_draws(reading, tally)
+    test_a_bias_has_the_deviation_that_was_asked_for = Row(
+        "FORCE-08", RouterStep(forced="draws"), judge_bias_draws, when=biased
+    )
+    """Every expert has one bias for all tokens, of that deviation."""
 
-    @requirement("FORCE-10", run=RouterStep(forced="draws"), when=bias_decides_alone)
-    def test_a_bias_is_drawn_anew_or_kept(self, reading: Reading, tally: Tally) -> None:
-        """A positive deviation draws a bias in every forward, and a negative one draws one of every layer."""
-        judge_bias_in_turn(reading, tally)
+    test_a_bias_is_drawn_anew_or_kept = Row(
+        "FORCE-10", RouterStep(forced="draws"), judge_bias_in_turn, when=bias_decides_alone
+    )
+    """A positive deviation draws a bias in every forward, and a negative one draws one of every layer."""
 
-    @requirement("FORCE-11", run=RouterStep(forced="draws"), when=bias_decides_alone)
-    def test_all_ranks_draw_the_same_bias(self, reading: Reading, tally: Tally) -> None:
-        """The bias is the same on all ranks of a pipeline stage, also after a forward without tokens."""
-        judge_bias_on_ranks(reading, tally)
+    test_all_ranks_draw_the_same_bias = Row(
+        "FORCE-11", RouterStep(forced="draws"), judge_bias_on_ranks, when=bias_decides_alone
+    )
+    """The bias is the same on all ranks of a pipeline stage, also after a forward without tokens."""
 
 
 class TestSpread:
-    @requirement("FORCE-22", run=RouterStep(forced="spread"))
-    def test_a_larger_bias_is_more_uneven(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """The most loaded of eight ranks has more with a larger deviation of the bias."""
-        judge_spread(reading, twins(with_deviations(reading.outcome.workload)), tally)
+    test_a_larger_bias_is_more_uneven = Row(
+        "FORCE-22", RouterStep(forced="spread"), judge_spread, twins=with_deviations
+    )
+    """The most loaded of eight ranks has more with a larger deviation of the bias."""
 
 
 class TestOthers:
-    @requirement("FORCE-01", run=RouterStep(), when=lambda workload: workload.name == "route-groups-top2-softmax")
-    def test_forced_routers_beside_change_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """A router without forced routing gives the same bits, whatever forces the routers beside it."""
-        judge_same_bits(reading, twins(beside_forced(reading.outcome.workload)), tally)
+    test_forced_routers_beside_change_nothing = Row(
+        "FORCE-01",
+        RouterStep(),
+        judge_same_bits,
+        when=lambda workload: workload.name == "route-groups-top2-softmax",
+        twins=beside_forced,
+    )
+    """A router without forced routing gives the same bits, whatever forces the routers beside it."""
 
-    @requirement("FORCE-12", run=RouterStep(forced="draws"), when=beside_others)
-    def test_a_kept_bias_belongs_to_its_router(self, reading: Reading, tally: Tally) -> None:
-        """A kept bias has its own deviation and experts, whatever other routers of the process keep."""
-        judge_bias_draws(reading, tally)
+    test_a_kept_bias_belongs_to_its_router = Row(
+        "FORCE-12", RouterStep(forced="draws"), judge_bias_draws, when=beside_others
+    )
+    """A kept bias has its own deviation and experts, whatever other routers of the process keep."""
 
 
 class TestWeights:
-    @requirement("FORCE-05", run=RouterStep(forced="masked"))
-    def test_forced_experts_that_are_masked_weigh_nothing(self, reading: Reading, tally: Tally) -> None:
-        """A forced expert at -inf has the weight 0, and weights are finite where all of them are."""
-        judge_masked_weights(reading, tally)
+    test_forced_experts_that_are_masked_weigh_nothing = Row(
+        "FORCE-05", RouterStep(forced="masked"), judge_masked_weights
+    )
+    """A forced expert at -inf has the weight 0, and weights are finite where all of them are."""
 
-    @requirement("FORCE-05", run=RouterStep(forced="routes"), when=forces_ids)
-    def test_forced_experts_weigh_their_own_scores(self, reading: Reading, tally: Tally) -> None:
-        """The weights of forced experts are their scores, normalised, scaled and differentiated as usual."""
-        judge_forced_weights(reading, tally)
+    test_forced_experts_weigh_their_own_scores = Row(
+        "FORCE-05", RouterStep(forced="routes"), judge_forced_weights, when=forces_ids
+    )
+    """The weights of forced experts are their scores, normalised, scaled and differentiated as usual."""
 
-    @requirement("FORCE-07", run=RouterStep(forced="routes"), when=forces_logits)
-    def test_gradients_go_straight_through_forced_logits(self, reading: Reading, tally: Tally) -> None:
-        """Tokens and parameters receive the gradient of forced logits, as for the router's own logits."""
-        judge_straight_through(reading, tally)
+    test_gradients_go_straight_through_forced_logits = Row(
+        "FORCE-07", RouterStep(forced="routes"), judge_straight_through, when=forces_logits
+    )
+    """Tokens and parameters receive the gradient of forced logits, as for the router's own logits."""
 
 
 class TestDelivered:
-    @requirement("FORCE-20", run=ExchangeStep(routed="both forced"))
-    def test_what_a_forced_router_reports_is_delivered(self, reading: Reading, tally: Tally) -> None:
-        """Where router and exchange are forced, rows, outputs and gradients are those of the reported ids."""
-        judge_reported_routes(reading, tally)
+    test_what_a_forced_router_reports_is_delivered = Row(
+        "FORCE-20", ExchangeStep(routed="both forced"), judge_reported_routes
+    )
+    """Where router and exchange are forced, rows, outputs and gradients are those of the reported ids."""
 
-    @requirement("FORCE-20", run=ExchangeStep(routed="router forced"))
-    def test_an_exchange_need_not_know_that_ids_are_forced(self, reading: Reading, tally: Tally) -> None:
-        """So they are where forcing is asked of the router alone."""
-        judge_reported_routes(reading, tally)
+    test_an_exchange_need_not_know_that_ids_are_forced = Row(
+        "FORCE-20", ExchangeStep(routed="router forced"), judge_reported_routes
+    )
+    """So they are where forcing is asked of the router alone."""
 
-    @requirement("FORCE-20", run=ExchangeStep(routed="exchange forced"))
-    def test_an_exchange_does_not_assume_that_ids_are_forced(self, reading: Reading, tally: Tally) -> None:
-        """So they are where it is asked of the exchange alone, and the router selects by its scores."""
-        judge_reported_routes(reading, tally)
+    test_an_exchange_does_not_assume_that_ids_are_forced = Row(
+        "FORCE-20", ExchangeStep(routed="exchange forced"), judge_reported_routes
+    )
+    """So they are where it is asked of the exchange alone, and the router selects by its scores."""
 
 
 class TestReport:
-    @requirement("FORCE-20", run=RouterStep(forced="routes"))
-    def test_the_reported_strategy_is_in_force(self, reading: Reading, tally: Tally) -> None:
-        """The strategy that a router reports is the one that was asked for, and its scores do not decide."""
-        judge_strategy_in_force(reading, tally)
+    test_the_reported_strategy_is_in_force = Row("FORCE-20", RouterStep(forced="routes"), judge_strategy_in_force)
+    """The strategy that a router reports is the one that was asked for, and its scores do not decide."""
 
-    @requirement("FORCE-23", run=RouterStep(forced="routes"))
-    def test_forcing_is_reported(self, reading: Reading, tally: Tally) -> None:
-        """A router reports its strategy and the deviation of its bias, resolved or in a warning."""
-        judge_reported(reading, tally)
+    test_forcing_is_reported = Row("FORCE-23", RouterStep(forced="routes"), judge_reported)
+    """A router reports its strategy and the deviation of its bias, resolved or in a warning."""
 
-    @requirement("FORCE-23", run=RouterStep(forced="hot"))
-    def test_hot_ranks_are_reported(self, reading: Reading, tally: Tally) -> None:
-        """So it does with hot ranks, nodes and experts."""
-        judge_reported(reading, tally)
+    test_hot_ranks_are_reported = Row("FORCE-23", RouterStep(forced="hot"), judge_reported)
+    """So it does with hot ranks, nodes and experts."""
 
-    @requirement("FORCE-23", run=RouterStep(), when=lambda workload: workload.name == "route-groups-top2-softmax")
-    def test_where_nothing_is_forced_nothing_is_reported(self, reading: Reading, tally: Tally) -> None:
-        """A router without forced routing reports no strategy."""
-        judge_nothing_reported(reading, tally)
+    test_where_nothing_is_forced_nothing_is_reported = Row(
+        "FORCE-23",
+        RouterStep(),
+        judge_nothing_reported,
+        when=lambda workload: workload.name == "route-groups-top2-softmax",
+    )
+    """A router without forced routing reports no strategy."""

@@ -33,6 +33,7 @@ from moe_conformance.judging.shared.experts.experts import (
 )
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
+from moe_conformance.spec.row import Row
 from moe_conformance.workloads import laws
 from moe_conformance.workloads.records.features import (
     differentiated,
@@ -52,10 +53,8 @@ def fills_up_or_likened(workload: Workload) -> bool:
 
 
 class TestExchange:
-    @requirement("GRAD-01", run=ExchangeStep())
-    def test_upstream_gradient_reaches_the_experts(self, reading: Reading, tally: Tally) -> None:
-        """The gradient at an expert output is the token's upstream gradient, times the weight if combine applies it."""
-        judge_out_gradients(reading, tally)
+    test_upstream_gradient_reaches_the_experts = Row("GRAD-01", ExchangeStep(), judge_out_gradients)
+    """The gradient at an expert output is the token's upstream gradient, times the weight if combine applies it."""
 
     @requirement("GRAD-02", run=ExchangeStep())
     def test_tokens_get_the_sum_over_their_slots(self, reading: Reading, tally: Tally) -> None:
@@ -63,57 +62,53 @@ class TestExchange:
         judge_rows_gradients(reading, tally)
         judge_dx(reading, tally)
 
-    @requirement("GRAD-03", run=ExchangeStep())
-    def test_every_weight_gets_its_own_gradient(self, reading: Reading, tally: Tally) -> None:
-        """The gradient of a weight is the dot product of its own expert's output and its token's upstream gradient."""
-        judge_dweights(reading, tally)
+    test_every_weight_gets_its_own_gradient = Row("GRAD-03", ExchangeStep(), judge_dweights)
+    """The gradient of a weight is the dot product of its own expert's output and its token's upstream gradient."""
 
-    @requirement("GRAD-02", run=ExchangeStep(answered="identity"))
-    def test_tokens_get_their_gradient_through_the_same_tensor(self, reading: Reading, tally: Tally) -> None:
-        """Where experts return their input, the gradient of a token is the weighted upstream gradient."""
-        judge_identity_dx(reading, tally)
+    test_tokens_get_their_gradient_through_the_same_tensor = Row(
+        "GRAD-02", ExchangeStep(answered="identity"), judge_identity_dx
+    )
+    """Where experts return their input, the gradient of a token is the weighted upstream gradient."""
 
-    @requirement("GRAD-03", run=ExchangeStep(answered="identity"))
-    def test_weights_get_their_gradient_of_the_same_tensor(self, reading: Reading, tally: Tally) -> None:
-        """Where experts return their input, the gradient of a weight is the dot product of row and upstream."""
-        judge_identity_dweights(reading, tally)
+    test_weights_get_their_gradient_of_the_same_tensor = Row(
+        "GRAD-03", ExchangeStep(answered="identity"), judge_identity_dweights
+    )
+    """Where experts return their input, the gradient of a weight is the dot product of row and upstream."""
 
-    @requirement("GRAD-02", run=ExchangeStep(answered="identity of parts"))
-    def test_tokens_get_every_bit_of_their_gradient(self, reading: Reading, tally: Tally) -> None:
-        """Upstream gradients and weights that use every bit of their dtype come back to their tokens unrounded."""
-        judge_answered_dx(reading, tally)
+    test_tokens_get_every_bit_of_their_gradient = Row(
+        "GRAD-02", ExchangeStep(answered="identity of parts"), judge_answered_dx
+    )
+    """Upstream gradients and weights that use every bit of their dtype come back to their tokens unrounded."""
 
-    @requirement("GRAD-03", run=ExchangeStep(answered="identity of parts"))
-    def test_weights_get_every_bit_of_their_gradient(self, reading: Reading, tally: Tally) -> None:
-        """The gradient of a weight is exact where it is one element of the expert output or of the upstream."""
-        judge_answered_dweights(reading, tally)
+    test_weights_get_every_bit_of_their_gradient = Row(
+        "GRAD-03", ExchangeStep(answered="identity of parts"), judge_answered_dweights
+    )
+    """The gradient of a weight is exact where it is one element of the expert output or of the upstream."""
 
-    @requirement("GRAD-15", run=ExchangeStep(unasked=True), when=lambda workload: "x" in workload.twist.unasked)
-    def test_weights_get_theirs_where_tokens_ask_for_none(self, reading: Reading, tally: Tally) -> None:
-        """The weights have their gradients where x asks for none, which has none."""
-        judge_asked(reading, tally)
+    test_weights_get_theirs_where_tokens_ask_for_none = Row(
+        "GRAD-15", ExchangeStep(unasked=True), judge_asked, when=lambda workload: "x" in workload.twist.unasked
+    )
+    """The weights have their gradients where x asks for none, which has none."""
 
-    @requirement("GRAD-15", run=ExchangeStep(unasked=True), when=lambda workload: "weights" in workload.twist.unasked)
-    def test_tokens_get_theirs_where_weights_ask_for_none(self, reading: Reading, tally: Tally) -> None:
-        """The tokens have their gradients where the weights ask for none, which have none."""
-        judge_asked(reading, tally)
+    test_tokens_get_theirs_where_weights_ask_for_none = Row(
+        "GRAD-15", ExchangeStep(unasked=True), judge_asked, when=lambda workload: "weights" in workload.twist.unasked
+    )
+    """The tokens have their gradients where the weights ask for none, which have none."""
 
-    @requirement("GRAD-09", run=ExchangeStep(option="capacity padding"))
-    def test_gradients_of_padding_reach_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Large gradients at capacity padding change no gradient of a token or a weight."""
-        judge_padding_gradients(reading, twins(laws.padding_gradients(reading.outcome.workload)), tally)
+    test_gradients_of_padding_reach_nothing = Row(
+        "GRAD-09", ExchangeStep(option="capacity padding"), judge_padding_gradients, twins=laws.padding_gradients
+    )
+    """Large gradients at capacity padding change no gradient of a token or a weight."""
 
-    @requirement("GRAD-09", run=ExchangeStep(), when=likened)
-    def test_gradients_of_what_is_left_over_reach_nothing(
-        self, reading: Reading, twins: RunTwins, tally: Tally
-    ) -> None:
-        """Nor do those at rows that the exchange adds as padding, or has after the last row."""
-        judge_padding_gradients(reading, twins(laws.padding_gradients(reading.outcome.workload)), tally)
+    test_gradients_of_what_is_left_over_reach_nothing = Row(
+        "GRAD-09", ExchangeStep(), judge_padding_gradients, when=likened, twins=laws.padding_gradients
+    )
+    """Nor do those at rows that the exchange adds as padding, or has after the last row."""
 
-    @requirement("GRAD-07", run=ExchangeStep(), when=lambda workload: len(workload.batches) > 1)
-    def test_gradients_outlive_the_next_microbatch(self, reading: Reading, tally: Tally) -> None:
-        """A gradient keeps its bytes while other microbatches run."""
-        judge_kept_gradients(reading, tally)
+    test_gradients_outlive_the_next_microbatch = Row(
+        "GRAD-07", ExchangeStep(), judge_kept_gradients, when=lambda workload: len(workload.batches) > 1
+    )
+    """A gradient keeps its bytes while other microbatches run."""
 
 
 class TestOwnExperts:
@@ -123,25 +118,21 @@ class TestOwnExperts:
         judge_own_dx(reading, tally)
         judge_own_dweights(reading, tally)
 
-    @requirement("GRAD-05", run=ExpertsStep())
-    def test_experts_get_the_gradient_of_all_ranks(self, reading: Reading, tally: Tally) -> None:
-        """Every owner of an expert ends with the gradient over all ranks' tokens, in the declared convention."""
-        judge_expert_gradients(reading, tally)
+    test_experts_get_the_gradient_of_all_ranks = Row("GRAD-05", ExpertsStep(), judge_expert_gradients)
+    """Every owner of an expert ends with the gradient over all ranks' tokens, in the declared convention."""
 
-    @requirement("GRAD-07", run=ExpertsStep(), when=lambda workload: len(workload.batches) > 1)
-    def test_gradients_outlive_the_next_microbatch_of_experts(self, reading: Reading, tally: Tally) -> None:
-        """With the backend's experts too, a gradient keeps its bytes while other microbatches run."""
-        judge_kept_gradients(reading, tally)
+    test_gradients_outlive_the_next_microbatch_of_experts = Row(
+        "GRAD-07", ExpertsStep(), judge_kept_gradients, when=lambda workload: len(workload.batches) > 1
+    )
+    """With the backend's experts too, a gradient keeps its bytes while other microbatches run."""
 
-    @requirement("GRAD-11", run=ExpertsStep(), when=likened_sums)
-    def test_microbatches_add_up(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Experts end with the sum of the gradients that every microbatch gives alone."""
-        judge_sum(reading, twins(laws.alone(reading.outcome.workload)), tally)
+    test_microbatches_add_up = Row("GRAD-11", ExpertsStep(), judge_sum, when=likened_sums, twins=laws.alone)
+    """Experts end with the sum of the gradients that every microbatch gives alone."""
 
-    @requirement("GRAD-11", run=ExpertsStep(), when=lambda workload: workload.twist.hooked)
-    def test_hooks_see_what_is_accumulated(self, reading: Reading, tally: Tally) -> None:
-        """What autograd passes to hooks of a parameter in every backward adds up to its gradient, bit for bit."""
-        judge_hooked(reading, tally)
+    test_hooks_see_what_is_accumulated = Row(
+        "GRAD-11", ExpertsStep(), judge_hooked, when=lambda workload: workload.twist.hooked
+    )
+    """What autograd passes to hooks of a parameter in every backward adds up to its gradient, bit for bit."""
 
     @requirement("GRAD-11", run=ExpertsStep(), when=likened_steps)
     def test_the_next_step_starts_from_zero(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
@@ -156,35 +147,33 @@ class TestOwnExperts:
         workload = reading.outcome.workload
         judge_repeated(reading, twins([determinism.deterministic(workload), *laws.unasked(workload)]), tally)
 
-    @requirement("GRAD-15", run=ExpertsStep(unasked=True))
-    def test_experts_learn_behind_tokens_that_ask_for_no_gradient(self, reading: Reading, tally: Tally) -> None:
-        """Experts of which each has as many rows receive their gradients where the rows ask for none."""
-        judge_expert_gradients(reading, tally)
+    test_experts_learn_behind_tokens_that_ask_for_no_gradient = Row(
+        "GRAD-15", ExpertsStep(unasked=True), judge_expert_gradients
+    )
+    """Experts of which each has as many rows receive their gradients where the rows ask for none."""
 
-    @requirement("GRAD-19", run=ExpertsStep(), when=likened_once)
-    def test_a_backward_may_keep_its_graph(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """With create_graph tokens, weights and experts receive the gradients that they receive without."""
-        judge_with_a_graph(reading, twins(laws.with_a_graph(reading.outcome.workload)), tally)
+    test_a_backward_may_keep_its_graph = Row(
+        "GRAD-19", ExpertsStep(), judge_with_a_graph, when=likened_once, twins=laws.with_a_graph
+    )
+    """With create_graph tokens, weights and experts receive the gradients that they receive without."""
 
-    @requirement("GRAD-09", run=ExpertsStep(), when=fills_up_or_likened)
-    def test_gradients_of_padding_reach_no_parameter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Large gradients at padding rows change no gradient of the experts' parameters either."""
-        judge_padding_gradients(reading, twins(laws.padding_gradients(reading.outcome.workload)), tally)
+    test_gradients_of_padding_reach_no_parameter = Row(
+        "GRAD-09", ExpertsStep(), judge_padding_gradients, when=fills_up_or_likened, twins=laws.padding_gradients
+    )
+    """Large gradients at padding rows change no gradient of the experts' parameters either."""
 
     @requirement("GRAD-10", run=ExpertsStep(), when=differentiated)
     def test_gradients_are_derivatives_of_the_forward(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
         """Along random directions in tokens, weights and parameters the slope of the loss is that of the gradients."""
         judge_differences(reading, laws.nudged(reading.outcome.workload), twins, tally)
 
-    @requirement("GRAD-06", run=ExpertsStep(), when=has_idle_expert)
-    def test_idle_experts_get_zeros(self, reading: Reading, tally: Tally) -> None:
-        """An expert that no token reached ends with a gradient of zeros."""
-        judge_idle_expert_gradients(reading, tally)
+    test_idle_experts_get_zeros = Row("GRAD-06", ExpertsStep(), judge_idle_expert_gradients, when=has_idle_expert)
+    """An expert that no token reached ends with a gradient of zeros."""
 
-    @requirement("GRAD-08", run=ExpertsStep(), when=lambda workload: workload.layout.edp > 1)
-    def test_replicas_hold_the_same_bytes(self, reading: Reading, tally: Tally) -> None:
-        """Ranks that hold the same part of an expert end with the same gradient, bit for bit."""
-        judge_replicas(reading, tally)
+    test_replicas_hold_the_same_bytes = Row(
+        "GRAD-08", ExpertsStep(), judge_replicas, when=lambda workload: workload.layout.edp > 1
+    )
+    """Ranks that hold the same part of an expert end with the same gradient, bit for bit."""
 
     @requirement("GRAD-16", run=ExpertsStep(option="sharding"))
     def test_sharded_gradients_make_up_those_of_all_ranks(self, reading: Reading, tally: Tally) -> None:

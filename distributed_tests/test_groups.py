@@ -18,8 +18,9 @@ from moe_conformance.judging.shared.exchange.expert_placement import judge_place
 from moe_conformance.judging.shared.exchange.outputs import judge_outputs
 from moe_conformance.judging.shared.experts.experts import judge_expert_gradients, judge_replicas
 from moe_conformance.judging.verdict import Tally
-from moe_conformance.scenarios.outcome import Outcome, Told
+from moe_conformance.scenarios.outcome import Told
 from moe_conformance.spec import requirement
+from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.runs import ON_SESSION, ExchangeStep, ExpertsStep, GroupAnswers, Script
 from moe_conformance.workloads.records.workload import Wish, Workload
 from moe_conformance.workloads.virtual import names as many_ranks_names
@@ -46,10 +47,10 @@ class TestFolding:
 
 
 class TestDivision:
-    @requirement("GROUP-03", run=ON_SESSION, when=lambda workload: workload.name in divisibility.NAMES)
-    def test_what_does_not_divide_is_refused(self, outcome: Outcome, tally: Tally) -> None:
-        """Experts or widths that the layout cannot divide are refused on every rank, with both numbers."""
-        judge_indivisible(outcome, tally)
+    test_what_does_not_divide_is_refused = Row(
+        "GROUP-03", ON_SESSION, judge_indivisible, when=lambda workload: workload.name in divisibility.NAMES
+    )
+    """Experts or widths that the layout cannot divide are refused on every rank, with both numbers."""
 
 
 def at_size(workload: Workload) -> bool:
@@ -71,28 +72,20 @@ class TestManyRanks:
         judge_outputs(reading, tally)
         judge_agreement(reading.outcome, tally)
 
-    @requirement("GROUP-06", run=ExpertsStep(), when=at_size)
-    def test_gradients_follow_their_groups(self, reading: Reading, tally: Tally) -> None:
-        """Every owner of an expert ends with the gradient of all tokens of its pipeline stage."""
-        judge_expert_gradients(reading, tally)
+    test_gradients_follow_their_groups = Row("GROUP-06", ExpertsStep(), judge_expert_gradients, when=at_size)
+    """Every owner of an expert ends with the gradient of all tokens of its pipeline stage."""
 
-    @requirement("GROUP-06", run=ExpertsStep(), when=at_size_with_replicas)
-    def test_replicas_agree_at_size(self, reading: Reading, tally: Tally) -> None:
-        """All replicas of an expert end with the same gradient, bit for bit, however many there are."""
-        judge_replicas(reading, tally)
+    test_replicas_agree_at_size = Row("GROUP-06", ExpertsStep(), judge_replicas, when=at_size_with_replicas)
+    """All replicas of an expert end with the same gradient, bit for bit, however many there are."""
 
 
 class TestTransport:
-    @requirement("GROUP-05", run=Script("transport"))
-    def test_domains_of_the_members_decide(self, outcome: Outcome, tally: Tally) -> None:
-        """A group is local if and only if all its members are in one domain, whatever its size."""
-        judge_transport(outcome, tally)
+    test_domains_of_the_members_decide = Row("GROUP-05", Script("transport"), judge_transport)
+    """A group is local if and only if all its members are in one domain, whatever its size."""
 
 
 class TestPlacement:
-    @requirement("EXPT-04", run=ExchangeStep())
-    def test_experts_are_spread_over_ep_and_named_alike_by_shards_and_replicas(
-        self, outcome: Outcome, tally: Tally
-    ) -> None:
-        """Every expert is on one ep coordinate, and shards and replicas hold the same experts in the same order."""
-        judge_placement(outcome, tally)
+    test_experts_are_spread_over_ep_and_named_alike_by_shards_and_replicas = Row(
+        "EXPT-04", ExchangeStep(), judge_placement
+    )
+    """Every expert is on one ep coordinate, and shards and replicas hold the same experts in the same order."""

@@ -11,6 +11,7 @@ from moe_conformance.chapters.losses.judge.losses import judge_gradients, judge_
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
+from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.runs import ON_TRAINING_ROUTERS
 from moe_conformance.workloads.records.workload import Workload
 
@@ -178,27 +179,21 @@ class TestValues:
         require_values(outcome)
         judge_values(outcome, tally)
 
-    @requirement("LOSS-20", run=ON_TRAINING_ROUTERS, when=extreme)
-    def test_all_is_finite(self, outcome: Outcome, tally: Tally) -> None:
-        """Equal, large and one-sided logits have finite losses and gradients."""
-        judge_finite(outcome, tally)
+    test_all_is_finite = Row("LOSS-20", ON_TRAINING_ROUTERS, judge_finite, when=extreme)
+    """Equal, large and one-sided logits have finite losses and gradients."""
 
 
 class TestGradients:
-    @requirement("LOSS-04", run=ON_TRAINING_ROUTERS, when=alone("auxiliary", "sequence", "first_choice"))
-    def test_it_goes_through_scores(self, outcome: Outcome, tally: Tally) -> None:
-        """The gradient passes through scores alone, to the router's weight and its input."""
-        judge_gradients(outcome, tally)
+    test_it_goes_through_scores = Row(
+        "LOSS-04", ON_TRAINING_ROUTERS, judge_gradients, when=alone("auxiliary", "sequence", "first_choice")
+    )
+    """The gradient passes through scores alone, to the router's weight and its input."""
 
-    @requirement("LOSS-06", run=ON_TRAINING_ROUTERS, when=alone("sequence"))
-    def test_division_of_sequences(self, outcome: Outcome, tally: Tally) -> None:
-        """The same sequences give the same gradient in one microbatch and in several."""
-        judge_gradients(outcome, tally)
+    test_division_of_sequences = Row("LOSS-06", ON_TRAINING_ROUTERS, judge_gradients, when=alone("sequence"))
+    """The same sequences give the same gradient in one microbatch and in several."""
 
-    @requirement("LOSS-08", run=ON_TRAINING_ROUTERS, when=alone("global_batch"))
-    def test_global_gradient(self, outcome: Outcome, tally: Tally) -> None:
-        """It does not depend on the number of data parallel ranks."""
-        judge_gradients(outcome, tally)
+    test_global_gradient = Row("LOSS-08", ON_TRAINING_ROUTERS, judge_gradients, when=alone("global_batch"))
+    """It does not depend on the number of data parallel ranks."""
 
     @requirement("LOSS-10", run=ON_TRAINING_ROUTERS, when=attached)
     def test_attached_once(self, outcome: Outcome, tally: Tally) -> None:
@@ -206,10 +201,10 @@ class TestGradients:
         judge_weights_kept(outcome, tally)
         judge_gradients(outcome, tally)
 
-    @requirement("LOSS-11", run=ON_TRAINING_ROUTERS, when=alone("auxiliary", "sequence", "first_choice", "z"))
-    def test_mean_over_microbatches_and_groups(self, outcome: Outcome, tally: Tally) -> None:
-        """The finished gradient is the mean, or the sum, of those of the microbatches."""
-        judge_gradients(outcome, tally)
+    test_mean_over_microbatches_and_groups = Row(
+        "LOSS-11", ON_TRAINING_ROUTERS, judge_gradients, when=alone("auxiliary", "sequence", "first_choice", "z")
+    )
+    """The finished gradient is the mean, or the sum, of those of the microbatches."""
 
     @requirement("LOSS-12", run=ON_TRAINING_ROUTERS, when=divided)
     def test_tensor_and_context_parallel_ranks(self, outcome: Outcome, tally: Tally) -> None:
@@ -217,10 +212,8 @@ class TestGradients:
         judge_values(outcome, tally)
         judge_gradients(outcome, tally)
 
-    @requirement("LOSS-13", run=ON_TRAINING_ROUTERS, when=per_token)
-    def test_division_by_tokens(self, outcome: Outcome, tally: Tally) -> None:
-        """Where gradients are divided by the tokens of the step, a microbatch counts by its own."""
-        judge_gradients(outcome, tally)
+    test_division_by_tokens = Row("LOSS-13", ON_TRAINING_ROUTERS, judge_gradients, when=per_token)
+    """Where gradients are divided by the tokens of the step, a microbatch counts by its own."""
 
     @requirement("LOSS-14", run=ON_TRAINING_ROUTERS, when=padded)
     def test_padding(self, outcome: Outcome, tally: Tally) -> None:
@@ -234,10 +227,8 @@ class TestGradients:
         judge_values(outcome, tally)
         judge_gradients(outcome, tally)
 
-    @requirement("LOSS-16", run=ON_TRAINING_ROUTERS, when=evaluated)
-    def test_evaluation(self, outcome: Outcome, tally: Tally) -> None:
-        """Forwards outside training leave no trace."""
-        judge_evaluation(outcome, tally)
+    test_evaluation = Row("LOSS-16", ON_TRAINING_ROUTERS, judge_evaluation, when=evaluated)
+    """Forwards outside training leave no trace."""
 
     @requirement("LOSS-17", run=ON_TRAINING_ROUTERS, when=several)
     def test_several_losses(self, outcome: Outcome, tally: Tally) -> None:

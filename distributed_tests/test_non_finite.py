@@ -12,6 +12,7 @@ from moe_conformance.chapters.non_finite.judge import (
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
+from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
 
 
@@ -28,12 +29,12 @@ class TestTokensThatAreNotFinite:
         judge_delivered(reading, tally)
         judge_other_tokens(reading, tally)
 
-    @requirement("EXCH-41", run=ExpertsStep(tokens="not finite"), when=unfilled)
-    def test_they_harm_no_expert_that_they_do_not_reach(self, reading: Reading, tally: Tally) -> None:
-        """The gradients of other experts are those of their own tokens alone."""
-        judge_parameters_beside(reading, tally)
+    test_they_harm_no_expert_that_they_do_not_reach = Row(
+        "EXCH-41", ExpertsStep(tokens="not finite"), judge_parameters_beside, when=unfilled
+    )
+    """The gradients of other experts are those of their own tokens alone."""
 
-    @requirement("EXCH-42", run=ExpertsStep(tokens="not finite"), when=spoilt_without_slot)
-    def test_without_a_slot_they_reach_no_parameter(self, reading: Reading, tally: Tally) -> None:
-        """The experts' gradients are those of the routed tokens alone."""
-        judge_parameters_beside(reading, tally)
+    test_without_a_slot_they_reach_no_parameter = Row(
+        "EXCH-42", ExpertsStep(tokens="not finite"), judge_parameters_beside, when=spoilt_without_slot
+    )
+    """The experts' gradients are those of the routed tokens alone."""

@@ -12,8 +12,8 @@ from moe_conformance.judging.shared.exchange.gradients import judge_dweights, ju
 from moe_conformance.judging.shared.exchange.outputs import judge_outputs
 from moe_conformance.judging.shared.exchange.row_gradients import judge_rows_gradients
 from moe_conformance.judging.verdict import Tally
-from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
+from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import exchanges
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep
 from moe_conformance.workloads.records.workload import Workload
@@ -25,54 +25,46 @@ def watched(workload: Workload) -> bool:
 
 
 class TestExchange:
-    @requirement("OVLP-01", run=ExchangeStep(), when=watched)
-    def test_nothing_is_touched_before_it_was_waited_for(self, outcome: Outcome, tally: Tally) -> None:
-        """The data that a collective delivers is neither read nor written between its call and its wait."""
-        judge_hazards(outcome, tally, "output touched", "output written")
+    test_nothing_is_touched_before_it_was_waited_for = Row(
+        "OVLP-01", ExchangeStep(), judge_hazards, "output touched", "output written", when=watched
+    )
+    """The data that a collective delivers is neither read nor written between its call and its wait."""
 
-    @requirement("OVLP-02", run=ExchangeStep(), when=watched)
-    def test_what_is_sent_stays_as_it_was(self, outcome: Outcome, tally: Tally) -> None:
-        """The data that a collective sends is not changed between its call and its wait."""
-        judge_hazards(outcome, tally, "sent data changed")
+    test_what_is_sent_stays_as_it_was = Row("OVLP-02", ExchangeStep(), judge_hazards, "sent data changed", when=watched)
+    """The data that a collective sends is not changed between its call and its wait."""
 
-    @requirement("OVLP-03", run=ExchangeStep(), when=watched)
-    def test_every_collective_is_waited_for(self, outcome: Outcome, tally: Tally) -> None:
-        """No handle of an asynchronous collective is left without a wait at the end of the step."""
-        judge_hazards(outcome, tally, "never waited")
+    test_every_collective_is_waited_for = Row("OVLP-03", ExchangeStep(), judge_hazards, "never waited", when=watched)
+    """No handle of an asynchronous collective is left without a wait at the end of the step."""
 
 
 class TestOwnExpertsAndFinish:
-    @requirement("OVLP-01", run=ExpertsStep(), when=watched)
-    def test_own_experts_touch_nothing_early(self, outcome: Outcome, tally: Tally) -> None:
-        """Nor by the backend's own experts, or while their gradients are finished."""
-        judge_hazards(outcome, tally, "output touched", "output written")
+    test_own_experts_touch_nothing_early = Row(
+        "OVLP-01", ExpertsStep(), judge_hazards, "output touched", "output written", when=watched
+    )
+    """Nor by the backend's own experts, or while their gradients are finished."""
 
-    @requirement("OVLP-02", run=ExpertsStep(), when=watched)
-    def test_own_experts_leave_alone_what_is_sent(self, outcome: Outcome, tally: Tally) -> None:
-        """Nor by the backend's own experts, or while their gradients are finished."""
-        judge_hazards(outcome, tally, "sent data changed")
+    test_own_experts_leave_alone_what_is_sent = Row(
+        "OVLP-02", ExpertsStep(), judge_hazards, "sent data changed", when=watched
+    )
+    """Nor by the backend's own experts, or while their gradients are finished."""
 
-    @requirement("OVLP-03", run=ExpertsStep(), when=watched)
-    def test_own_experts_wait_for_every_collective(self, outcome: Outcome, tally: Tally) -> None:
-        """Nor of those that finish the gradients."""
-        judge_hazards(outcome, tally, "never waited")
+    test_own_experts_wait_for_every_collective = Row(
+        "OVLP-03", ExpertsStep(), judge_hazards, "never waited", when=watched
+    )
+    """Nor of those that finish the gradients."""
 
 
 class TestLayers:
-    @requirement("OVLP-01", run=LayerStep(), when=watched)
-    def test_layers_touch_nothing_early(self, outcome: Outcome, tally: Tally) -> None:
-        """Nor by a whole layer whose shared experts run during the exchange."""
-        judge_hazards(outcome, tally, "output touched", "output written")
+    test_layers_touch_nothing_early = Row(
+        "OVLP-01", LayerStep(), judge_hazards, "output touched", "output written", when=watched
+    )
+    """Nor by a whole layer whose shared experts run during the exchange."""
 
-    @requirement("OVLP-02", run=LayerStep(), when=watched)
-    def test_layers_leave_alone_what_is_sent(self, outcome: Outcome, tally: Tally) -> None:
-        """Nor by a whole layer whose shared experts run during the exchange."""
-        judge_hazards(outcome, tally, "sent data changed")
+    test_layers_leave_alone_what_is_sent = Row("OVLP-02", LayerStep(), judge_hazards, "sent data changed", when=watched)
+    """Nor by a whole layer whose shared experts run during the exchange."""
 
-    @requirement("OVLP-03", run=LayerStep(), when=watched)
-    def test_layers_wait_for_every_collective(self, outcome: Outcome, tally: Tally) -> None:
-        """Nor of those that run during the shared experts."""
-        judge_hazards(outcome, tally, "never waited")
+    test_layers_wait_for_every_collective = Row("OVLP-03", LayerStep(), judge_hazards, "never waited", when=watched)
+    """Nor of those that run during the shared experts."""
 
 
 def defers(workload: Workload) -> bool:
@@ -114,15 +106,13 @@ def has_further_options(workload: Workload) -> bool:
 
 
 class TestSteps:
-    @requirement("OVLP-04", run=OverlapStep())
-    def test_tokens_are_those_of_the_sequential_step(self, reading: Reading, tally: Tally) -> None:
-        """Outputs and input gradients have the same bits, whatever ran beside a microbatch."""
-        judge_step_tokens(reading, tally)
+    test_tokens_are_those_of_the_sequential_step = Row("OVLP-04", OverlapStep(), judge_step_tokens)
+    """Outputs and input gradients have the same bits, whatever ran beside a microbatch."""
 
-    @requirement("OVLP-05", run=OverlapStep())
-    def test_gradients_are_those_of_the_sequential_step(self, reading: Reading, tally: Tally) -> None:
-        """Parameters end with the gradients of the sequential step, after these are finished."""
-        judge_step_gradients(reading, tally, "first", finished=True)
+    test_gradients_are_those_of_the_sequential_step = Row(
+        "OVLP-05", OverlapStep(), judge_step_gradients, "first", finished=True
+    )
+    """Parameters end with the gradients of the sequential step, after these are finished."""
 
     @requirement("OVLP-11", run=OverlapStep(), when=is_delayed)
     def test_durations_change_nothing(self, reading: Reading, tally: Tally) -> None:
@@ -130,15 +120,13 @@ class TestSteps:
         judge_step_tokens(reading, tally)
         judge_step_gradients(reading, tally, "first", finished=False)
 
-    @requirement("OVLP-12", run=OverlapStep(), when=overlaps_microbatches)
-    def test_exchanges_are_in_flight_during_other_work(self, reading: Reading, tally: Tally) -> None:
-        """Products of matrices run while exchanges are in flight: no error is no proof of overlap."""
-        judge_overlapping(reading, tally)
+    test_exchanges_are_in_flight_during_other_work = Row(
+        "OVLP-12", OverlapStep(), judge_overlapping, when=overlaps_microbatches
+    )
+    """Products of matrices run while exchanges are in flight: no error is no proof of overlap."""
 
-    @requirement("OVLP-14", run=OverlapStep(), when=calls_once)
-    def test_calls_are_those_of_the_sequential_step(self, reading: Reading, tally: Tally) -> None:
-        """A rank makes the same collective calls, in any order that the ranks of a group agree on."""
-        judge_calls(reading, tally)
+    test_calls_are_those_of_the_sequential_step = Row("OVLP-14", OverlapStep(), judge_calls, when=calls_once)
+    """A rank makes the same collective calls, in any order that the ranks of a group agree on."""
 
     @requirement("OVLP-15", run=OverlapStep(), when=has_further_options)
     def test_other_options_change_nothing(self, reading: Reading, tally: Tally) -> None:
@@ -148,10 +136,10 @@ class TestSteps:
 
 
 class TestDeferredWeights:
-    @requirement("OVLP-06", run=OverlapStep(), when=defers)
-    def test_deferred_gradients_are_those_computed_at_once(self, reading: Reading, tally: Tally) -> None:
-        """Every parameter has the gradient that it gets when nothing is deferred."""
-        judge_step_gradients(reading, tally, "first", finished=False)
+    test_deferred_gradients_are_those_computed_at_once = Row(
+        "OVLP-06", OverlapStep(), judge_step_gradients, "first", finished=False, when=defers
+    )
+    """Every parameter has the gradient that it gets when nothing is deferred."""
 
     @requirement("OVLP-07", run=OverlapStep(), when=defers_several)
     def test_each_is_computed_once(self, reading: Reading, tally: Tally) -> None:
@@ -159,10 +147,10 @@ class TestDeferredWeights:
         judge_step_gradients(reading, tally, "first", finished=False)
         judge_step_gradients(reading, tally, "second", finished=False)
 
-    @requirement("OVLP-08", run=OverlapStep(), when=defers_several)
-    def test_they_are_added_to_what_is_there(self, reading: Reading, tally: Tally) -> None:
-        """Behind a microbatch that has left gradients, the sum over all of them is found."""
-        judge_step_gradients(reading, tally, "second", finished=False)
+    test_they_are_added_to_what_is_there = Row(
+        "OVLP-08", OverlapStep(), judge_step_gradients, "second", finished=False, when=defers_several
+    )
+    """Behind a microbatch that has left gradients, the sum over all of them is found."""
 
     @requirement("OVLP-09", run=OverlapStep(), when=defers_and_reduces)
     def test_reductions_follow_them(self, reading: Reading, tally: Tally) -> None:
@@ -170,27 +158,23 @@ class TestDeferredWeights:
         judge_step_gradients(reading, tally, "first", finished=True)
         judge_step_gradients(reading, tally, "second", finished=True)
 
-    @requirement("OVLP-10", run=OverlapStep(), when=defers_several)
-    def test_down_comes_before_gate_and_up(self, reading: Reading, tally: Tally) -> None:
-        """Weight gradients of a layer are computed in the order in which the backward reached them."""
-        judge_order(reading, tally)
+    test_down_comes_before_gate_and_up = Row("OVLP-10", OverlapStep(), judge_order, when=defers_several)
+    """Weight gradients of a layer are computed in the order in which the backward reached them."""
 
 
 class TestStepHazards:
-    @requirement("OVLP-01", run=OverlapStep(), when=watched)
-    def test_steps_touch_nothing_early(self, outcome: Outcome, tally: Tally) -> None:
-        """Nor by a step that computes something else meanwhile."""
-        judge_hazards(outcome, tally, "output touched", "output written")
+    test_steps_touch_nothing_early = Row(
+        "OVLP-01", OverlapStep(), judge_hazards, "output touched", "output written", when=watched
+    )
+    """Nor by a step that computes something else meanwhile."""
 
-    @requirement("OVLP-02", run=OverlapStep(), when=watched)
-    def test_steps_leave_alone_what_is_sent(self, outcome: Outcome, tally: Tally) -> None:
-        """Nor by a step that computes something else meanwhile."""
-        judge_hazards(outcome, tally, "sent data changed")
+    test_steps_leave_alone_what_is_sent = Row(
+        "OVLP-02", OverlapStep(), judge_hazards, "sent data changed", when=watched
+    )
+    """Nor by a step that computes something else meanwhile."""
 
-    @requirement("OVLP-03", run=OverlapStep(), when=watched)
-    def test_steps_wait_for_every_collective(self, outcome: Outcome, tally: Tally) -> None:
-        """Nor of those that a step left in flight for another microbatch."""
-        judge_hazards(outcome, tally, "never waited")
+    test_steps_wait_for_every_collective = Row("OVLP-03", OverlapStep(), judge_hazards, "never waited", when=watched)
+    """Nor of those that a step left in flight for another microbatch."""
 
 
 class TestChunks:

@@ -20,7 +20,6 @@ from moe_conformance.chapters.routing.judge.tp_duplicated_tokens import judge_co
 from moe_conformance.chapters.routing.judge.wide import judge_layer_dtype, judge_wide
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.equivalence.routes import judge_recomputed, judge_same_routes
-from moe_conformance.judging.shared.equivalence.runs import RunTwins
 from moe_conformance.judging.shared.layer.layer import judge_layer_dx, judge_layer_outputs
 from moe_conformance.judging.shared.router.routers import (
     judge_bias,
@@ -32,8 +31,8 @@ from moe_conformance.judging.shared.router.routers import (
     judge_selection,
 )
 from moe_conformance.judging.verdict import Tally
-from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
+from moe_conformance.spec.row import Row
 from moe_conformance.workloads import laws
 from moe_conformance.workloads.records.features import likened
 from moe_conformance.workloads.records.runs import ON_INITIAL_ROUTER, ON_REPLAY_ROUTERS, LayerStep, RouterStep, Script
@@ -52,93 +51,84 @@ def is_biased_alone(workload: Workload) -> bool:
 
 
 class TestSelection:
-    @requirement("ROUTE-01", run=RouterStep())
-    def test_the_best_experts_are_chosen(self, reading: Reading, tally: Tally) -> None:
-        """Every token gets K different experts with the highest selection scores."""
-        judge_selection(reading, tally)
+    test_the_best_experts_are_chosen = Row("ROUTE-01", RouterStep(), judge_selection)
+    """Every token gets K different experts with the highest selection scores."""
 
-    @requirement("ROUTE-03", run=RouterStep(), when=is_biased)
-    def test_a_bias_selects_and_does_not_weigh(self, reading: Reading, tally: Tally) -> None:
-        """The expert bias changes the selection, and no weight of a selected expert."""
-        judge_bias(reading, tally)
+    test_a_bias_selects_and_does_not_weigh = Row("ROUTE-03", RouterStep(), judge_bias, when=is_biased)
+    """The expert bias changes the selection, and no weight of a selected expert."""
 
-    @requirement("ROUTE-03", run=RouterStep(), when=is_biased_alone)
-    def test_a_bias_is_not_rounded(self, reading: Reading, tally: Tally) -> None:
-        """Biases that differ by less than a step of the tokens' dtype decide between equal scores."""
-        judge_near_biases(reading, tally)
+    test_a_bias_is_not_rounded = Row("ROUTE-03", RouterStep(), judge_near_biases, when=is_biased_alone)
+    """Biases that differ by less than a step of the tokens' dtype decide between equal scores."""
 
-    @requirement("ROUTE-04", run=RouterStep(), when=lambda workload: workload.config.routing.groups is not None)
-    def test_groups_limit_the_choice(self, reading: Reading, tally: Tally) -> None:
-        """Experts come from the best groups only."""
-        judge_group_limit(reading, tally)
+    test_groups_limit_the_choice = Row(
+        "ROUTE-04", RouterStep(), judge_group_limit, when=lambda workload: workload.config.routing.groups is not None
+    )
+    """Experts come from the best groups only."""
 
-    @requirement("ROUTE-09", run=RouterStep())
-    def test_the_reported_load_is_true(self, reading: Reading, tally: Tally) -> None:
-        """The load that a router reports is the number of tokens that selected each expert."""
-        judge_load(reading, tally)
+    test_the_reported_load_is_true = Row("ROUTE-09", RouterStep(), judge_load)
+    """The load that a router reports is the number of tokens that selected each expert."""
 
 
 class TestTwins:
-    @requirement("ROUTE-12", run=RouterStep(), when=likened)
-    def test_copies_are_routed_alike(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Ranks that hold the same tokens select the same experts for them with the same weights, ties included."""
-        judge_same_routes(reading, twins(laws.shared(reading.outcome.workload)), tally, to_the_bit=True)
+    test_copies_are_routed_alike = Row(
+        "ROUTE-12", RouterStep(), judge_same_routes, to_the_bit=True, when=likened, twins=laws.shared
+    )
+    """Ranks that hold the same tokens select the same experts for them with the same weights, ties included."""
 
-    @requirement("ROUTE-13", run=RouterStep(), when=likened)
-    def test_other_tokens_do_not_matter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """A token is routed alike at another place of another batch, and alone."""
-        judge_same_routes(reading, twins(laws.recut(reading.outcome.workload)), tally, to_the_bit=False)
+    test_other_tokens_do_not_matter = Row(
+        "ROUTE-13", RouterStep(), judge_same_routes, to_the_bit=False, when=likened, twins=laws.recut
+    )
+    """A token is routed alike at another place of another batch, and alone."""
 
 
 class TestCopies:
-    @requirement("ROUTE-12", run=RouterStep(forced="draws"), when=holds_copies)
-    def test_copies_are_forced_alike(self, reading: Reading, tally: Tally) -> None:
-        """Ranks that hold the same tokens route them alike with forced routing too, of logits or of ids."""
-        judge_copies(reading, tally)
+    test_copies_are_forced_alike = Row("ROUTE-12", RouterStep(forced="draws"), judge_copies, when=holds_copies)
+    """Ranks that hold the same tokens route them alike with forced routing too, of logits or of ids."""
 
 
 class TestExtremes:
-    @requirement("ROUTE-14", run=RouterStep(logits="extreme"), when=lambda workload: len(workload.batches) == 1)
-    def test_logits_of_any_size_have_a_route(self, reading: Reading, tally: Tally) -> None:
-        """Huge logits, equal ones and masks of -inf give K different experts, and finite weights and gradients."""
-        judge_extreme(reading, tally)
+    test_logits_of_any_size_have_a_route = Row(
+        "ROUTE-14", RouterStep(logits="extreme"), judge_extreme, when=lambda workload: len(workload.batches) == 1
+    )
+    """Huge logits, equal ones and masks of -inf give K different experts, and finite weights and gradients."""
 
-    @requirement("ROUTE-01", run=RouterStep(logits="extreme"), when=lambda workload: len(workload.batches) == 1)
-    def test_the_best_of_extreme_logits_are_chosen(self, reading: Reading, tally: Tally) -> None:
-        """Huge logits, equal ones and masks of -inf give every token K different experts with the highest scores."""
-        judge_extreme_choice(reading, tally)
+    test_the_best_of_extreme_logits_are_chosen = Row(
+        "ROUTE-01", RouterStep(logits="extreme"), judge_extreme_choice, when=lambda workload: len(workload.batches) == 1
+    )
+    """Huge logits, equal ones and masks of -inf give every token K different experts with the highest scores."""
 
-    @requirement("ROUTE-02", run=RouterStep(logits="extreme"), when=lambda workload: len(workload.batches) == 1)
-    def test_weights_are_the_scores_of_extreme_logits(self, reading: Reading, tally: Tally) -> None:
-        """Huge logits, equal ones and masks of -inf give every selected expert the weight of its score."""
-        judge_extreme_weights(reading, tally)
+    test_weights_are_the_scores_of_extreme_logits = Row(
+        "ROUTE-02",
+        RouterStep(logits="extreme"),
+        judge_extreme_weights,
+        when=lambda workload: len(workload.batches) == 1,
+    )
+    """Huge logits, equal ones and masks of -inf give every selected expert the weight of its score."""
 
-    @requirement("ROUTE-07", run=RouterStep(logits="extreme"), when=lambda workload: "B0" in workload.schedule)
-    def test_tokens_beside_extreme_ones_keep_their_gradients(self, reading: Reading, tally: Tally) -> None:
-        """Every token receives the gradient of its weights, whatever the logits of the others are."""
-        judge_extreme_dx(reading, tally)
+    test_tokens_beside_extreme_ones_keep_their_gradients = Row(
+        "ROUTE-07", RouterStep(logits="extreme"), judge_extreme_dx, when=lambda workload: "B0" in workload.schedule
+    )
+    """Every token receives the gradient of its weights, whatever the logits of the others are."""
 
-    @requirement("ROUTE-15", run=RouterStep(logits="extreme"), when=lambda workload: len(workload.batches) > 1)
-    def test_a_spoilt_token_harms_no_other(self, outcome: Outcome, tally: Tally) -> None:
-        """A NaN logit raises, or ids stay within range and the other tokens keep their routes."""
-        judge_spoilt_routes(outcome, tally)
+    test_a_spoilt_token_harms_no_other = Row(
+        "ROUTE-15", RouterStep(logits="extreme"), judge_spoilt_routes, when=lambda workload: len(workload.batches) > 1
+    )
+    """A NaN logit raises, or ids stay within range and the other tokens keep their routes."""
 
 
 class TestWeights:
-    @requirement("ROUTE-02", run=RouterStep())
-    def test_weights_are_the_scores_of_the_chosen(self, reading: Reading, tally: Tally) -> None:
-        """Every weight is the configured score of its expert."""
-        judge_router_weights(reading, tally)
+    test_weights_are_the_scores_of_the_chosen = Row("ROUTE-02", RouterStep(), judge_router_weights)
+    """Every weight is the configured score of its expert."""
 
-    @requirement("ROUTE-05", run=RouterStep(), when=lambda workload: workload.config.routing.normalise)
-    def test_normalised_weights_are_divided_by_their_sum(self, reading: Reading, tally: Tally) -> None:
-        """With normalisation weights are divided by their sum over the selected experts, without the expert bias."""
-        judge_router_weights(reading, tally)
+    test_normalised_weights_are_divided_by_their_sum = Row(
+        "ROUTE-05", RouterStep(), judge_router_weights, when=lambda workload: workload.config.routing.normalise
+    )
+    """With normalisation weights are divided by their sum over the selected experts, without the expert bias."""
 
-    @requirement("ROUTE-06", run=RouterStep(), when=lambda workload: workload.config.routing.scale != 1)
-    def test_the_scale_multiplies_once(self, reading: Reading, tally: Tally) -> None:
-        """The routing scale multiplies every weight once, normalised or not."""
-        judge_router_weights(reading, tally)
+    test_the_scale_multiplies_once = Row(
+        "ROUTE-06", RouterStep(), judge_router_weights, when=lambda workload: workload.config.routing.scale != 1
+    )
+    """The routing scale multiplies every weight once, normalised or not."""
 
 
 def has_gate_bias(workload: Workload) -> bool:
@@ -147,10 +137,8 @@ def has_gate_bias(workload: Workload) -> bool:
 
 
 class TestGateBias:
-    @requirement("ROUTE-10", run=RouterStep(), when=has_gate_bias)
-    def test_the_gate_bias_is_in_the_logits(self, reading: Reading, tally: Tally) -> None:
-        """Experts are selected and weighed by logits with the gate bias, which gets its gradient over all ranks."""
-        judge_gate_bias(reading, tally)
+    test_the_gate_bias_is_in_the_logits = Row("ROUTE-10", RouterStep(), judge_gate_bias, when=has_gate_bias)
+    """Experts are selected and weighed by logits with the gate bias, which gets its gradient over all ranks."""
 
 
 def is_wide(workload: Workload) -> bool:
@@ -159,15 +147,11 @@ def is_wide(workload: Workload) -> bool:
 
 
 class TestWideRouters:
-    @requirement("ROUTE-11", run=RouterStep(), when=is_wide)
-    def test_values_have_the_errors_of_the_wider_dtype(self, reading: Reading, tally: Tally) -> None:
-        """Logits, choices and weights are those of the stored tokens and weight within the errors of that dtype."""
-        judge_wide(reading, tally)
+    test_values_have_the_errors_of_the_wider_dtype = Row("ROUTE-11", RouterStep(), judge_wide, when=is_wide)
+    """Logits, choices and weights are those of the stored tokens and weight within the errors of that dtype."""
 
-    @requirement("ROUTE-11", run=LayerStep(), when=is_wide)
-    def test_a_layer_keeps_the_dtype_of_its_tokens(self, reading: Reading, tally: Tally) -> None:
-        """The output of a layer has the dtype of its tokens, whatever that of its router is."""
-        judge_layer_dtype(reading, tally)
+    test_a_layer_keeps_the_dtype_of_its_tokens = Row("ROUTE-11", LayerStep(), judge_layer_dtype, when=is_wide)
+    """The output of a layer has the dtype of its tokens, whatever that of its router is."""
 
 
 def is_undecided(workload: Workload) -> bool:
@@ -176,22 +160,24 @@ def is_undecided(workload: Workload) -> bool:
 
 
 class TestRecomputation:
-    @requirement("ROUTE-20", run=RouterStep(noise=True))
-    def test_random_routes_are_recomputed(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """With recomputation random routes and their gradients have the bits that they have without, from one seed."""
-        judge_recomputed(twins(recomputed_noise(reading.outcome.workload)), tally)
+    test_random_routes_are_recomputed = Row(
+        "ROUTE-20", RouterStep(noise=True), judge_recomputed, twins=recomputed_noise
+    )
+    """With recomputation random routes and their gradients have the bits that they have without, from one seed."""
 
-    @requirement("ROUTE-20", run=LayerStep(noise=True), when=lambda workload: not is_undecided(workload))
-    def test_layers_recompute_their_routes(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """With recomputation a layer whose router has jitter gives the bits that it gives without, from one seed."""
-        judge_recomputed(twins(recomputed_noise(reading.outcome.workload)), tally)
+    test_layers_recompute_their_routes = Row(
+        "ROUTE-20",
+        LayerStep(noise=True),
+        judge_recomputed,
+        when=lambda workload: not is_undecided(workload),
+        twins=recomputed_noise,
+    )
+    """With recomputation a layer whose router has jitter gives the bits that it gives without, from one seed."""
 
 
 class TestNoise:
-    @requirement("ROUTE-18", run=Script("router"))
-    def test_the_input_of_the_gate_is_multiplied(self, outcome: Outcome, tally: Tally) -> None:
-        """Logits in training are those of the input times independent factors in bounds, and so are gradients."""
-        judge_jitter(outcome, tally)
+    test_the_input_of_the_gate_is_multiplied = Row("ROUTE-18", Script("router"), judge_jitter)
+    """Logits in training are those of the input times independent factors in bounds, and so are gradients."""
 
     @requirement("ROUTE-18", run=LayerStep(noise=True), when=is_undecided)
     def test_experts_receive_the_input_itself(self, reading: Reading, tally: Tally) -> None:
@@ -199,17 +185,13 @@ class TestNoise:
         judge_layer_outputs(reading, tally)
         judge_layer_dx(reading, tally)
 
-    @requirement("ROUTE-19", run=Script("router"))
-    def test_evaluation_has_no_noise(self, outcome: Outcome, tally: Tally) -> None:
-        """In evaluation mode a router with jitter routes as one without, twice in the same way."""
-        judge_evaluation(outcome, tally)
+    test_evaluation_has_no_noise = Row("ROUTE-19", Script("router"), judge_evaluation)
+    """In evaluation mode a router with jitter routes as one without, twice in the same way."""
 
 
 class TestInitialParameters:
-    @requirement("ROUTE-23", run=ON_INITIAL_ROUTER)
-    def test_all_ranks_begin_with_the_same_router(self, outcome: Outcome, tally: Tally) -> None:
-        """The parameters of a new router are finite, tell experts apart, and are the same on all of its ranks."""
-        judge_initial(outcome, tally)
+    test_all_ranks_begin_with_the_same_router = Row("ROUTE-23", ON_INITIAL_ROUTER, judge_initial)
+    """The parameters of a new router are finite, tell experts apart, and are the same on all of its ranks."""
 
 
 def lacks(workload: Workload) -> bool:
@@ -218,29 +200,23 @@ def lacks(workload: Workload) -> bool:
 
 
 class TestReplay:
-    @requirement("ROUTE-16", run=ON_REPLAY_ROUTERS, when=lambda workload: not lacks(workload))
-    def test_recorded_experts_are_weighed_by_present_logits(self, outcome: Outcome, tally: Tally) -> None:
-        """Replay selects the recorded experts, with the weights and gradients that the present logits give them."""
-        judge_replayed_weights(outcome, tally)
+    test_recorded_experts_are_weighed_by_present_logits = Row(
+        "ROUTE-16", ON_REPLAY_ROUTERS, judge_replayed_weights, when=lambda workload: not lacks(workload)
+    )
+    """Replay selects the recorded experts, with the weights and gradients that the present logits give them."""
 
-    @requirement("ROUTE-17", run=ON_REPLAY_ROUTERS, when=lambda workload: not lacks(workload))
-    def test_records_return_to_their_place(self, outcome: Outcome, tally: Tally) -> None:
-        """Every layer gets in every microbatch what it recorded there, in any order of passes."""
-        judge_places(outcome, tally)
+    test_records_return_to_their_place = Row(
+        "ROUTE-17", ON_REPLAY_ROUTERS, judge_places, when=lambda workload: not lacks(workload)
+    )
+    """Every layer gets in every microbatch what it recorded there, in any order of passes."""
 
-    @requirement("ROUTE-17", run=ON_REPLAY_ROUTERS, when=lacks)
-    def test_a_record_that_is_missing_is_refused(self, outcome: Outcome, tally: Tally) -> None:
-        """Without a record of its place, its tokens and its slots a router raises."""
-        judge_lacking(outcome, tally)
+    test_a_record_that_is_missing_is_refused = Row("ROUTE-17", ON_REPLAY_ROUTERS, judge_lacking, when=lacks)
+    """Without a record of its place, its tokens and its slots a router raises."""
 
 
 class TestGradients:
-    @requirement("ROUTE-07", run=RouterStep())
-    def test_the_input_gets_the_gradient_of_the_weights(self, reading: Reading, tally: Tally) -> None:
-        """The gradient of the weights reaches the tokens through scores and normalisation."""
-        judge_router_dx(reading, tally)
+    test_the_input_gets_the_gradient_of_the_weights = Row("ROUTE-07", RouterStep(), judge_router_dx)
+    """The gradient of the weights reaches the tokens through scores and normalisation."""
 
-    @requirement("ROUTE-08", run=RouterStep())
-    def test_the_router_gets_the_gradient_of_all_ranks(self, reading: Reading, tally: Tally) -> None:
-        """Every rank ends with the router gradient of the whole batch, in the declared convention."""
-        judge_router_gradient(reading, tally)
+    test_the_router_gets_the_gradient_of_all_ranks = Row("ROUTE-08", RouterStep(), judge_router_gradient)
+    """Every rank ends with the router gradient of the whole batch, in the declared convention."""

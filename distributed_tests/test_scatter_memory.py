@@ -11,9 +11,7 @@ from moe_conformance.chapters.scatter.judge.scatter_memory import (
     judge_routed,
     judge_setting,
 )
-from moe_conformance.judging.verdict import Tally
-from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.spec import requirement
+from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.memory import Laid
 from moe_conformance.workloads.records.runs import Script
 from moe_conformance.workloads.records.workload import Workload
@@ -55,74 +53,50 @@ def compiled(workload: Workload) -> bool:
 
 
 class TestCombineAdd:
-    @requirement("ALIAS-04", run=Script("combine_add"), when=related)
-    def test_the_input_of_the_layer_keeps_its_bytes(self, outcome: Outcome, tally: Tally) -> None:
-        """Routed rows are added to what a shared expert returned, whatever memory that shares with its input."""
-        judge_routed(outcome, tally)
+    test_the_input_of_the_layer_keeps_its_bytes = Row("ALIAS-04", Script("combine_add"), judge_routed, when=related)
+    """Routed rows are added to what a shared expert returned, whatever memory that shares with its input."""
 
-    @requirement("ALIAS-05", run=Script("combine_add"), when=related)
-    def test_in_place_where_nobody_can_tell(self, outcome: Outcome, tally: Tally) -> None:
-        """The sum is made in place only where output and tokens have no byte in common."""
-        judge_choice(outcome, tally)
+    test_in_place_where_nobody_can_tell = Row("ALIAS-05", Script("combine_add"), judge_choice, when=related)
+    """The sum is made in place only where output and tokens have no byte in common."""
 
-    @requirement("ALIAS-06", run=Script("combine_add"), when=with_gradients)
-    def test_gradients_are_those_of_the_sum(self, outcome: Outcome, tally: Tally) -> None:
-        """Output, source rows and what saved the output have the gradients of the out-of-place sum."""
-        judge_gradients(outcome, tally)
+    test_gradients_are_those_of_the_sum = Row("ALIAS-06", Script("combine_add"), judge_gradients, when=with_gradients)
+    """Output, source rows and what saved the output have the gradients of the out-of-place sum."""
 
-    @requirement("ALIAS-07", run=Script("combine_add"), when=nested)
-    def test_grad_modes_change_no_bit(self, outcome: Outcome, tally: Tally) -> None:
-        """Every nesting of grad modes gives the same bits, and a gradient where grad is on."""
-        judge_modes(outcome, tally)
+    test_grad_modes_change_no_bit = Row("ALIAS-07", Script("combine_add"), judge_modes, when=nested)
+    """Every nesting of grad modes gives the same bits, and a gradient where grad is on."""
 
-    @requirement("ALIAS-08", run=Script("combine_add"), when=with_settings)
-    def test_the_deterministic_setting_is_left_alone(self, outcome: Outcome, tally: Tally) -> None:
-        """The setting of deterministic algorithms is the same behind every call."""
-        judge_setting(outcome, tally)
+    test_the_deterministic_setting_is_left_alone = Row(
+        "ALIAS-08", Script("combine_add"), judge_setting, when=with_settings
+    )
+    """The setting of deterministic algorithms is the same behind every call."""
 
-    @requirement("ALIAS-09", run=Script("combine_add"), when=without_data)
-    def test_tensors_without_data_have_a_form(self, outcome: Outcome, tally: Tally) -> None:
-        """On fake and meta tensors the result has its shape, dtype and device."""
-        judge_forms(outcome, tally)
+    test_tensors_without_data_have_a_form = Row("ALIAS-09", Script("combine_add"), judge_forms, when=without_data)
+    """On fake and meta tensors the result has its shape, dtype and device."""
 
-    @requirement("ALIAS-09", run=Script("combine_add"), when=exported)
-    def test_an_exported_program_gives_the_same(self, outcome: Outcome, tally: Tally) -> None:
-        """Exported and run, it gives the bits of the eager call and writes what that writes."""
-        judge_programs(outcome, tally)
+    test_an_exported_program_gives_the_same = Row("ALIAS-09", Script("combine_add"), judge_programs, when=exported)
+    """Exported and run, it gives the bits of the eager call and writes what that writes."""
 
-    @requirement("ALIAS-10", run=Script("combine_add"), when=compiled)
-    def test_a_compiled_graph_gives_the_same(self, outcome: Outcome, tally: Tally) -> None:
-        """Compiled as one graph, it gives the values and gradients of the eager call, or is refused."""
-        judge_programs(outcome, tally)
+    test_a_compiled_graph_gives_the_same = Row("ALIAS-10", Script("combine_add"), judge_programs, when=compiled)
+    """Compiled as one graph, it gives the values and gradients of the eager call, or is refused."""
 
 
 class TestScatterAddUnderModes:
-    @requirement("ALIAS-06", run=Script("scatter_add"), when=with_gradients)
-    def test_gradients_are_those_of_the_sum(self, outcome: Outcome, tally: Tally) -> None:
-        """Output, source rows and what saved the output have the gradients of the out-of-place sum."""
-        judge_gradients(outcome, tally)
+    test_gradients_are_those_of_the_sum = Row("ALIAS-06", Script("scatter_add"), judge_gradients, when=with_gradients)
+    """Output, source rows and what saved the output have the gradients of the out-of-place sum."""
 
-    @requirement("ALIAS-07", run=Script("scatter_add"), when=nested)
-    def test_grad_modes_change_no_bit(self, outcome: Outcome, tally: Tally) -> None:
-        """Every nesting of grad modes gives the same bits, and a gradient where grad is on."""
-        judge_modes(outcome, tally)
+    test_grad_modes_change_no_bit = Row("ALIAS-07", Script("scatter_add"), judge_modes, when=nested)
+    """Every nesting of grad modes gives the same bits, and a gradient where grad is on."""
 
-    @requirement("ALIAS-08", run=Script("scatter_add"), when=with_settings)
-    def test_the_deterministic_setting_is_left_alone(self, outcome: Outcome, tally: Tally) -> None:
-        """The setting of deterministic algorithms is the same behind every call."""
-        judge_setting(outcome, tally)
+    test_the_deterministic_setting_is_left_alone = Row(
+        "ALIAS-08", Script("scatter_add"), judge_setting, when=with_settings
+    )
+    """The setting of deterministic algorithms is the same behind every call."""
 
-    @requirement("ALIAS-09", run=Script("scatter_add"), when=without_data)
-    def test_tensors_without_data_have_a_form(self, outcome: Outcome, tally: Tally) -> None:
-        """On fake and meta tensors the result has its shape, dtype and device."""
-        judge_forms(outcome, tally)
+    test_tensors_without_data_have_a_form = Row("ALIAS-09", Script("scatter_add"), judge_forms, when=without_data)
+    """On fake and meta tensors the result has its shape, dtype and device."""
 
-    @requirement("ALIAS-09", run=Script("scatter_add"), when=exported)
-    def test_an_exported_program_gives_the_same(self, outcome: Outcome, tally: Tally) -> None:
-        """Exported and run, it gives the bits of the eager call and writes what that writes."""
-        judge_programs(outcome, tally)
+    test_an_exported_program_gives_the_same = Row("ALIAS-09", Script("scatter_add"), judge_programs, when=exported)
+    """Exported and run, it gives the bits of the eager call and writes what that writes."""
 
-    @requirement("ALIAS-10", run=Script("scatter_add"), when=compiled)
-    def test_a_compiled_graph_gives_the_same(self, outcome: Outcome, tally: Tally) -> None:
-        """Compiled as one graph, it gives the values and gradients of the eager call, or is refused."""
-        judge_programs(outcome, tally)
+    test_a_compiled_graph_gives_the_same = Row("ALIAS-10", Script("scatter_add"), judge_programs, when=compiled)
+    """Compiled as one graph, it gives the values and gradients of the eager call, or is refused."""

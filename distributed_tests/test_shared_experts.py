@@ -5,7 +5,6 @@ from __future__ import annotations
 from moe_conformance.chapters.shared_experts.judge import judge_overlap
 from moe_conformance.judging.observed.aliasing import judge_kept_gradients, judge_kept_outputs, judge_state
 from moe_conformance.judging.observed.run import Reading
-from moe_conformance.judging.shared.equivalence.runs import RunTwins
 from moe_conformance.judging.shared.exchange.outputs import judge_inputs
 from moe_conformance.judging.shared.layer.layer import (
     EVERY,
@@ -19,6 +18,7 @@ from moe_conformance.judging.shared.layer.layer import (
 )
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
+from moe_conformance.spec.row import Row
 from moe_conformance.workloads.layers import leaves_a_bias
 from moe_conformance.workloads.records.runs import LayerStep
 from moe_conformance.workloads.records.workload import Workload
@@ -60,15 +60,11 @@ def several(workload: Workload) -> bool:
 
 
 class TestOutputs:
-    @requirement("SHARE-01", run=LayerStep(), when=shares)
-    def test_shared_experts_are_added_once(self, reading: Reading, tally: Tally) -> None:
-        """The output of every shared expert is added once to the routed output of every token."""
-        judge_layer_outputs(reading, tally)
+    test_shared_experts_are_added_once = Row("SHARE-01", LayerStep(), judge_layer_outputs, when=shares)
+    """The output of every shared expert is added once to the routed output of every token."""
 
-    @requirement("SHARE-02", run=LayerStep(), when=shares_and_scales)
-    def test_shared_experts_are_not_routed(self, reading: Reading, tally: Tally) -> None:
-        """No routing weight and no routing scale multiplies the shared experts' output."""
-        judge_shared_unrouted(reading, tally)
+    test_shared_experts_are_not_routed = Row("SHARE-02", LayerStep(), judge_shared_unrouted, when=shares_and_scales)
+    """No routing weight and no routing scale multiplies the shared experts' output."""
 
     @requirement("SHARE-03", run=LayerStep(), when=gates)
     def test_a_gate_is_one_sigmoid_of_the_shared_part(self, reading: Reading, tally: Tally) -> None:
@@ -79,10 +75,8 @@ class TestOutputs:
 
 
 class TestGradients:
-    @requirement("SHARE-04", run=LayerStep(), when=shares)
-    def test_tokens_get_both_gradients(self, reading: Reading, tally: Tally) -> None:
-        """The gradient of a token is the sum of those through routed and through shared experts."""
-        judge_layer_dx(reading, tally)
+    test_tokens_get_both_gradients = Row("SHARE-04", LayerStep(), judge_layer_dx, when=shares)
+    """The gradient of a token is the sum of those through routed and through shared experts."""
 
     @requirement("SHARE-05", run=LayerStep(), when=shares)
     def test_shared_parameters_get_the_gradient_of_all_tokens(self, reading: Reading, tally: Tally) -> None:
@@ -99,32 +93,24 @@ class TestGradients:
 
 
 class TestBehaviour:
-    @requirement("EXCH-08", run=LayerStep())
-    def test_a_layer_leaves_its_inputs_alone(self, reading: Reading, tally: Tally) -> None:
-        """Tokens and upstream gradients hold the same bytes after the step."""
-        judge_inputs(reading, tally)
+    test_a_layer_leaves_its_inputs_alone = Row("EXCH-08", LayerStep(), judge_inputs)
+    """Tokens and upstream gradients hold the same bytes after the step."""
 
-    @requirement("EXCH-11", run=LayerStep())
-    def test_a_layer_leaves_global_state_alone(self, reading: Reading, tally: Tally) -> None:
-        """Random generators and the settings of the process are as before the step."""
-        judge_state(reading, tally)
+    test_a_layer_leaves_global_state_alone = Row("EXCH-11", LayerStep(), judge_state)
+    """Random generators and the settings of the process are as before the step."""
 
-    @requirement("EXCH-32", run=LayerStep(), when=several)
-    def test_outputs_of_a_layer_outlive_other_microbatches(self, reading: Reading, tally: Tally) -> None:
-        """An output holds its bytes until its own backward has ended."""
-        judge_kept_outputs(reading, tally)
+    test_outputs_of_a_layer_outlive_other_microbatches = Row("EXCH-32", LayerStep(), judge_kept_outputs, when=several)
+    """An output holds its bytes until its own backward has ended."""
 
-    @requirement("GRAD-07", run=LayerStep(), when=several)
-    def test_gradients_of_a_layer_outlive_the_next_microbatch(self, reading: Reading, tally: Tally) -> None:
-        """The gradient of the tokens keeps its bytes while other microbatches run."""
-        judge_kept_gradients(reading, tally)
+    test_gradients_of_a_layer_outlive_the_next_microbatch = Row(
+        "GRAD-07", LayerStep(), judge_kept_gradients, when=several
+    )
+    """The gradient of the tokens keeps its bytes while other microbatches run."""
 
 
 class TestOverlap:
-    @requirement("SHARE-07", run=LayerStep(), when=overlaps)
-    def test_overlap_changes_nothing(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Shared experts give the same during the exchange as after it, and every collective is called once."""
-        judge_overlap(reading, twins, tally)
+    test_overlap_changes_nothing = Row("SHARE-07", LayerStep(), judge_overlap, when=overlaps)
+    """Shared experts give the same during the exchange as after it, and every collective is called once."""
 
 
 class TestParts:
@@ -135,10 +121,8 @@ class TestParts:
         judge_layer_dx(reading, tally)
         judge_layer_gradients(reading, tally, SHARED)
 
-    @requirement("SHARE-06", run=LayerStep(), when=leaves_a_bias)
-    def test_a_bias_is_added_as_it_is(self, reading: Reading, tally: Tally) -> None:
-        """Where every expert output is zero but for one output bias, the output is that bias, bit for bit."""
-        judge_lone_bias(reading, tally)
+    test_a_bias_is_added_as_it_is = Row("SHARE-06", LayerStep(), judge_lone_bias, when=leaves_a_bias)
+    """Where every expert output is zero but for one output bias, the output is that bias, bit for bit."""
 
     @requirement("SHARE-08", run=LayerStep(), when=fuses)
     def test_several_are_as_one_wider_expert(self, reading: Reading, tally: Tally) -> None:

@@ -16,37 +16,40 @@ from moe_conformance.judging.shared.experts.experts import (
     judge_own_outputs,
 )
 from moe_conformance.judging.verdict import Tally
-from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
+from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import has_lost_tokens
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, Script
 
 
 class TestSequences:
-    @requirement("PACK-07", run=Script("packing"), when=lambda workload: workload.name in LAID_OUT)
-    def test_sums_are_those_of_lengths_and_of_their_multiples(self, outcome: Outcome, tally: Tally) -> None:
-        """Lengths are unchanged, and every padded length is a multiple of what parallelism divides it by."""
-        judge_lengths(outcome, tally)
+    test_sums_are_those_of_lengths_and_of_their_multiples = Row(
+        "PACK-07", Script("packing"), judge_lengths, when=lambda workload: workload.name in LAID_OUT
+    )
+    """Lengths are unchanged, and every padded length is a multiple of what parallelism divides it by."""
 
-    @requirement("PACK-10", run=Script("packing"), when=lambda workload: workload.name in WITHOUT_AND_WITH_EMPTY)
-    def test_empty_sequences_change_nothing_else(self, outcome: Outcome, tally: Tally) -> None:
-        """Sequences of length zero are equal neighbours in cu_seqlens, and shift no other."""
-        judge_empty_sequences(outcome, tally)
+    test_empty_sequences_change_nothing_else = Row(
+        "PACK-10",
+        Script("packing"),
+        judge_empty_sequences,
+        when=lambda workload: workload.name in WITHOUT_AND_WITH_EMPTY,
+    )
+    """Sequences of length zero are equal neighbours in cu_seqlens, and shift no other."""
 
-    @requirement("PACK-08", run=Script("packing"), when=lambda workload: workload.name == "packed-tokens")
-    def test_gaps_are_told_from_tokens(self, outcome: Outcome, tally: Tally) -> None:
-        """The first rows of every sequence are its tokens, and nothing else is one."""
-        judge_tokens(outcome, tally)
+    test_gaps_are_told_from_tokens = Row(
+        "PACK-08", Script("packing"), judge_tokens, when=lambda workload: workload.name == "packed-tokens"
+    )
+    """The first rows of every sequence are its tokens, and nothing else is one."""
 
-    @requirement("PACK-15", run=Script("packing"), when=lambda workload: workload.name == "packed-shares")
-    def test_context_ranks_share_every_row(self, outcome: Outcome, tally: Tally) -> None:
-        """Every row of a pack is on one cp rank, that of its chunk, and in its order."""
-        judge_shares(outcome, tally)
+    test_context_ranks_share_every_row = Row(
+        "PACK-15", Script("packing"), judge_shares, when=lambda workload: workload.name == "packed-shares"
+    )
+    """Every row of a pack is on one cp rank, that of its chunk, and in its order."""
 
-    @requirement("PACK-08", "ROUTE-22", run=Script("masked_router"))
-    def test_padding_changes_no_route_and_no_load(self, outcome: Outcome, tally: Tally) -> None:
-        """Tokens have the same experts and weights as without the gaps, and gaps are not counted."""
-        judge_masked_router(outcome, tally)
+    test_padding_changes_no_route_and_no_load = Row(
+        ("PACK-08", "ROUTE-22"), Script("masked_router"), judge_masked_router
+    )
+    """Tokens have the same experts and weights as without the gaps, and gaps are not counted."""
 
     @requirement("PACK-08", run=ExchangeStep(), when=has_lost_tokens)
     def test_gaps_are_routed_nowhere(self, reading: Reading, tally: Tally) -> None:

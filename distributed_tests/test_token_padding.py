@@ -24,8 +24,8 @@ from moe_conformance.judging.shared.experts.experts import (
     judge_own_outputs,
 )
 from moe_conformance.judging.verdict import Tally
-from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
+from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import exchanges, features
 from moe_conformance.workloads.records.runs import ON_EXCHANGE, ExchangeStep, ExpertsStep, Script
 from moe_conformance.workloads.records.workload import Workload
@@ -62,20 +62,16 @@ def uneven(workload: Workload) -> bool:
 
 
 class TestCount:
-    @requirement("PACK-01", run=Script("token_padding"), when=padded_to_largest)
-    def test_ranks_pad_to_the_largest_count(self, outcome: Outcome, tally: Tally) -> None:
-        """Every rank pads to the largest token count of its exchange group, rounded up."""
-        judge_padded_counts(outcome, tally)
+    test_ranks_pad_to_the_largest_count = Row(
+        "PACK-01", Script("token_padding"), judge_padded_counts, when=padded_to_largest
+    )
+    """Every rank pads to the largest token count of its exchange group, rounded up."""
 
-    @requirement("PACK-11", run=Script("token_padding"), when=bounded)
-    def test_ranks_pad_to_the_bound(self, outcome: Outcome, tally: Tally) -> None:
-        """Every rank pads to the bound, rounded up."""
-        judge_padded_counts(outcome, tally)
+    test_ranks_pad_to_the_bound = Row("PACK-11", Script("token_padding"), judge_padded_counts, when=bounded)
+    """Every rank pads to the bound, rounded up."""
 
-    @requirement("PACK-02", run=Script("token_padding"))
-    def test_there_is_one_alignment(self, outcome: Outcome, tally: Tally) -> None:
-        """The stated alignment is the configured one, and every padded count is a multiple of it."""
-        judge_alignment(outcome, tally)
+    test_there_is_one_alignment = Row("PACK-02", Script("token_padding"), judge_alignment)
+    """The stated alignment is the configured one, and every padded count is a multiple of it."""
 
     @requirement(
         "PACK-01", run=ExchangeStep(), when=lambda workload: padded_to_largest(workload) and exchanges(workload.layout)
@@ -85,10 +81,8 @@ class TestCount:
         judge_dispatched_rows(reading, tally)
         judge_asked_group(reading, tally)
 
-    @requirement("PACK-12", run=ON_EXCHANGE, when=bounded)
-    def test_a_broken_bound_is_refused_by_all(self, outcome: Outcome, tally: Tally) -> None:
-        """Where a rank has more tokens than padding.bound, all ranks of its group raise, and none waits for another."""
-        judge_broken_bound(outcome, tally)
+    test_a_broken_bound_is_refused_by_all = Row("PACK-12", ON_EXCHANGE, judge_broken_bound, when=bounded)
+    """Where a rank has more tokens than padding.bound, all ranks of its group raise, and none waits for another."""
 
 
 class TestExchange:

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
+from moe_conformance.spec.row import ARGUMENTS, Row
 from moe_conformance.waiving import only_should
 from moe_conformance.workloads.plan import Case
 
-ARGUMENTS = frozenset({"outcome", "reading", "tally", "twins"})  # what a check of cases may ask for
 _OF_A_CASE = ARGUMENTS - {"tally"}  # what only a case has
 
 
 @dataclass(frozen=True)
 class CaseFunction:
-    """A check as it is written: a function of a module, or of a class of which each case gets a new object."""
+    """A check as it is written: a row, or a function of a module or of a class of which each case gets a new object."""
 
     name: str
     function: Callable[..., None]
@@ -42,6 +42,11 @@ class CaseFunction:
         """Whether it compares the case with other runs, so that it cannot say what is wrong in either."""
         return "twins" in self.arguments
 
+    @property
+    def line(self) -> int:
+        """Where it is written, from 1."""
+        return self.function.line if isinstance(self.function, Row) else self.function.__code__.co_firstlineno
+
     def bound(self) -> Callable[..., None]:
         """Return what is called with the arguments."""
         return self.function if self.owner is None else getattr(self.owner(), self.name)
@@ -54,9 +59,12 @@ def case_function(collector: pytest.Collector, name: str, found: object) -> Case
         CollectError: it asks for more than a check of cases can have.
     """
     marks = [mark for mark in getattr(found, "pytestmark", ()) if mark.name == "requirement"]
-    if not marks or not inspect.isfunction(found):
+    if not marks or not (isinstance(found, Row) or inspect.isfunction(found)):
         return None
-    owner = getattr(collector, "obj", None) if isinstance(collector, pytest.Class) else None
+    in_class = isinstance(collector, pytest.Class)
+    if isinstance(found, Row) and not in_class:
+        raise pytest.Collector.CollectError(f"{name} is a row, and rows stand in a class")
+    owner = getattr(collector, "obj", None) if in_class and inspect.isfunction(found) else None
     arguments = tuple(inspect.signature(found).parameters)[owner is not None :]
     if not _OF_A_CASE & set(arguments):
         return None
@@ -94,14 +102,14 @@ class Check(pytest.Item):
         return self.asked.name
 
     @property
-    def function(self) -> Callable[..., None]:
-        """The function, whose attributes `-k` looks at."""
-        return self.asked.function
+    def function(self) -> Callable[..., None] | None:
+        """The function, whose attributes `-k` looks at; a row has none that anybody would select by."""
+        return None if isinstance(self.asked.function, Row) else self.asked.function
 
     def reportinfo(self) -> tuple[Any, int, str]:
         """Say where it is written."""
         names = [node.name for node in self.listchain() if isinstance(node, pytest.Class)]
-        return self.path, self.asked.function.__code__.co_firstlineno - 1, ".".join([*names, self.name])
+        return self.path, self.asked.line - 1, ".".join([*names, self.name])
 
     def runtest(self) -> None:
         """Skip: only one without a case is run by itself."""

@@ -18,12 +18,12 @@ from moe_conformance.judging.verdict import Mismatch, NotOffered, Tally
 from moe_conformance.reproducing.alongside import Twins
 from moe_conformance.reproducing.examining import refusal_by_limit, refusal_of
 from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.spec.row import ARGUMENTS
 from moe_conformance.workloads.plan import Case, Plan
 from moe_conformance.workloads.records.runs import Asked
 from moe_conformance.workloads.records.workload import Asynchrony, Workload
 
 CHECKS = "moe_conformance.distributed_tests"
-_ARGUMENTS = frozenset({"outcome", "reading", "tally", "twins"})
 
 Verdict = tuple[int, str]  # exit status and sentence
 RunAll = Callable[[Sequence[Workload]], list[Outcome]]
@@ -141,7 +141,7 @@ def find(check: str) -> tuple[Callable[..., None], Asked]:
 def can_call(check: str) -> bool:
     """Whether there is a check of that name, and a script can give it all that it asks for."""
     try:
-        return set(inspect.signature(find(check)[0]).parameters) <= _ARGUMENTS
+        return set(inspect.signature(find(check)[0]).parameters) <= ARGUMENTS
     except CannotRun:
         return False
 

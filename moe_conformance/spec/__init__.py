@@ -1,8 +1,8 @@
 """The written spec: every requirement has an id, one sentence, a formula, its degenerate cases and a source.
 
 Each chapter has a file, chapters/<chapter>/spec.toml; requirements that differ in one condition are rows of a table,
-which holds what they share. A check cites the requirements it decides with the `requirement` decorator, which refuses
-an id that the spec does not have. Which requirements have a check is read from the checks (`places`).
+which holds what they share. A check cites the requirements it decides, as a `Row` or with the `requirement` decorator,
+which refuse an id that the spec does not have. Which requirements have a check is read from the checks (`places`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from moe_conformance.discovery import FOLDER, chapters
 
 if TYPE_CHECKING:
+    import pytest
+
     from moe_conformance.workloads.records.runs import Asked
     from moe_conformance.workloads.records.workload import Workload
 
@@ -102,13 +104,23 @@ def requirement(*ids: str, run: Asked, when: Callable[[Workload], bool] | None =
     Raises:
         BadSpec: an id is not in the spec.
     """
+    mark = marked(*ids, run=run, when=when)
+
+    def cite(check: Check) -> Check:
+        cited: Check = mark(check)
+        return cited
+
+    return cite
+
+
+def marked(*ids: str, run: Asked, when: Callable[[Workload], bool] | None) -> pytest.MarkDecorator:
+    """Return the mark by which the plug-in knows a check.
+
+    Raises:
+        BadSpec: an id is not in the spec.
+    """
     import pytest  # only checks need it; the spec can be read without
 
     if unknown := [each for each in ids if each not in load()]:
         raise BadSpec(f"no requirement {', '.join(unknown)}; known: {', '.join(load())}")
-
-    def mark(check: Check) -> Check:
-        marked: Check = pytest.mark.requirement(*ids, run=run, when=when)(check)
-        return marked
-
-    return mark
+    return pytest.mark.requirement(*ids, run=run, when=when)

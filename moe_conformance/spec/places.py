@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
-from moe_conformance.spec.source_graph import SourceGraph, Symbol
+from moe_conformance.spec.source_graph import SourceGraph, Symbol, row_of
 
 ROOT = Path(__file__).parents[2]  # the folder in which moe_conformance lies
 
@@ -48,7 +48,7 @@ class Places:
         self.root = root
 
     def checks(self, id: str) -> tuple[Place, ...]:
-        """Return the checks under `@requirement(id)`."""
+        """Return the checks that cite a requirement: rows, and functions under `@requirement(id)`."""
         return tuple(self._place(symbol, _first_line(symbol.docstring)) for symbol in self._checks.get(id, ()))
 
     def oracles(self, id: str) -> tuple[Place, ...]:
@@ -159,13 +159,17 @@ def decided(docstring: str) -> tuple[str, ...]:
 
 
 def _required(symbol: Symbol) -> Sequence[str]:
-    """Return the ids of a check's decorators."""
-    if not isinstance(symbol.node, ast.FunctionDef):
+    """Return the ids of a check: the first argument of its row, or all arguments of its decorators."""
+    if isinstance(symbol.node, ast.FunctionDef):
+        marks = [each for each in symbol.node.decorator_list if isinstance(each, ast.Call)]
+        marks = [each for each in marks if isinstance(each.func, ast.Name) and each.func.id == "requirement"]
+        given = [value for each in marks for value in each.args]
+    elif (row := row_of(symbol.node)) is not None:
+        first = row.args[0]
+        given = first.elts if isinstance(first, ast.Tuple) else [first]
+    else:
         return ()
-    marks = [each for each in symbol.node.decorator_list if isinstance(each, ast.Call)]
-    marks = [each for each in marks if isinstance(each.func, ast.Name) and each.func.id == "requirement"]
-    given = [value.value for each in marks for value in each.args if isinstance(value, ast.Constant)]
-    return [str(each) for each in given]
+    return [str(value.value) for value in given if isinstance(value, ast.Constant)]
 
 
 def _owner(path: Path, line: int) -> str:

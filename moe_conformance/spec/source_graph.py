@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,12 +16,13 @@ _Defined = Definition | ast.Assign | ast.AnnAssign
 
 @dataclass(frozen=True)
 class Symbol:
-    """A definition at the top of a module, or a method of a class there: `module:name` or `module:Class.method`."""
+    """A definition at the top of a module, `module:name`, or a method or row of a class, `module:Class.name`."""
 
     module: str
     name: str
     path: Path
     node: _Defined
+    below: str = ""  # of a row: its sentence, the string below it
 
     @property
     def id(self) -> str:
@@ -29,8 +31,8 @@ class Symbol:
 
     @property
     def docstring(self) -> str:
-        """Its docstring, "" without one."""
-        return ast.get_docstring(self.node) or "" if isinstance(self.node, Definition) else ""
+        """Its docstring, or the string below a row; "" without one."""
+        return ast.get_docstring(self.node) or "" if isinstance(self.node, Definition) else self.below
 
 
 @dataclass(frozen=True)
@@ -236,9 +238,25 @@ def _symbols(module: str, path: Path, tree: ast.Module) -> Iterator[Symbol]:
             assert isinstance(node, _Defined)
             yield Symbol(module, name, path, node)
         if isinstance(node, ast.ClassDef):
-            for inner in node.body:
+            for inner, below in zip(node.body, [*node.body[1:], None], strict=True):
                 if isinstance(inner, ast.FunctionDef):
                     yield Symbol(module, f"{node.name}.{inner.name}", path, inner)
+                elif isinstance(inner, ast.Assign) and row_of(inner) is not None:
+                    for name in _names(inner):
+                        yield Symbol(module, f"{node.name}.{name}", path, inner, _string(below))
+
+
+def row_of(node: ast.stmt) -> ast.Call | None:
+    """Return the call of `Row` that an assignment holds, None if it is something else."""
+    value = node.value if isinstance(node, ast.Assign) else None
+    is_row = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "Row"
+    return value if isinstance(value, ast.Call) and is_row else None
+
+
+def _string(node: ast.stmt | None) -> str:
+    """Return the string that a statement is, "" if it is something else."""
+    value = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
+    return inspect.cleandoc(value) if isinstance(value, str) else ""
 
 
 def _names(node: ast.stmt) -> Iterable[str]:

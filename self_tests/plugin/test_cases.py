@@ -22,6 +22,27 @@ def test_foreign(outcome, tally, tmp_path):
     tally.add(elements=1)
 """
 
+# Rows beside a function.
+ROWS = """
+from moe_conformance.judging.shared.exchange.outputs import judge_form, judge_outputs
+from moe_conformance.spec import requirement
+from moe_conformance.spec.row import Row
+from moe_conformance.workloads.records.runs import ExchangeStep
+
+
+def even(workload):
+    return workload.name == "even"
+
+
+class TestOutputs:
+    test_outputs = Row("EXCH-05", ExchangeStep(), judge_outputs, when=even)
+    '''The output is right.'''
+
+    @requirement("EXCH-07", run=ExchangeStep(), when=even)
+    def test_form(self, reading, tally):
+        judge_form(reading, tally)
+"""
+
 # Checks that see whether the outcome of an earlier case is still there, although nobody looks for garbage.
 FORGOTTEN = """
 import gc
@@ -51,7 +72,7 @@ def test_forgotten(outcome, tally):
 
 # A check that compares runs, before one that reads the case alone and fails on `wrong`.
 ORDERED = """
-from moe_conformance.judging.exchange.outputs import judge_outputs
+from moe_conformance.judging.shared.exchange.outputs import judge_outputs
 from moe_conformance.judging.verdict import Mismatch
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.records.runs import ExchangeStep
@@ -113,6 +134,27 @@ class TestSelection:
         assert pytest.ExitCode.INTERRUPTED != 0 != done.status
         assert "the arguments outcome, reading, tally, twins" in done.output
         assert "it also has tmp_path" in done.output
+
+    def test_a_row_is_a_check_like_a_function(self, tmp_path):
+        """It is named, selected and judged alike, and no word of how it is made selects it."""
+        (tmp_path / "test_rows.py").write_text(ROWS)
+        asked = ("-k", "single and (right or wrong)")
+        assert 1 == judged(tmp_path, *asked, file=str(tmp_path / "test_rows.py")).status
+        expected = {"test_outputs[right-single-even]": "pass", "test_outputs[wrong-single-even]": "fail"}
+        assert expected | {f"test_form[{each}-single-even]": "pass" for each in ("right", "wrong")} == verdicts(
+            tmp_path
+        )
+        node = f"{tmp_path / 'test_rows.py'}::TestOutputs::test_outputs[right-single-even]"
+        assert 0 == judged(tmp_path, file=node).status
+        assert {"test_outputs[right-single-even]": "pass"} == verdicts(tmp_path)
+        assert pytest.ExitCode.NO_TESTS_COLLECTED == judged(tmp_path, "-k", "judge", file=node).status
+
+    def test_a_row_outside_a_class_is_refused(self, tmp_path):
+        """Its name would be nobody's."""
+        (tmp_path / "test_rows.py").write_text(ROWS.replace("class TestOutputs:", "if True:"))
+        done = judged(tmp_path, file=str(tmp_path / "test_rows.py"))
+        assert 0 != done.status
+        assert "test_outputs is a row, and rows stand in a class" in done.output
 
 
 class TestStops:

@@ -35,6 +35,12 @@ TREE: Mapping[str, str] = {
     NATIVE: "class Exchange:\n    '''An exchange.\n\n    Implements: EXCH-02,\n    EXCH-01.\n    '''\n",
     PLANT: 'EXPECTED = Expectation(\n    *("EXCH-01", "even"), "words"\n)\n',
 }
+ROW = (
+    "from moe_conformance.judging.shared.exchange.deliveries import judge\n"
+    "class TestDispatch:\n"
+    "    test_pairs = Row('EXCH-01', ExchangeStep(), judge)\n"
+    "    'Every pair arrives.'\n"
+)
 NO_ORACLE = "EXCH-01: no oracle that its checks reach says `Decides: EXCH-01`, and the spec gives no `without_oracle`"
 NO_NATIVE = "EXCH-01: no line of native says `Implements: EXCH-01`, and the spec gives no `without_native`"
 
@@ -66,6 +72,13 @@ class TestMissingPlaces:
     def test_nothing_is_missing(self, tree: Path) -> None:
         """A check that reaches its oracle, a line of native over two lines of text, and a planted bug: all is well."""
         assert [] == _problems(tree)
+
+    def test_a_row_reaches_what_its_judge_reaches(self, tree: Path) -> None:
+        """It is a check like a function, and another judge reaches no oracle."""
+        _write(tree, CHECK, ROW)
+        assert [] == _problems(tree)
+        _write(tree, CHECK, ROW.replace("import judge", "import another as judge"))
+        assert NO_ORACLE in _problems(tree)
 
     def test_an_oracle(self, tree: Path) -> None:
         """An oracle that claims nothing is none; a reason in the spec is as good."""
