@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+
+import torch
 
 from moe_conformance.chapters.balance_bias.judge.balancing import (
     judge_agreement,
@@ -24,23 +26,60 @@ from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.runs import ON_BALANCING_ROUTERS
+from moe_conformance.workloads.records.training import RouterBatch
 from moe_conformance.workloads.records.workload import Workload
 
-_MAIN = "bias-microbatches"
+
+def _batches(workload: Workload) -> Iterator[RouterBatch]:
+    """Yield what the routers are fed on all ranks."""
+    for call in workload.calls:
+        for given in call.given:
+            yield from given.get("batches", ())
 
 
-def named(*names: str) -> Callable[[Workload], bool]:
-    """Select scripts."""
-    return lambda workload: workload.name in names
+def optimised(workload: Workload) -> bool:
+    """Select scripts in which an optimizer takes a step, behind updates, saving and loading."""
+    return any(call.method == "optimise" for call in workload.calls)
 
 
 def shared(workload: Workload) -> bool:
-    """Select scripts with routers that several ranks train."""
-    return workload.name == _MAIN and workload.layout.world > workload.layout.pp
+    """Select those with routers that several ranks train."""
+    return optimised(workload) and workload.layout.world > workload.layout.pp
+
+
+def layered(workload: Workload) -> bool:
+    """Select models with several routers."""
+    return workload.config.balance.layers > 1
+
+
+def by_quantiles(workload: Workload) -> bool:
+    """Select updates by the quantiles of scores."""
+    return workload.config.balance.rule == "quantile"
+
+
+def uncounted(workload: Workload) -> bool:
+    """Select padding tokens and dropped slots, in updates by the sign of the load."""
+    padded = any(batch.padding_T is not None for batch in _batches(workload))
+    return not by_quantiles(workload) and (padded or workload.config.capacity.factor is not None)
+
+
+def untrained(workload: Workload) -> bool:
+    """Select forwards that do not train, or that run again."""
+    return workload.config.balance.recompute or any(batch.mode != "training" for batch in _batches(workload))
+
+
+def forced(workload: Workload) -> bool:
+    """Select routers with forced routing."""
+    return bool(workload.config.routing.forced)
+
+
+def narrow(workload: Workload) -> bool:
+    """Select models of half precision."""
+    return workload.config.dtype == torch.bfloat16
 
 
 class TestUpdates:
-    test_by_the_rate_against_the_load = Row("BIAS-01", ON_BALANCING_ROUTERS, judge_updates, when=named(_MAIN))
+    test_by_the_rate_against_the_load = Row("BIAS-01", ON_BALANCING_ROUTERS, judge_updates, when=optimised)
     """An update adds the rate below the mean load and subtracts it above."""
 
     test_loads_of_all_ranks_of_the_router = Row("BIAS-02", ON_BALANCING_ROUTERS, judge_updates, when=shared)
@@ -49,38 +88,38 @@ class TestUpdates:
     test_the_same_bits_on_all_ranks = Row("BIAS-03", ON_BALANCING_ROUTERS, judge_agreement, when=shared)
     """All ranks that train a router hold the same bias after every update."""
 
-    @requirement("BIAS-04", run=ON_BALANCING_ROUTERS, when=named(_MAIN))
+    @requirement("BIAS-04", run=ON_BALANCING_ROUTERS, when=optimised)
     def test_all_microbatches_of_a_step_once(self, outcome: Outcome, tally: Tally) -> None:
         """An update uses the loads since the last one, leaves zeros, and nothing changes between updates."""
         judge_steady(outcome, tally)
         judge_counters(outcome, tally)
         judge_updates(outcome, tally)
 
-    test_every_layer_by_its_own_loads = Row("BIAS-11", ON_BALANCING_ROUTERS, judge_updates, when=named("bias-layers"))
+    test_every_layer_by_its_own_loads = Row("BIAS-11", ON_BALANCING_ROUTERS, judge_updates, when=layered)
     """Routers with different loads are updated each by its own."""
 
 
 class TestQuantiles:
     test_every_expert_would_have_had_its_share = Row(
-        "BIAS-12", ON_BALANCING_ROUTERS, judge_quantiles, when=named("bias-quantile", "bias-quantile-padding")
+        "BIAS-12", ON_BALANCING_ROUTERS, judge_quantiles, when=by_quantiles
     )
     """By the new bias every expert lies where the step's tokens would have selected it by its balanced share."""
 
 
 class TestLoads:
-    @requirement("BIAS-05", run=ON_BALANCING_ROUTERS, when=named("bias-padding", "bias-dropped", "bias-dropped-padded"))
+    @requirement("BIAS-05", run=ON_BALANCING_ROUTERS, when=uncounted)
     def test_routed_slots_of_valid_tokens(self, outcome: Outcome, tally: Tally) -> None:
         """Padding tokens and rows of padding to capacity are no load."""
         judge_updates(outcome, tally)
         judge_counters(outcome, tally)
 
-    @requirement("BIAS-06", run=ON_BALANCING_ROUTERS, when=named("bias-evaluation", "bias-recomputed"))
+    @requirement("BIAS-06", run=ON_BALANCING_ROUTERS, when=untrained)
     def test_training_forwards_once(self, outcome: Outcome, tally: Tally) -> None:
         """Evaluation and forwards without gradients leave no trace, and a recomputed forward counts once."""
         judge_updates(outcome, tally)
         judge_counters(outcome, tally)
 
-    @requirement("BIAS-07", run=ON_BALANCING_ROUTERS, when=named("bias-forced-dealt", "bias-forced-random"))
+    @requirement("BIAS-07", run=ON_BALANCING_ROUTERS, when=forced)
     def test_no_change_by_forced_loads(self, outcome: Outcome, tally: Tally) -> None:
         """While routing is forced the bias keeps its bits, unless the backend claims otherwise."""
         judge_forced(outcome, tally)
@@ -88,19 +127,19 @@ class TestLoads:
 
 
 class TestState:
-    @requirement("BIAS-08", run=ON_BALANCING_ROUTERS, when=named(_MAIN))
+    @requirement("BIAS-08", run=ON_BALANCING_ROUTERS, when=optimised)
     def test_one_tensor(self, outcome: Outcome, tally: Tally) -> None:
         """Router, state dictionary and earlier references see an update, and loading brings the bits back."""
         judge_in_place(outcome, tally)
         judge_selection(outcome, tally)
         judge_reload(outcome, tally)
 
-    @requirement("BIAS-09", run=ON_BALANCING_ROUTERS, when=named("bias-bfloat16"))
+    @requirement("BIAS-09", run=ON_BALANCING_ROUTERS, when=narrow)
     def test_float32_in_models_of_half_precision(self, outcome: Outcome, tally: Tally) -> None:
         """Small updates are kept, saved, and take part in the selection."""
         judge_growth(outcome, tally)
         judge_selection(outcome, tally)
         judge_reload(outcome, tally)
 
-    test_nothing_else_trains_it = Row("BIAS-10", ON_BALANCING_ROUTERS, judge_untrained, when=named(_MAIN))
+    test_nothing_else_trains_it = Row("BIAS-10", ON_BALANCING_ROUTERS, judge_untrained, when=optimised)
     """It has no gradient, and the optimizer leaves it alone."""

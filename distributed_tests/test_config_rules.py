@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from moe_conformance.chapters.config_rules.judge.changed_settings import judge_changed_later
 from moe_conformance.chapters.config_rules.judge.config_rules import judge_packed
 from moe_conformance.chapters.config_rules.judge.resolved_settings import (
@@ -13,38 +11,25 @@ from moe_conformance.chapters.config_rules.judge.resolved_settings import (
     judge_shown,
     judge_unknown,
 )
-from moe_conformance.chapters.config_rules.workloads import config_rules
-from moe_conformance.chapters.config_rules.workloads.settings import CHANGING, LATER, SHOWN, UNKNOWN, workload_of
+from moe_conformance.chapters.config_rules.workloads.settings import CHANGING, LATER, RULES, SHOWN, UNKNOWN
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries
 from moe_conformance.judging.shared.exchange.outputs import judge_form, judge_outputs
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.spec.row import Row
+from moe_conformance.workloads.records.features import shows
 from moe_conformance.workloads.records.runs import ON_CONFIG_RULES, ON_SESSION, ExchangeStep
 from moe_conformance.workloads.records.workload import Workload
 
 
-def _of(rule: str) -> Callable[[Workload], bool]:
-    return lambda workload: workload.name == workload_of(rule)
-
-
-def _named(name: str) -> Callable[[Workload], bool]:
-    return lambda workload: workload.name == name
-
-
-def _of_rules(workload: Workload) -> bool:
-    return workload.name not in (SHOWN, UNKNOWN, LATER)
-
-
-def _may_change(workload: Workload) -> bool:
-    return workload.name in map(workload_of, CHANGING)
+def packs(workload: Workload) -> bool:
+    """Select scripts that build exchanges for packed sequences."""
+    return any(call.given[0]["config"].padding.packed for call in workload.calls)
 
 
 class TestPackedSequences:
-    test_all_gathers_alone_may_refuse_them = Row(
-        "RULE-25", ON_SESSION, judge_packed, when=lambda workload: workload.name == config_rules.BUILT
-    )
+    test_all_gathers_alone_may_refuse_them = Row("RULE-25", ON_SESSION, judge_packed, when=packs)
     """An all-to-all and a fused exchange build with packed sequences; others build or raise on every rank."""
 
     @requirement("RULE-25", run=ExchangeStep(option="packing"))
@@ -57,93 +42,93 @@ class TestPackedSequences:
 
 class TestWhatIsTold:
     test_refusals_have_a_message_and_are_the_same_on_all_ranks = Row(
-        "RULE-01", ON_CONFIG_RULES, judge_refusals, when=_of_rules
+        "RULE-01", ON_CONFIG_RULES, judge_refusals, when=shows(*RULES)
     )
     """Settings are refused while they are resolved, by the same error on all ranks."""
 
-    test_valid_options_are_resolved_to_what_was_asked = Row("RULE-02", ON_CONFIG_RULES, judge_shown, when=_named(SHOWN))
+    test_valid_options_are_resolved_to_what_was_asked = Row("RULE-02", ON_CONFIG_RULES, judge_shown, when=shows(SHOWN))
     """Every option appears in what was built, with its value."""
 
-    test_changed_options_are_warned_of = Row("RULE-03", ON_CONFIG_RULES, judge_changes, when=_may_change)
+    test_changed_options_are_warned_of = Row("RULE-03", ON_CONFIG_RULES, judge_changes, when=shows(*CHANGING))
     """What runs with another value than asked is warned of, and shown alike on all ranks."""
 
-    test_unknown_options_and_values_are_refused = Row("RULE-04", ON_CONFIG_RULES, judge_unknown, when=_named(UNKNOWN))
+    test_unknown_options_and_values_are_refused = Row("RULE-04", ON_CONFIG_RULES, judge_unknown, when=shows(UNKNOWN))
     """Misspelt and empty names are never taken for the default."""
 
-    test_a_change_reaches_every_layer_or_none = Row("RULE-05", ON_CONFIG_RULES, judge_changed_later, when=_named(LATER))
+    test_a_change_reaches_every_layer_or_none = Row("RULE-05", ON_CONFIG_RULES, judge_changed_later, when=shows(LATER))
     """After a change every layer has the settings of one that is built with them, or the change raises."""
 
 
 class TestOverlap:
-    test_one_rank_has_nothing_to_overlap = Row("RULE-06", ON_CONFIG_RULES, judge_rule, "RULE-06", when=_of("RULE-06"))
+    test_one_rank_has_nothing_to_overlap = Row("RULE-06", ON_CONFIG_RULES, judge_rule, "RULE-06", when=shows("RULE-06"))
     """With ep = 1 overlap is refused or openly off."""
 
     test_one_expert_or_none_has_nothing_to_overlap = Row(
-        "RULE-07", ON_CONFIG_RULES, judge_rule, "RULE-07", when=_of("RULE-07")
+        "RULE-07", ON_CONFIG_RULES, judge_rule, "RULE-07", when=shows("RULE-07")
     )
     """Without experts, or with one, overlap is refused or openly off."""
 
-    test_an_all_gather = Row("RULE-08", ON_CONFIG_RULES, judge_rule, "RULE-08", when=_of("RULE-08"))
+    test_an_all_gather = Row("RULE-08", ON_CONFIG_RULES, judge_rule, "RULE-08", when=shows("RULE-08"))
     """Overlap of an all-gather is refused or honoured, and of an all-to-all or a fused exchange accepted."""
 
-    test_its_dtype = Row("RULE-09", ON_CONFIG_RULES, judge_rule, "RULE-09", when=_of("RULE-09"))
+    test_its_dtype = Row("RULE-09", ON_CONFIG_RULES, judge_rule, "RULE-09", when=shows("RULE-09"))
     """Overlap in float32 or float64 is refused or honoured, and in bfloat16 and float16 accepted."""
 
-    test_stages_that_are_not_divided = Row("RULE-10", ON_CONFIG_RULES, judge_rule, "RULE-10", when=_of("RULE-10"))
+    test_stages_that_are_not_divided = Row("RULE-10", ON_CONFIG_RULES, judge_rule, "RULE-10", when=shows("RULE-10"))
     """Overlap with pp > 1 and no virtual stages is refused or honoured."""
 
-    test_full_recomputation = Row("RULE-11", ON_CONFIG_RULES, judge_rule, "RULE-11", when=_of("RULE-11"))
+    test_full_recomputation = Row("RULE-11", ON_CONFIG_RULES, judge_rule, "RULE-11", when=shows("RULE-11"))
     """Overlap with recomputation of whole layers is refused or honoured."""
 
-    test_a_method_of_recomputation = Row("RULE-12", ON_CONFIG_RULES, judge_rule, "RULE-12", when=_of("RULE-12"))
+    test_a_method_of_recomputation = Row("RULE-12", ON_CONFIG_RULES, judge_rule, "RULE-12", when=shows("RULE-12"))
     """Overlap with a method of choosing recomputed layers is refused or honoured."""
 
-    test_a_number_of_recomputed_layers = Row("RULE-13", ON_CONFIG_RULES, judge_rule, "RULE-13", when=_of("RULE-13"))
+    test_a_number_of_recomputed_layers = Row("RULE-13", ON_CONFIG_RULES, judge_rule, "RULE-13", when=shows("RULE-13"))
     """Overlap with a number of recomputed layers, 0 too, is refused or honoured."""
 
-    test_recomputation_of_the_moe_layer = Row("RULE-14", ON_CONFIG_RULES, judge_rule, "RULE-14", when=_of("RULE-14"))
+    test_recomputation_of_the_moe_layer = Row("RULE-14", ON_CONFIG_RULES, judge_rule, "RULE-14", when=shows("RULE-14"))
     """Overlap with recomputation of the MoE layer is refused or honoured."""
 
-    test_overlap_of_shared_experts = Row("RULE-15", ON_CONFIG_RULES, judge_rule, "RULE-15", when=_of("RULE-15"))
+    test_overlap_of_shared_experts = Row("RULE-15", ON_CONFIG_RULES, judge_rule, "RULE-15", when=shows("RULE-15"))
     """Both overlaps together, and one of shared experts that are not there, are not built silently."""
 
-    test_several_prediction_layers = Row("RULE-16", ON_CONFIG_RULES, judge_rule, "RULE-16", when=_of("RULE-16"))
+    test_several_prediction_layers = Row("RULE-16", ON_CONFIG_RULES, judge_rule, "RULE-16", when=shows("RULE-16"))
     """Overlap with two layers of multi-token prediction is refused or honoured."""
 
-    test_a_graph_of_what_is_overlapped = Row("RULE-17", ON_CONFIG_RULES, judge_rule, "RULE-17", when=_of("RULE-17"))
+    test_a_graph_of_what_is_overlapped = Row("RULE-17", ON_CONFIG_RULES, judge_rule, "RULE-17", when=shows("RULE-17"))
     """Overlap under a graph of the MoE layer, the MLP or everything is refused or honoured."""
 
-    test_an_input_that_is_freed = Row("RULE-18", ON_CONFIG_RULES, judge_rule, "RULE-18", when=_of("RULE-18"))
+    test_an_input_that_is_freed = Row("RULE-18", ON_CONFIG_RULES, judge_rule, "RULE-18", when=shows("RULE-18"))
     """Overlap with offloading of an input that the kernel frees is refused or honoured."""
 
 
 class TestVersions:
-    test_are_compared_as_versions = Row("RULE-19", ON_CONFIG_RULES, judge_rule, "RULE-19", when=_of("RULE-19"))
+    test_are_compared_as_versions = Row("RULE-19", ON_CONFIG_RULES, judge_rule, "RULE-19", when=shows("RULE-19"))
     """What needs a newer library is refused, and with 2.10 where 2.9 is needed accepted."""
 
 
 class TestDeferredWeightGradients:
-    test_without_overlap = Row("RULE-20", ON_CONFIG_RULES, judge_rule, "RULE-20", when=_of("RULE-20"))
+    test_without_overlap = Row("RULE-20", ON_CONFIG_RULES, judge_rule, "RULE-20", when=shows("RULE-20"))
     """Deferral without overlap is refused or honoured."""
 
-    test_under_a_graph_of_their_products = Row("RULE-21", ON_CONFIG_RULES, judge_rule, "RULE-21", when=_of("RULE-21"))
+    test_under_a_graph_of_their_products = Row("RULE-21", ON_CONFIG_RULES, judge_rule, "RULE-21", when=shows("RULE-21"))
     """Deferral under a graph needs the product to accumulate, or is refused or honoured."""
 
-    test_under_a_graph_with_a_bias = Row("RULE-22", ON_CONFIG_RULES, judge_rule, "RULE-22", when=_of("RULE-22"))
+    test_under_a_graph_with_a_bias = Row("RULE-22", ON_CONFIG_RULES, judge_rule, "RULE-22", when=shows("RULE-22"))
     """Deferral under a graph of attention with a bias is refused or honoured."""
 
 
 class TestKernels:
-    test_named_beside_another_dispatcher = Row("RULE-23", ON_CONFIG_RULES, judge_rule, "RULE-23", when=_of("RULE-23"))
+    test_named_beside_another_dispatcher = Row("RULE-23", ON_CONFIG_RULES, judge_rule, "RULE-23", when=shows("RULE-23"))
     """A kernel's name that has no effect is refused or openly dropped."""
 
-    test_that_are_absent = Row("RULE-24", ON_CONFIG_RULES, judge_rule, "RULE-24", when=_of("RULE-24"))
+    test_that_are_absent = Row("RULE-24", ON_CONFIG_RULES, judge_rule, "RULE-24", when=shows("RULE-24"))
     """A kernel that is absent on any rank is refused, or openly replaced together with its dispatcher."""
 
 
 class TestSizes:
-    test_top_k_of_the_experts = Row("RULE-26", ON_CONFIG_RULES, judge_rule, "RULE-26", when=_of("RULE-26"))
+    test_top_k_of_the_experts = Row("RULE-26", ON_CONFIG_RULES, judge_rule, "RULE-26", when=shows("RULE-26"))
     """K < 1, K > E and E < 1 are refused, and K = E is accepted."""
 
-    test_groups_of_the_experts = Row("RULE-27", ON_CONFIG_RULES, judge_rule, "RULE-27", when=_of("RULE-27"))
+    test_groups_of_the_experts = Row("RULE-27", ON_CONFIG_RULES, judge_rule, "RULE-27", when=shows("RULE-27"))
     """Groups that do not divide E or do not hold K experts are refused, as one size without the other."""

@@ -16,7 +16,7 @@ from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec import requirement
 from moe_conformance.spec.row import Row
-from moe_conformance.workloads.records.features import likened, likened_once
+from moe_conformance.workloads.records.features import likened, likened_once, likened_sums
 from moe_conformance.workloads.records.runs import ExpertsStep, LayerStep, RouterStep
 from moe_conformance.workloads.records.workload import Workload
 
@@ -60,7 +60,7 @@ class TestRecomputation:
         "DET-04",
         LayerStep(),
         judge_alike,
-        when=lambda workload: workload.name == "layer-in-flight-uneven",
+        when=likened_sums,
         twins=determinism.recomputed_layers,
     )
     """A step of whole layers that run again in the backward gives the outputs and gradients of one without."""

@@ -45,7 +45,6 @@ from moe_conformance.chapters.forcing.workloads.forcing import (
     several_sources,
     with_deviations,
 )
-from moe_conformance.chapters.forcing.workloads.hot import REFUSED
 from moe_conformance.judging.observed.aliasing import judge_state
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.equivalence.routes import (
@@ -59,6 +58,7 @@ from moe_conformance.judging.shared.router.routers import judge_load
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.spec.row import Row
+from moe_conformance.workloads.records.features import shows
 from moe_conformance.workloads.records.runs import ON_SESSION, ExchangeStep, RouterStep
 from moe_conformance.workloads.records.workload import Workload
 
@@ -131,10 +131,13 @@ class TestDrops:
     """A forced slot is dropped only where its expert is at capacity, as any other."""
 
 
+def builds_forced_routers(workload: Workload) -> bool:
+    """Select scripts that build routers with forced routing."""
+    return any(call.given[0]["config"].routing.forced for call in workload.calls)
+
+
 class TestRefused:
-    test_one_strategy_at_a_time = Row(
-        "FORCE-17", ON_SESSION, judge_strategies_refused, when=lambda workload: workload.name in REFUSED
-    )
+    test_one_strategy_at_a_time = Row("FORCE-17", ON_SESSION, judge_strategies_refused, when=builds_forced_routers)
     """A router with two strategies, or without the parameter of one, is refused on every rank."""
 
 
@@ -181,7 +184,7 @@ class TestOthers:
         "FORCE-01",
         RouterStep(),
         judge_same_bits,
-        when=lambda workload: workload.name == "route-groups-top2-softmax",
+        when=shows("no forced routing"),
         twins=beside_forced,
     )
     """A router without forced routing gives the same bits, whatever forces the routers beside it."""
@@ -240,6 +243,6 @@ class TestReport:
         "FORCE-23",
         RouterStep(),
         judge_nothing_reported,
-        when=lambda workload: workload.name == "route-groups-top2-softmax",
+        when=shows("no forced routing"),
     )
     """A router without forced routing reports no strategy."""

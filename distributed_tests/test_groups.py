@@ -8,7 +8,6 @@ from moe_conformance.chapters.groups.judge.divisibility import judge_indivisible
 from moe_conformance.chapters.groups.judge.groups import judge_groups
 from moe_conformance.chapters.groups.judge.many_ranks import judge_own_group
 from moe_conformance.chapters.groups.judge.sizes import judge_sizes, judge_stages
-from moe_conformance.chapters.groups.workloads import divisibility
 from moe_conformance.contract.topology import Layout, RankLists
 from moe_conformance.judging.observed.ledgers import judge_agreement
 from moe_conformance.judging.observed.run import Reading
@@ -21,9 +20,9 @@ from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.outcome import Told
 from moe_conformance.spec import requirement
 from moe_conformance.spec.row import Row
+from moe_conformance.workloads.records.features import shows
 from moe_conformance.workloads.records.runs import ON_SESSION, ExchangeStep, ExpertsStep, GroupAnswers, Script
 from moe_conformance.workloads.records.workload import Wish, Workload
-from moe_conformance.workloads.virtual import names as many_ranks_names
 
 
 class TestFolding:
@@ -48,23 +47,21 @@ class TestFolding:
 
 class TestDivision:
     test_what_does_not_divide_is_refused = Row(
-        "GROUP-03", ON_SESSION, judge_indivisible, when=lambda workload: workload.name in divisibility.NAMES
+        "GROUP-03", ON_SESSION, judge_indivisible, when=shows("sizes that do not divide")
     )
     """Experts or widths that the layout cannot divide are refused on every rank, with both numbers."""
 
 
-def at_size(workload: Workload) -> bool:
-    """Whether it is of the corpus of many ranks, which are virtual."""
-    return workload.name in many_ranks_names()
+AT_SIZE = shows("many ranks")  # which are virtual
 
 
 def at_size_with_replicas(workload: Workload) -> bool:
     """Whether several of many ranks hold the same part of an expert."""
-    return at_size(workload) and workload.layout.edp > 1
+    return AT_SIZE(workload) and workload.layout.edp > 1
 
 
 class TestManyRanks:
-    @requirement("GROUP-06", run=ExchangeStep(), when=at_size)
+    @requirement("GROUP-06", run=ExchangeStep(), when=AT_SIZE)
     def test_exchanges_follow_their_groups(self, reading: Reading, tally: Tally) -> None:
         """Every pair is delivered in its own exchange group and combined, and the collectives of the ranks match."""
         judge_own_group(reading, tally)
@@ -72,7 +69,7 @@ class TestManyRanks:
         judge_outputs(reading, tally)
         judge_agreement(reading.outcome, tally)
 
-    test_gradients_follow_their_groups = Row("GROUP-06", ExpertsStep(), judge_expert_gradients, when=at_size)
+    test_gradients_follow_their_groups = Row("GROUP-06", ExpertsStep(), judge_expert_gradients, when=AT_SIZE)
     """Every owner of an expert ends with the gradient of all tokens of its pipeline stage."""
 
     test_replicas_agree_at_size = Row("GROUP-06", ExpertsStep(), judge_replicas, when=at_size_with_replicas)

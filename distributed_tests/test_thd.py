@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from moe_conformance.chapters.thd.judge.padding_mask import judge_masked_router
 from moe_conformance.chapters.thd.judge.thd import judge_empty_sequences, judge_lengths, judge_shares, judge_tokens
-from moe_conformance.chapters.token_padding.workloads import LAID_OUT, WITHOUT_AND_WITH_EMPTY
+from moe_conformance.chapters.token_padding.workloads import EMPTY_SEQUENCES, LENGTHS_OF_PACKS
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries
 from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
@@ -18,13 +20,19 @@ from moe_conformance.judging.shared.experts.experts import (
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.spec.row import Row
-from moe_conformance.workloads.records.features import has_lost_tokens
+from moe_conformance.workloads.records.features import has_lost_tokens, shows
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, Script
+from moe_conformance.workloads.records.workload import Workload
+
+
+def asks_for(method: str) -> Callable[[Workload], bool]:
+    """Select scripts that call a method."""
+    return lambda workload: any(call.method == method for call in workload.calls)
 
 
 class TestSequences:
     test_sums_are_those_of_lengths_and_of_their_multiples = Row(
-        "PACK-07", Script("packing"), judge_lengths, when=lambda workload: workload.name in LAID_OUT
+        "PACK-07", Script("packing"), judge_lengths, when=shows(LENGTHS_OF_PACKS)
     )
     """Lengths are unchanged, and every padded length is a multiple of what parallelism divides it by."""
 
@@ -32,18 +40,14 @@ class TestSequences:
         "PACK-10",
         Script("packing"),
         judge_empty_sequences,
-        when=lambda workload: workload.name in WITHOUT_AND_WITH_EMPTY,
+        when=shows(EMPTY_SEQUENCES),
     )
     """Sequences of length zero are equal neighbours in cu_seqlens, and shift no other."""
 
-    test_gaps_are_told_from_tokens = Row(
-        "PACK-08", Script("packing"), judge_tokens, when=lambda workload: workload.name == "packed-tokens"
-    )
+    test_gaps_are_told_from_tokens = Row("PACK-08", Script("packing"), judge_tokens, when=asks_for("tokens"))
     """The first rows of every sequence are its tokens, and nothing else is one."""
 
-    test_context_ranks_share_every_row = Row(
-        "PACK-15", Script("packing"), judge_shares, when=lambda workload: workload.name == "packed-shares"
-    )
+    test_context_ranks_share_every_row = Row("PACK-15", Script("packing"), judge_shares, when=asks_for("share"))
     """Every row of a pack is on one cp rank, that of its chunk, and in its order."""
 
     test_padding_changes_no_route_and_no_load = Row(

@@ -14,28 +14,28 @@ from moe_conformance.workloads.records.workload import Workload
 
 
 def reuses(workload: Workload) -> bool:
-    """Whether a handle serves several dispatches."""
-    return workload.name.startswith("reused-handle")
+    """Whether a handle serves several dispatches, or a backward comes behind another dispatch's combine."""
+    return any(call.late or (call.method == "dispatch" and "handle" in call.given[0]) for call in workload.calls)
 
 
 def takes_another(workload: Workload) -> bool:
     """Whether a combine gets the handle of another dispatch."""
-    return workload.name.startswith("handle-of-another")
+    return any(call.may_raise for call in workload.calls)
 
 
 def has_biases(workload: Workload) -> bool:
     """Whether combine gets biases."""
-    return workload.name.startswith("biases")
+    return any("biases" in call.given[0] for call in workload.calls)
 
 
 def weighs(workload: Workload) -> bool:
-    """Whether experts multiply their output by weights that were sent with the rows."""
-    return workload.name.startswith("weighed")
+    """Whether tokens and the weights that are sent with them ask for gradients."""
+    return any({"x_TD", "weights_TK"} == {*call.differentiable} for call in workload.calls)
 
 
 def asks_apart(workload: Workload) -> bool:
     """Whether of tokens and weights that were sent, only one asks for a gradient."""
-    return workload.name.startswith("weights-asked-apart")
+    return any(call.differentiable == ("weights_TK",) for call in workload.calls)
 
 
 def within_limits(workload: Workload) -> bool:
@@ -45,7 +45,7 @@ def within_limits(workload: Workload) -> bool:
 
 def breaks_limits(workload: Workload) -> bool:
     """Whether some rank does."""
-    return workload.name.startswith("tokens-over-limit")
+    return any(call.may_raise for call in workload.calls)
 
 
 def rounds(workload: Workload) -> bool:

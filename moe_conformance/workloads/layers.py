@@ -48,6 +48,7 @@ class LayerRecipe:
     asynchrony: Asynchrony = "plain"
     silent: bool = False  # routed experts are zero, and so is down of shared ones: output biases are all that is left
     rehearsed: bool = False  # behind a step with other parameters
+    likened: bool = False  # runs that must give the same are held against it
     interleaved: bool = False  # with another of the same sizes, whose forwards and backwards lie between its own
     margin: float = MARGIN  # by which every token's choice is clear
     profile: Profile = "quick"
@@ -76,7 +77,7 @@ _LAYERS = (
     LayerRecipe("layer-uneven", tokens=UNEVEN, profile="full"),
     LayerRecipe("layer-sigmoid-scaled-even", _SCALED, profile="full"),
     LayerRecipe("layer-rank-without-tokens", tokens=ONE_WITHOUT, profile="full"),
-    LayerRecipe("layer-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1"),
+    LayerRecipe("layer-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", likened=True),
     LayerRecipe("layer-six-in-flight-even", {**_SCALED, "top_k": 3}, schedule=SIX_IN_FLIGHT),
     LayerRecipe("layer-two-alive-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", interleaved=True),
     LayerRecipe("layer-top-1-uneven", {"top_k": 1}, tokens=UNEVEN),
@@ -278,6 +279,7 @@ def _drawn(recipe: LayerRecipe, layout: Layout) -> Workload:
         recipe.lead,
         recipe.asynchrony,
         twist=Twist(rehearsed=recipe.rehearsed),
+        likened="quick" if recipe.likened else "",
     )
 
 

@@ -27,7 +27,7 @@ Given = Mapping[str, Any]
 
 
 def culprits(layout: Layout, name: str) -> frozenset[int]:
-    """Return the ranks that make the mistake, where not all do: one of every exchange group, which the name picks."""
+    """Return the ranks that make the mistake, where not all do: one of every exchange group, drawn by the name."""
     return frozenset(group[zlib.crc32(name.encode()) % len(group)] for group in layout.groups()["ep_etp"])
 
 
@@ -71,10 +71,7 @@ IN_SETTINGS = ("ids-in-float", "more-tokens-than-ids", "narrow-tokens")  # one o
 
 def input_of(workload: Workload) -> str:
     """Return which of the inputs a workload is about, whatever the setting; "" for none."""
-    name = workload.name.removeprefix("misuse-")
-    for setting in SETTINGS:
-        name = name.removesuffix(f"-{setting}")
-    return name if name in INPUTS else ""
+    return next(iter(workload.shows & INPUTS.keys()), "")
 
 
 def _step(batches: tuple[Batch, ...], config: Config, *, may_raise: bool = False) -> Call:
@@ -90,7 +87,7 @@ def _inputs(blank: Workload, names: Iterable[str], suffix: str = "") -> Iterator
         bad = tuple(spoil(b, config) if rank in wrong else b for rank, b in enumerate(good))
         right = _step(good, config)
         calls = right, _step(bad, config, may_raise=True), right
-        yield replace(blank, name=f"misuse-{name}{suffix}", batches=(good,), calls=calls)
+        yield replace(blank, name=f"misuse-{name}{suffix}", batches=(good,), calls=calls, shows=frozenset({name}))
 
 
 # ---- answers -------------------------------------------------------------------------------------------------
@@ -102,7 +99,7 @@ ANSWERS: dict[str, tuple[str, Given]] = {
     "narrow-answers": ("answers of half the width", {**RIGHT, "width": 16}),
 }
 ON_A_RANK = ("narrow-answers",)  # one rank's handle of another microbatch sends what no other rank expects
-TWICE = "misuse-combined-twice"
+TWICE = "combined-twice"  # a handle is used in combine a second time
 
 
 def _answers(blank: Workload) -> Iterator[Workload]:
@@ -113,16 +110,19 @@ def _answers(blank: Workload) -> Iterator[Workload]:
     for name, (_, wrong) in ANSWERS.items():
         everywhere = Call("combine", tuple(wrong for _ in ranks), may_raise=True)
         right = Call("combine", tuple(RIGHT for _ in ranks))
-        yield replace(blank, name=f"misuse-{name}", calls=(*two, everywhere, right, again))
+        calls = (*two, everywhere, right, again)
+        yield replace(blank, name=f"misuse-{name}", calls=calls, shows=frozenset({name}))
     for name in ON_A_RANK:
         _, wrong = ANSWERS[name]
         mistaken = culprits(blank.layout, f"misuse-{name}-on-a-rank")
         given = tuple(wrong if rank in mistaken else RIGHT for rank in ranks)
         here = Call("combine", given, may_raise=True)
-        yield replace(blank, name=f"misuse-{name}-on-a-rank", calls=(*two, here, again))
+        calls = (*two, here, again)
+        yield replace(blank, name=f"misuse-{name}-on-a-rank", calls=calls, shows=frozenset({name}))
     once = Call("combine", tuple(RIGHT for _ in ranks))
     calls = (two[0], once, replace(once, may_raise=True), again)
-    yield replace(blank, name=TWICE, batches=blank.batches[:1], schedule="D0 C0", calls=calls)
+    blank = replace(blank, batches=blank.batches[:1], schedule="D0 C0", shows=frozenset({TWICE}))
+    yield replace(blank, name=f"misuse-{TWICE}", calls=calls)
 
 
 def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
@@ -155,5 +155,5 @@ NAMES = (
     *(f"misuse-{name}-{setting}" for setting in SETTINGS for name in IN_SETTINGS),
     *(f"misuse-{name}" for name in ANSWERS),
     *(f"misuse-{name}-on-a-rank" for name in ON_A_RANK),
-    TWICE,
+    f"misuse-{TWICE}",
 )

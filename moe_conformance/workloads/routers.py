@@ -37,6 +37,7 @@ class RouterRecipe:
     near: bool = False  # biases of steps of 2^-13: at 0.9, less than those of bfloat16 and float16
     likened: bool = False  # runs that must route alike are held against it
     rehearsed: bool = False  # behind a step with other parameters
+    shows: frozenset[str] = frozenset()
     profile: Profile = "quick"
 
 
@@ -75,7 +76,7 @@ ROUTERS = (
         {"routing.score": "sqrtsoftplus", "routing.balance_bias": True, **_NORMAL},
     ),
     RouterRecipe("route-groups-top2", {**_BIASED, **_NORMAL, **_GROUPS}, likened=True),
-    RouterRecipe("route-groups-top2-softmax", _GROUPS),
+    RouterRecipe("route-groups-top2-softmax", _GROUPS, shows=frozenset({"no forced routing"})),
     RouterRecipe("route-groups-topk", {**_BIASED, **_NORMAL, **_GROUPS, "top_k": 6, "routing.group_score": "topk_sum"}),
     RouterRecipe("route-groups-topk-softmax", {**_GROUPS, "top_k": 6, "routing.group_score": "topk_sum"}),
     RouterRecipe(
@@ -149,7 +150,7 @@ def routing_corpus(variant: str, layout: Layout, profile: Profile = "quick") -> 
         likened: Literal["", "quick"] = "quick" if recipe.likened and layout in likened_layouts("quick") else ""
         twist = Twist(rehearsed=recipe.rehearsed)
         run = (recipe.name, RouterStep(), config, layout, batches, recipe.schedule, parameters)
-        yield Workload(*run, twist=twist, likened=likened)
+        yield Workload(*run, twist=twist, likened=likened, shows=recipe.shows)
 
 
 def _batch(recipe: RouterRecipe, config: Config, layout: Layout, microbatch: int, rank: int) -> Batch:

@@ -8,6 +8,7 @@ ranks with none and experts with hundreds of rows are among them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -31,6 +32,7 @@ _PADDED = {"padding.tokens": "group_max", "padding.alignment": 4}
 _FEWEST = (1, 0, 1, 0, 0, 2, 0)
 _WIDEST_ALL_GATHER = 64  # ranks of ep * etp
 _WIDEST_OF_ALL = 256  # ranks of a world
+_MANY_RANKS = frozenset({"many ranks"})
 
 
 def last_experts(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
@@ -150,6 +152,6 @@ def sparse(variant: str, layout: Layout) -> Iterator[Workload]:
 def _drawn(recipes: tuple[tuple[Recipe, ...], tuple[Recipe, ...]], variant: str, layout: Layout) -> Iterator[Workload]:
     probe, own = recipes
     for recipe in probe:
-        yield exchange_workload(recipe, ExchangeStep(), variant, layout)
+        yield replace(exchange_workload(recipe, ExchangeStep(), variant, layout), shows=_MANY_RANKS)
     for recipe in own:
-        yield exchange_workload(recipe, ExpertsStep(), variant, layout)
+        yield replace(exchange_workload(recipe, ExpertsStep(), variant, layout), shows=_MANY_RANKS)

@@ -99,24 +99,29 @@ PACKS = (
 )
 
 
+LENGTHS_OF_PACKS, EMPTY_SEQUENCES = "lengths of packs", "pairs of packs without and with empty sequences"
+
+
 def _sums(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def _packs(layout: Layout, variant: str) -> Iterator[Workload]:
-    def script(name: str, calls: Iterable[Call]) -> Workload:
-        return Workload(name, Script("packing"), Config(variant), layout, (), calls=tuple(calls))
+    def script(name: str, calls: Iterable[Call], *shows: str) -> Workload:
+        config = Config(variant)
+        return Workload(name, Script("packing"), config, layout, (), calls=tuple(calls), shows=frozenset(shows))
 
     def lay_out(lengths: tuple[int, ...], cp: int, tp: int, split: bool) -> Call:
         given = {"lengths": lengths, "cp": cp, "tp": tp, "sequence_parallel": split}
         return Call("lay_out", (given,) * layout.world, may_raise=True)
 
-    yield script("packed-lengths", (lay_out(each, *axes) for axes in PARALLEL for each in LENGTHS))
-    yield script("packed-alike", (lay_out(each, *axes) for axes in PARALLEL for each in ALIKE))
-    yield script("packed-alike-empty", (lay_out((0, 0), *axes) for axes in PARALLEL))
-    yield script("packed-flat", (lay_out(each, 1, tp, False) for tp in (1, 2) for each in FLAT))
-    yield script("packed-flat-empty", (lay_out(each, 1, 1, False) for pair in WITH_EMPTY for each in pair))
-    yield script("packed-empty", (lay_out(each, *axes) for axes in PARALLEL for pair in WITH_EMPTY for each in pair))
+    with_empty = [each for pair in WITH_EMPTY for each in pair]
+    yield script("packed-lengths", (lay_out(each, *axes) for axes in PARALLEL for each in LENGTHS), LENGTHS_OF_PACKS)
+    yield script("packed-alike", (lay_out(each, *axes) for axes in PARALLEL for each in ALIKE), LENGTHS_OF_PACKS)
+    yield script("packed-alike-empty", (lay_out((0, 0), *axes) for axes in PARALLEL), LENGTHS_OF_PACKS)
+    yield script("packed-flat", (lay_out(each, 1, tp, False) for tp in (1, 2) for each in FLAT), LENGTHS_OF_PACKS)
+    yield script("packed-flat-empty", (lay_out(each, 1, 1, False) for each in with_empty), EMPTY_SEQUENCES)
+    yield script("packed-empty", (lay_out(each, *axes) for axes in PARALLEL for each in with_empty), EMPTY_SEQUENCES)
     sums = [(cp, _sums([L for L, _ in pack]), _sums([P for _, P in pack])) for cp, pack in PACKS]
     given = [{"cu_seqlens": real, "cu_seqlens_padded": padded} for _, real, padded in sums]
     yield script("packed-tokens", (Call("tokens", (each,) * layout.world, may_raise=True) for each in given))
@@ -177,11 +182,9 @@ def _masked(
     return Workload(name, Script("masked_router"), config, layout, (), parameters=parameters, calls=calls)
 
 
-LAID_OUT = ("packed-lengths", "packed-alike", "packed-alike-empty", "packed-flat")
-WITHOUT_AND_WITH_EMPTY = ("packed-empty", "packed-flat-empty")  # calls in pairs
-_PACKED = (*LAID_OUT, *WITHOUT_AND_WITH_EMPTY, "packed-tokens", "packed-shares")
 SEQUENCES = (
-    *_PACKED,
+    *("packed-lengths", "packed-alike", "packed-alike-empty", "packed-flat", "packed-empty", "packed-flat-empty"),
+    *("packed-tokens", "packed-shares"),
     *("masked-router", "masked-router-square", "masked-unbalanced"),
     *("masked-two-dims", "masked-learns", "masked-softmax-learns"),
 )

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import torch
 
-from moe_conformance.chapters.tp_duplicated_tokens.workloads import MISMATCHES, ONE_GROUP, odd_one_of
+from moe_conformance.chapters.tp_duplicated_tokens.workloads import MISMATCHES, mismatch_of, odd_one_of
 from moe_conformance.judging.findings import Finding, fail, some
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.script import answers, judge_no_slip
@@ -284,7 +284,7 @@ def judge_mismatch(outcome: Outcome, tally: Tally) -> None:
         Hung, Died, Raised: a rank waits for another or ended, or a valid step raised.
         WrongOutput: y of a valid step is wrong.
     """
-    what, _ = MISMATCHES[outcome.workload.name.removesuffix(ONE_GROUP)]
+    what, _ = MISMATCHES[mismatch_of(outcome.workload)]
     number = wrong_call(outcome.workload)
     judge_no_slip(outcome, number)
     found = answers(outcome, number)

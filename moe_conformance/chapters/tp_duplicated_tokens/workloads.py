@@ -120,31 +120,36 @@ MISMATCHES: Mapping[str, tuple[str, Callable[[Tensor, Config], Tensor]]] = {
     "copies-exchange-tokens": ("the routings of two tokens exchanged", _exchanged),
     "copies-exchange-slots": ("every token's slots in another order", _slots_exchanged),
 }
-ONE_GROUP = "-in-one-group"  # the last; all tp groups where the name does not end so
+_ONE_GROUP = "-in-one-group"  # of which copies differ, the last; without this word those of all tp groups
 
 
 def mismatched(workload: Workload) -> bool:
     """Return whether copies of it have different routings."""
-    return workload.name.removesuffix(ONE_GROUP) in MISMATCHES
+    return bool(mismatch_of(workload))
+
+
+def mismatch_of(workload: Workload) -> str:
+    """Return which of the mismatches a workload is about; "" for none."""
+    return next(iter(workload.shows & MISMATCHES.keys()), "")
 
 
 def groups_that_differ(workload: Workload) -> tuple[tuple[int, ...], ...]:
     """Return the tp groups of which one rank has another routing than the others."""
     groups = workload.layout.groups()["tp"]
-    return groups[-1:] if workload.name.endswith(ONE_GROUP) else groups
+    return groups[-1:] if _ONE_GROUP in workload.shows else groups
 
 
 def odd_one_of(workload: Workload, group: tuple[int, ...]) -> int:
     """Return the rank of a tp group that has the other routing: the last; of one group alone one in the middle."""
-    return group[len(group) // 2] if workload.name.endswith(ONE_GROUP) else group[-1]
+    return group[len(group) // 2] if _ONE_GROUP in workload.shows else group[-1]
 
 
 def _mismatched(variant: str, layout: Layout) -> Iterator[Workload]:
     blank = _copied(exchange_workload(Recipe("copies-differ", tokens=(7,)), ExchangeStep(), variant, layout))
     (good,), config = blank.batches, blank.config
     for name, (_, change) in MISMATCHES.items():
-        for where in ("", ONE_GROUP):
-            made = replace(blank, name=name + where, run=ON_EXCHANGE)
+        for where in ("", _ONE_GROUP):
+            made = replace(blank, name=name + where, run=ON_EXCHANGE, shows=frozenset({name, where} - {""}))
             differing = {odd_one_of(made, group) for group in groups_that_differ(made)}
             bad = tuple(
                 replace(batch, ids_TK=change(batch.ids_TK.clone(), config)) if rank in differing else batch
@@ -161,7 +166,7 @@ def _step(batches: tuple[Batch, ...], config: Config, *, may_raise: bool = False
 
 NAMES = (
     *(recipe.name for recipe in (*PROBE, *EXPERTS, *_UNASKED.values())),
-    *(name + where for name in MISMATCHES for where in ("", ONE_GROUP)),
+    *(name + where for name in MISMATCHES for where in ("", _ONE_GROUP)),
 )
 
 

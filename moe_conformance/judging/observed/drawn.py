@@ -16,7 +16,7 @@ class Drawn:
         self.workload = workload  # kept, so that nothing else gets the identities that the key has
         config = replace(workload.config, variant="")
         values = [getattr(workload, field.name) for field in fields(workload) if field.name != "config"]
-        self._key = (config, *(value if isinstance(value, (str, Layout)) else id(value) for value in values))
+        self._key = (config, *(value if isinstance(value, (str, frozenset, Layout)) else id(value) for value in values))
 
     def __hash__(self) -> int:
         """Of the key."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,11 @@ def traits(workload: Workload) -> tuple[str, ...]:
     empty = any(0 in tokens for tokens in _sizes(workload))
     open_at_once = max(under_way(workload), halves_in_flight(workload.schedule)) > 1
     return tuple(trait for trait, has in ((ZERO_TOKENS, empty), (IN_FLIGHT, open_at_once)) if has)
+
+
+def shows(*words: str) -> Callable[[Workload], bool]:
+    """Return the condition that a workload is drawn to show one of these."""
+    return lambda workload: not workload.shows.isdisjoint(words)
 
 
 def has_empty_slots(workload: Workload) -> bool:
@@ -260,7 +265,7 @@ def _is_wrong_use(workload: Workload) -> bool:
     the setting, and who offers the setting has to refuse it (PACK-12, EXCH-37). Nor is a handle that is used twice,
     which may be answered.
     """
-    return workload.name in misuse.NAMES and workload.name != misuse.TWICE
+    return not workload.shows.isdisjoint([*misuse.INPUTS, *misuse.ANSWERS])
 
 
 def _duplicates(ids_TK: Tensor) -> bool:

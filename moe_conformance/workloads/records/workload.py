@@ -208,6 +208,8 @@ class Workload:
     likened: Literal["", "quick", "full"] = ""  # the profile in which runs that must give the same are compared with it
     routers: int = 1  # that are built where a router runs alone: forward m goes through router m modulo their number
     golden: str = ""  # the chapter of the goldens whose values judge it; "" for the oracles of today
+    # What it is drawn to show, where no other field says so: checks ask for these words, and never for its name.
+    shows: frozenset[str] = frozenset()
 
     @property
     def tokens(self) -> tuple[tuple[int, ...], ...]:

@@ -22,7 +22,8 @@ from moe_conformance.workloads.records.workload import Call, Workload
 
 EP2 = Layout(2, ep=2)
 REFUSED = Answer(error="expert id 8 among 8 experts", error_type="builtins.ValueError")
-ANSWERS = tuple(f"misuse-{name}" for name in (*misuse.ANSWERS, "combined-twice"))
+TWICE = f"misuse-{misuse.TWICE}"
+ANSWERS = (*(f"misuse-{name}" for name in misuse.ANSWERS), TWICE)
 OF_ANSWERS = sorted(name for name in misuse.NAMES if name.startswith(ANSWERS))
 Judge = Callable[[Outcome, Tally], None]
 
@@ -130,14 +131,14 @@ class TestWrongAnswers:
 
     def test_a_slip_is_no_refusal(self) -> None:
         """Nor here is an attribute that is not there."""
-        outcome = run(misuse.TWICE)
+        outcome = run(TWICE)
         number = next(n for n, call in enumerate(outcome.workload.calls) if call.may_raise)
         answer = Answer(error="no attribute 'rows'", error_type="builtins.AttributeError")
         assert isinstance(caught(judge_wrong_answers, edit(outcome, number, 0, answer)), Raised)
 
     def test_a_second_combine_is_for_all_or_none(self) -> None:
         """A handle that is combined twice is refused by all ranks, or by none."""
-        outcome = run(misuse.TWICE)
+        outcome = run(TWICE)
         number = next(n for n, call in enumerate(outcome.workload.calls) if call.may_raise)
         again = outcome.ranks[0].answers[number - 1]
         half = edit(outcome, number, 0, again)
@@ -157,5 +158,5 @@ class TestLimit:
         assert len(misuse.IN_SETTINGS) * len(misuse.SETTINGS) < len(of_input)
         assert not of_input & asked
         of_answers = {each.name for each in drawn if wrong_answers(each)}
-        assert {misuse.TWICE} == of_answers & asked
+        assert {TWICE} == of_answers & asked
         assert {"bound-broken", *tp_duplicated_tokens.MISMATCHES} <= asked

@@ -37,7 +37,8 @@ def _workload(name: str, configs: list[Config], surfaces: tuple[str, ...], layou
         (surface, {"config": config}) for config in configs for surface in surfaces
     ]
     calls = tuple(Call(surface, (given,) * layout.world, may_raise=True) for surface, given in asked)
-    return Workload(name, ON_SESSION, Config(variant=configs[0].variant), layout, (), calls=calls)
+    config = Config(variant=configs[0].variant)
+    return Workload(name, ON_SESSION, config, layout, (), calls=calls, shows=frozenset({"sizes that do not divide"}))
 
 
 CHAPTERS = (Chapter((ON_SESSION,), NAMES, corpus, variants="every"),)

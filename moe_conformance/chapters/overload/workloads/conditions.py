@@ -118,17 +118,21 @@ def _of_other(drawn: Drawn) -> Passes:
 
 
 _SCRIPTS: Mapping[str, Recipe] = {
-    "load-recomputed": Recipe((_recomputed,)),
-    "load-received-nothing": Recipe((_received(0, 1), _received(1, 0))),
-    "load-idle-stage": Recipe((_of_stage(0, 2), nothing, _of_stage(1, 1)), stages=2),
-    "load-uneven-ranks": Recipe((_uneven_slices, _uneven_in_group), may_raise=True),
-    "load-switched": Recipe((_twice, False, _twice, _twice, True, _afterwards)),
-    "load-two-meters": Recipe((_afterwards, nothing, _afterwards), beside=(_of_other, _of_other, nothing)),
-    "load-padded-tokens": Recipe((_forms,), {"padding.tokens": "group_max", "padding.alignment": 4}),
-    "load-padded-experts": Recipe((_forms,), {"capacity.padded": True}),
+    "load-recomputed": Recipe((_recomputed,), shows=("recomputation",)),
+    "load-received-nothing": Recipe((_received(0, 1), _received(1, 0)), shows=("ranks without rows",)),
+    "load-idle-stage": Recipe((_of_stage(0, 2), nothing, _of_stage(1, 1)), stages=2, shows=("stages without entries",)),
+    "load-uneven-ranks": Recipe((_uneven_slices, _uneven_in_group), may_raise=True, shows=("uneven ranks",)),
+    "load-switched": Recipe((_twice, False, _twice, _twice, True, _afterwards), shows=("switching",)),
+    "load-two-meters": Recipe(
+        (_afterwards, nothing, _afterwards), beside=(_of_other, _of_other, nothing), shows=("another meter",)
+    ),
+    "load-padded-tokens": Recipe(
+        (_forms,), {"padding.tokens": "group_max", "padding.alignment": 4}, shows=("forms of tokens", "padding")
+    ),
+    "load-padded-experts": Recipe((_forms,), {"capacity.padded": True}, shows=("padding",)),
 }
-_FORMS = {"load-forms": Recipe((_forms,))}
-_COPIES = {"load-copies": Recipe((_forms,), {"token_copies": True})}
+_FORMS = {"load-forms": Recipe((_forms,), shows=("forms of tokens", "padding"))}
+_COPIES = {"load-copies": Recipe((_forms,), {"token_copies": True}, shows=("forms of tokens",))}
 
 
 def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:

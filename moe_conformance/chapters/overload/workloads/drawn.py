@@ -105,6 +105,7 @@ class Recipe:
     may_raise: bool = False  # a report
     stages: int = 1  # at least so many pipeline stages
     beside: Sequence[Step] = ()  # of another meter in the same processes
+    shows: tuple[str, ...] = ()
 
 
 def workload(name: str, recipe: Recipe, variant: str, layout: Layout) -> Workload:
@@ -119,6 +120,7 @@ def workload(name: str, recipe: Recipe, variant: str, layout: Layout) -> Workloa
         (),
         calls=_calls(name, recipe, layout),
         twist=Twist(beside=tuple(workload(f"{name} beside", other, variant, layout) for other in beside)),
+        shows=frozenset(recipe.shows),
     )
 
 

@@ -110,15 +110,17 @@ _SCRIPTS: Mapping[str, Recipe] = {
         one(_even), one(lambda drawn: drawn.ids(5, within=2)),
         one(lambda drawn: drawn.ids(3 + 8 * (drawn.rank % 2))),
         one(lambda drawn: drawn.ids(6 * (drawn.rank % 2))), one(lambda drawn: drawn.ids(0)), _empty_entries,
-    )),
-    "load-dropped": Recipe((_dropped, one(lambda drawn: torch.full((3, TOP_K), -1)))),
+    ), shows=("steps of one entry",)),
+    "load-dropped": Recipe(
+        (_dropped, one(lambda drawn: torch.full((3, TOP_K), -1))), shows=("dropped pairs",)
+    ),
     "load-steps": Recipe((
         _forwards_first, _one_f_one_b, nothing, _uneven_layers, _interleaved, one(lambda drawn: drawn.ids()),
-    )),
-    "load-uneven-tokens": Recipe((one(_uneven_tokens),)),
-    "load-alone": Recipe((_alone,)),
-    "load-evaluation": Recipe((_evaluated,)),
-    "load-abandoned": Recipe((_abandoned,)),
+    ), shows=("schedules",)),
+    "load-uneven-tokens": Recipe((one(_uneven_tokens),), shows=("uneven tokens",)),
+    "load-alone": Recipe((_alone,), shows=("no backward",)),
+    "load-evaluation": Recipe((_evaluated,), shows=("evaluation",)),
+    "load-abandoned": Recipe((_abandoned,), shows=("abandoned attempt",)),
 }  # fmt: skip
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from moe_conformance.judging.findings import Finding, fail, some, unequal
 from moe_conformance.judging.observed.probe_expected import expect
@@ -20,7 +24,7 @@ def wrong_input(workload: Workload) -> bool:
 
 def wrong_answers(workload: Workload) -> bool:
     """Whether the invalid input is one of combine."""
-    return workload.name in misuse.NAMES and not wrong_input(workload)
+    return not workload.shows.isdisjoint([*misuse.ANSWERS, misuse.TWICE])
 
 
 def judge_wrong_input(outcome: Outcome, tally: Tally) -> None:
@@ -32,9 +36,9 @@ def judge_wrong_input(outcome: Outcome, tally: Tally) -> None:
         WrongOutput: y of a valid step is wrong.
     """
     what, _ = misuse.INPUTS[misuse.input_of(outcome.workload)]
-    on = some(sorted(misuse.culprits(outcome.workload.layout, outcome.workload.name)))
     of_a_type = what == misuse.INPUTS["ids-in-float"][0]
     number = wrong_call(outcome.workload)
+    on = some(_culprits(outcome.workload, number))
     judge_refused(outcome, number, tally, stage="dispatch", asked=f"{what} on rank {on}", of_a_type=of_a_type)
     for right in (number - 1, number + 1):
         judge_y(outcome, right, 0, tally)
@@ -54,7 +58,7 @@ def judge_wrong_answers(outcome: Outcome, tally: Tally) -> None:
     workload = outcome.workload
     number = wrong_call(workload)
     found = answers(outcome, number)
-    if workload.name == misuse.TWICE:
+    if misuse.TWICE in workload.shows:
         if any(answer.raised for answer in found):
             judge_refused(outcome, number, tally, stage="combine", asked="a handle that was used in combine before")
         else:
@@ -64,13 +68,27 @@ def judge_wrong_answers(outcome: Outcome, tally: Tally) -> None:
         wrong = [rank for rank, given in enumerate(workload.calls[number].given) if given != misuse.RIGHT]
         answered = [rank for rank in wrong if not found[rank].raised and _can_tell(outcome, number, rank)]
         if answered:
-            what, _ = misuse.ANSWERS[workload.name.removeprefix("misuse-").removesuffix("-on-a-rank")]
+            (what, _), *_none = (misuse.ANSWERS[name] for name in workload.shows)
             sentence = f"combine accepted {what} on rank {some(answered)}; expected: an error"
             raise Unrefused("combine", sentence, ranks=tuple(answered))
         for rank in wrong:  # where the shapes are equal there is nothing to refuse
             tally.add(pairs=1, rank=rank)
     for after in range(number + 1, len(workload.calls)):
         judge_y(outcome, after, 0, tally)
+
+
+def _culprits(workload: Workload, number: int) -> list[int]:
+    """Return the ranks whose input differs from that of the valid step before it."""
+    valid, wrong = ([_tensors(given) for given in workload.calls[n].given] for n in (number - 1, number))
+    return [
+        rank
+        for rank, pair in enumerate(zip(valid, wrong, strict=True))
+        if any(one is not another for one, another in zip(*pair, strict=True))
+    ]
+
+
+def _tensors(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    return given["x"], given["routing"].ids_TK, given["routing"].weights_TK
 
 
 def _can_tell(outcome: Outcome, number: int, rank: int) -> bool:
