@@ -102,6 +102,11 @@ ON_A_RANK = ("narrow-answers",)  # one rank's handle of another microbatch sends
 TWICE = "combined-twice"  # a handle is used in combine a second time
 
 
+def answer_of(workload: Workload) -> str:
+    """Return which of the answers a workload is about; "" for none."""
+    return next(iter(workload.shows & ANSWERS.keys()), "")
+
+
 def _answers(blank: Workload) -> Iterator[Workload]:
     ranks = range(blank.layout.world)
     two = tuple(replace(_step(batches, blank.config), method="dispatch") for batches in blank.batches)

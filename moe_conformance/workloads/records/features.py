@@ -265,7 +265,7 @@ def _is_wrong_use(workload: Workload) -> bool:
     the setting, and who offers the setting has to refuse it (PACK-12, EXCH-37). Nor is a handle that is used twice,
     which may be answered.
     """
-    return not workload.shows.isdisjoint([*misuse.INPUTS, *misuse.ANSWERS])
+    return bool(misuse.input_of(workload) or misuse.answer_of(workload))
 
 
 def _duplicates(ids_TK: Tensor) -> bool:

@@ -31,6 +31,11 @@ _ON = Settings(overlap=True, ep=2)
 _CAPTURED = replace(_ON, defer_weight_gradients=True, capture=("router",))
 
 
+def workload_of(rule: str) -> str:
+    """Return the name of the workload of a rule."""
+    return rule.lower()
+
+
 def asked(neutral: Neutral) -> Settings:
     """Return an example of the oracle as a backend is asked for it."""
     options: dict[str, Any] = {
@@ -140,7 +145,7 @@ def _changes(ranks: int) -> tuple[Call, ...]:
 
 def names() -> tuple[str, ...]:
     """Return the names of the workloads."""
-    return (*map(str.lower, RULES), SHOWN, UNKNOWN, LATER)
+    return (*map(workload_of, RULES), SHOWN, UNKNOWN, LATER)
 
 
 def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
@@ -148,27 +153,28 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     del profile
     if layout not in _LAYOUTS:
         return
+    config = Config(variant=variant)
     for rule in RULES:
         alike = [(each,) * layout.world for each in _examples(rule)]
         if rule == _KERNELS and layout.world > 1:
             kernel = Settings(dispatcher="fused", kernel="present")
             alike.append((kernel, *[replace(kernel, kernel="absent")] * (layout.world - 1)))
-        yield _workload(rule, alike, variant, layout)
-    for shown, options in ((SHOWN, _OPTIONS), (UNKNOWN, _UNKNOWN)):
-        yield _workload(shown, [(each,) * layout.world for each in options], variant, layout)
-    config, shows = Config(variant=variant), frozenset({LATER})
-    yield Workload(LATER, ON_CONFIG_RULES, config, layout, (), calls=_changes(layout.world), shows=shows)
+        name, calls = workload_of(rule), _calls(alike)
+        yield Workload(name, ON_CONFIG_RULES, config, layout, (), calls=calls, shows=frozenset({rule}))
+    for name, options in ((SHOWN, _OPTIONS), (UNKNOWN, _UNKNOWN)):
+        calls = _calls([(each,) * layout.world for each in options])
+        yield Workload(name, ON_CONFIG_RULES, config, layout, (), calls=calls, shows=frozenset({name}))
+    calls = _changes(layout.world)
+    yield Workload(LATER, ON_CONFIG_RULES, config, layout, (), calls=calls, shows=frozenset({LATER}))
 
 
-def _workload(shown: str, by_rank: Sequence[tuple[Settings, ...]], variant: str, layout: Layout) -> Workload:
+def _calls(by_rank: Sequence[tuple[Settings, ...]]) -> tuple[Call, ...]:
     """Ask for the limits of settings, and then for what they resolve to."""
-    calls = tuple(
+    return tuple(
         Call(method, tuple({"asked": each} for each in ranks), may_raise=True)
         for ranks in by_rank
         for method in ("limits", "resolve")
     )
-    config, shows = Config(variant=variant), frozenset({shown})
-    return Workload(shown.lower(), ON_CONFIG_RULES, config, layout, (), calls=calls, shows=shows)
 
 
 CHAPTERS = (Chapter((ON_CONFIG_RULES,), names(), draw, quick=_LAYOUTS),)

@@ -24,7 +24,7 @@ def wrong_input(workload: Workload) -> bool:
 
 def wrong_answers(workload: Workload) -> bool:
     """Whether the invalid input is one of combine."""
-    return not workload.shows.isdisjoint([*misuse.ANSWERS, misuse.TWICE])
+    return bool(misuse.answer_of(workload)) or misuse.TWICE in workload.shows
 
 
 def judge_wrong_input(outcome: Outcome, tally: Tally) -> None:
@@ -68,7 +68,7 @@ def judge_wrong_answers(outcome: Outcome, tally: Tally) -> None:
         wrong = [rank for rank, given in enumerate(workload.calls[number].given) if given != misuse.RIGHT]
         answered = [rank for rank in wrong if not found[rank].raised and _can_tell(outcome, number, rank)]
         if answered:
-            (what, _), *_none = (misuse.ANSWERS[name] for name in workload.shows)
+            what, _ = misuse.ANSWERS[misuse.answer_of(workload)]
             sentence = f"combine accepted {what} on rank {some(answered)}; expected: an error"
             raise Unrefused("combine", sentence, ranks=tuple(answered))
         for rank in wrong:  # where the shapes are equal there is nothing to refuse
