@@ -23,8 +23,7 @@ REPLICATED64 = Layout(64, ep=8)
 
 
 @planted(
-    Expectation("EXCH-01", "many-ranks-uneven", "dispatch", "instead of expert 127 on rank 63", "155 more"),
-    layout=EP64,
+    Expectation("EXCH-01", "many-ranks-uneven", "dispatch", "instead of expert 127 on rank 63", "155 more"), layout=EP64
 )
 class DestinationsInAWord(AllToAllExchange):
     """The ranks that a token goes to are bits of one word of 32 bits, so that rank 32 is taken for rank 0."""

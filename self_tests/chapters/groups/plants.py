@@ -84,8 +84,7 @@ class LeftOutRanks(Native):
 
 
 @planted(
-    Expectation("GROUP-02", "", "groups", "tp = 4, ", "raised ValueError: ep = 2 does not divide dp"),
-    layout=EP2_EDP2,
+    Expectation("GROUP-02", "", "groups", "tp = 4, ", "raised ValueError: ep = 2 does not divide dp"), layout=EP2_EDP2
 )
 class EpWithinDp(Native):
     """Experts are spread over data parallel ranks only, as before the two folds were parted."""
@@ -118,10 +117,7 @@ def _require(held: bool, otherwise: str) -> None:
         raise ValueError(otherwise)
 
 
-@planted(
-    Expectation("GROUP-02", "", "groups", "cp = 1", "was refused: 6 ranks are no power of two"),
-    layout=Layout(6),
-)
+@planted(Expectation("GROUP-02", "", "groups", "cp = 1", "was refused: 6 ranks are no power of two"), layout=Layout(6))
 class PowersOfTwo(Native):
     """Worlds are powers of two, as those that it was tried on were."""
 
@@ -150,10 +146,7 @@ class StagesBeforeReplicas(Native):
         return {**lists, "edp": tuple(tuple(range(first, sizes["world"], jump)) for first in firsts)}
 
 
-@planted(
-    Expectation("GROUP-02", "", "groups", "cp = 1", "was refused: no ep means no experts"),
-    layout=EP2_EDP2,
-)
+@planted(Expectation("GROUP-02", "", "groups", "cp = 1", "was refused: no ep means no experts"), layout=EP2_EDP2)
 class NothingWithoutEp(Native):
     """Without expert parallelism no groups are made at all."""
 
@@ -166,8 +159,7 @@ class NothingWithoutEp(Native):
 
 
 @planted(
-    Expectation("GROUP-04", "", "groups", "the pp groups are [(0,), (1,), (2,), (3,)] with", "pp = 2"),
-    layout=EP2_EDP2,
+    Expectation("GROUP-04", "", "groups", "the pp groups are [(0,), (1,), (2,), (3,)] with", "pp = 2"), layout=EP2_EDP2
 )
 class StagesAlone(Native):
     """Every rank is a pipeline by itself, so that nobody is in another stage than anybody."""

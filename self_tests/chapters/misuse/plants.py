@@ -74,7 +74,7 @@ class FilledUpBeforeItIsLookedAt(AllToAllExchange):
 
 
 @planted(
-    Expectation("EXCH-44", "misuse-id-too-low", "dispatch", "step accepted an id of -2 on rank 1 on rank 0, rank 1"),
+    Expectation("EXCH-44", "misuse-id-too-low", "dispatch", "step accepted an id of -2 on rank 1 on rank 0, rank 1")
 )
 class LooksOnce(AllToAllExchange):
     """What the first step brings is looked at, and what later ones bring no more; ids that nobody has are no slots."""

@@ -72,10 +72,7 @@ class EmptySlotsClearedInPlace(Permutation):
         return super().permute(x_TD, routing)
 
 
-@planted(
-    Expectation("EXCH-18", "permute-to-3", "dispatch", "is a row of no token before the padding"),
-    layout=SINGLE,
-)
+@planted(Expectation("EXCH-18", "permute-to-3", "dispatch", "is a row of no token before the padding"), layout=SINGLE)
 class PaddingInFront(Permutation):
     """The rows of a segment stand at its end, behind their padding."""
 
@@ -95,10 +92,7 @@ class OneMultipleTooMany(Permutation):
         return super()._padded(counts_E) + more * ((counts_E % self.multiple == 0) & (counts_E > 0))
 
 
-@planted(
-    Expectation("EXCH-18", "permute", "dispatch", "which is routed to"),
-    layout=SINGLE,
-)
+@planted(Expectation("EXCH-18", "permute", "dispatch", "which is routed to"), layout=SINGLE)
 class UncountedBackwards(Permutation):
     """The rows of the last expert stand first, and nothing counts them."""
 
@@ -118,10 +112,7 @@ class PaddedUncounted(Permutation):
         return replace(super().permute(x_TD, routing), counts_E=None)
 
 
-@planted(
-    Expectation("EXCH-21", "permute", "dispatch", "which are not in ascending order"),
-    layout=SINGLE,
-)
+@planted(Expectation("EXCH-21", "permute", "dispatch", "which are not in ascending order"), layout=SINGLE)
 class RowsBackwards(Permutation):
     """The sort is not stable: within an expert the last token comes first. Every pair is there, and comes back."""
 
@@ -183,8 +174,7 @@ class PaddingReadFromTheFirst(Permutation):
 
 
 @planted(
-    Expectation("EXCH-02", "permute-to-16-idle-experts", "dispatch", "padding of expert 1, is not zero"),
-    layout=SINGLE,
+    Expectation("EXCH-02", "permute-to-16-idle-experts", "dispatch", "padding of expert 1, is not zero"), layout=SINGLE
 )
 class PaddingNotCleared(Permutation):
     """The buffer is not cleared before the pairs are written: its padding holds what was there before."""
@@ -239,10 +229,7 @@ class SentinelsCountedFromTheEnd(RowIndex):
         return real_R & (torch.arange(len(index_R)) < real_R.sum())
 
 
-@planted(
-    Expectation("EXCH-19", "row-index", "dispatch", "with sentinel -1 is"),
-    layout=SINGLE,
-)
+@planted(Expectation("EXCH-19", "row-index", "dispatch", "with sentinel -1 is"), layout=SINGLE)
 class OnlyTooLargeIsASentinel(RowIndex):
     """T stands for no token, and -1 for the last one."""
 
@@ -253,10 +240,7 @@ class OnlyTooLargeIsASentinel(RowIndex):
 # ---- segments ------------------------------------------------------------------------------------------------
 
 
-@planted(
-    Expectation("EXCH-20", "reorder-equal-sums", "dispatch", "of rows in expert-major order is"),
-    layout=SINGLE,
-)
+@planted(Expectation("EXCH-20", "reorder-equal-sums", "dispatch", "of rows in expert-major order is"), layout=SINGLE)
 class ShortcutForEqualSums(Reordering):
     """Where every source sends as many rows, the segments are taken for equal too, and transposed at once."""
 
@@ -280,10 +264,7 @@ class CountsReadAcross(Reordering):
         return super()._order(counts_WN.T.reshape(counts_WN.shape))
 
 
-@planted(
-    Expectation("EXCH-20", "reorder", "dispatch", "of rows in source-major order again is"),
-    layout=SINGLE,
-)
+@planted(Expectation("EXCH-20", "reorder", "dispatch", "of rows in source-major order again is"), layout=SINGLE)
 class BackAsThere(Reordering):
     """The way back moves the rows as the way there did, which undoes it for two equal halves only."""
 
@@ -308,10 +289,7 @@ class EmptySlotIsExpertZero(RoutingForms):
         return super().to_dense(replace(routing, ids_TK=torch.where(free_TK, 0, routing.ids_TK)))
 
 
-@planted(
-    Expectation("ROUTE-21", "forms", "route", "the indexed form lacks token 1 expert", "weight 0"),
-    layout=SINGLE,
-)
+@planted(Expectation("ROUTE-21", "forms", "route", "the indexed form lacks token 1 expert", "weight 0"), layout=SINGLE)
 class WeightZeroIsNoChoice(RoutingForms):
     """What weighs nothing is taken for what was not chosen."""
 
@@ -319,10 +297,7 @@ class WeightZeroIsNoChoice(RoutingForms):
         return super().to_indices(weights_TE, map_TE & (weights_TE != 0))
 
 
-@planted(
-    Expectation("ROUTE-21", "forms", "gradient", "the gradient of the weights is None on rank"),
-    layout=SINGLE,
-)
+@planted(Expectation("ROUTE-21", "forms", "gradient", "the gradient of the weights is None on rank"), layout=SINGLE)
 class MapOfConstants(RoutingForms):
     """The weights are copied into the table as numbers, and their gradients end there."""
 

@@ -159,10 +159,7 @@ class ShareTakenForWhole(PartsOfGradients):
         return replace(super().claims, copies="complete")
 
 
-@planted(
-    Expectation("EXCH-36", "copies-even", "gradient", "dx", "is 2.000 x the expected value"),
-    layout=TP2_EP2,
-)
+@planted(Expectation("EXCH-36", "copies-even", "gradient", "dx", "is 2.000 x the expected value"), layout=TP2_EP2)
 class WholeTakenForParts(TokenCopies):
     """Gradients are whole on every copy and are said to be parts, so that the trainer adds them up."""
 
@@ -185,10 +182,7 @@ class AnswersStayWide(TokenCopies):
         return super()._join(y_SD.float(), shares)
 
 
-@planted(
-    Expectation("EXCH-08", "copies-even", "run", "the backend changed its input x on rank"),
-    layout=TP2_EP2,
-)
+@planted(Expectation("EXCH-08", "copies-even", "run", "the backend changed its input x on rank"), layout=TP2_EP2)
 class OthersSharesCleared(TokenCopies):
     """A rank clears the tokens that other copies dispatch, in the caller's memory."""
 
@@ -202,8 +196,7 @@ class OthersSharesCleared(TokenCopies):
 
 
 @planted(
-    Expectation("EXCH-04", "copies-even", "dispatch", "reports", "rows for expert", "and delivers"),
-    layout=TP2_EP2,
+    Expectation("EXCH-04", "copies-even", "dispatch", "reports", "rows for expert", "and delivers"), layout=TP2_EP2
 )
 class CountsOfAllCopies(TokenCopies):
     """Experts are told counts of all that the tensor ranks hold, and are handed the distinct tokens."""
@@ -300,8 +293,7 @@ class NobodyCompares(TokenCopies):
 
 
 @planted(
-    Expectation("EXCH-37", "copies-exchange-tokens", "dispatch", "the routings of two tokens exchanged"),
-    layout=TP2_EP2,
+    Expectation("EXCH-37", "copies-exchange-tokens", "dispatch", "the routings of two tokens exchanged"), layout=TP2_EP2
 )
 class SumForAChecksum(TokenCopies):
     """Copies are compared by the sum of their ids, in which none has a place."""

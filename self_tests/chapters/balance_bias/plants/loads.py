@@ -14,10 +14,7 @@ from self_tests.planted_bugs.plant import EP2, SINGLE, Expectation, planted
 # ---- padding and drops -----------------------------------------------------------------------------------------------
 
 
-@planted(
-    Expectation("BIAS-05", "bias-padding", "finish", "likely cause: padding tokens are counted"),
-    layout=SINGLE,
-)
+@planted(Expectation("BIAS-05", "bias-padding", "finish", "likely cause: padding tokens are counted"), layout=SINGLE)
 class PaddingMovesTheBias(BalancingRouters):
     """The router is not told of padding, which is left out behind it."""
 
@@ -25,10 +22,7 @@ class PaddingMovesTheBias(BalancingRouters):
         return super().route(number, x, None)
 
 
-@planted(
-    Expectation("BIAS-05", "bias-padding", "finish", "likely cause: the padding mask is inverted"),
-    layout=EP2,
-)
+@planted(Expectation("BIAS-05", "bias-padding", "finish", "likely cause: the padding mask is inverted"), layout=EP2)
 class MaskInvertedForTheBias(BalancingRouters):
     """True marks tokens that count, as docstrings of Megatron-Core state."""
 
@@ -82,8 +76,7 @@ class AllCounted(BalancingRouters):
 
 
 @planted(
-    Expectation("BIAS-06", "bias-evaluation", "finish", "likely cause: forwards in evaluation are counted"),
-    layout=EP2,
+    Expectation("BIAS-06", "bias-evaluation", "finish", "likely cause: forwards in evaluation are counted"), layout=EP2
 )
 class EvaluationMovesTheBias(BalancingRouters):
     """A forward counts wherever gradients are recorded."""

@@ -27,10 +27,7 @@ class Rebound(BalancingRouters):
         router.balance_bias = router.balance_bias + change_E  # type: ignore[operator]
 
 
-@planted(
-    Expectation("BIAS-08", "bias-microbatches", "finish", "the state dictionary does not hold it"),
-    layout=SINGLE,
-)
+@planted(Expectation("BIAS-08", "bias-microbatches", "finish", "the state dictionary does not hold it"), layout=SINGLE)
 class NotSaved(Router):
     """The bias is a buffer that is not saved."""
 
@@ -39,10 +36,7 @@ class NotSaved(Router):
         self._non_persistent_buffers_set.add("balance_bias")
 
 
-@planted(
-    Expectation("BIAS-08", "bias-microbatches", "route", "likely cause: another bias is added"),
-    layout=SINGLE,
-)
+@planted(Expectation("BIAS-08", "bias-microbatches", "route", "likely cause: another bias is added"), layout=SINGLE)
 class FirstBiasKept(Router):
     """The router adds a copy that it made in its first forward."""
 
@@ -58,8 +52,7 @@ class FirstBiasKept(Router):
 
 
 @planted(
-    Expectation("BIAS-09", "bias-bfloat16", "finish", "likely cause: the bias is kept in torch.bfloat16"),
-    layout=SINGLE,
+    Expectation("BIAS-09", "bias-bfloat16", "finish", "likely cause: the bias is kept in torch.bfloat16"), layout=SINGLE
 )
 class BiasOfModelDtype(Router):
     """The bias has the dtype of the model."""
@@ -84,10 +77,7 @@ class RoundedByUpdates(BalancingRouters):
         bias_E.copy_(bias_E.to(self.config.dtype))
 
 
-@planted(
-    Expectation("BIAS-09", "bias-bfloat16", "route", "selected experts", "or with too few digits"),
-    layout=SINGLE,
-)
+@planted(Expectation("BIAS-09", "bias-bfloat16", "route", "selected experts", "or with too few digits"), layout=SINGLE)
 class RoundedInSelection(Router):
     """The bias is added to scores in the dtype of the tokens."""
 

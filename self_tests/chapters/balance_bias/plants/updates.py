@@ -27,8 +27,7 @@ class LoadFollowed(BalancingRouters):
 
 
 @planted(
-    Expectation("BIAS-01", "bias-microbatches", "finish", "update 0 of step 0 moved the bias of expert"),
-    layout=SINGLE,
+    Expectation("BIAS-01", "bias-microbatches", "finish", "update 0 of step 0 moved the bias of expert"), layout=SINGLE
 )
 class ChangedBySize(BalancingRouters):
     """A change is as large as the load is far from the mean."""
@@ -146,8 +145,7 @@ class UpdatedByForwards(BalancingRouters):
 
 
 @planted(
-    Expectation("BIAS-11", "bias-layers", "finish", "likely cause: loads are those of another layer"),
-    layout=SINGLE,
+    Expectation("BIAS-11", "bias-layers", "finish", "likely cause: loads are those of another layer"), layout=SINGLE
 )
 class LayersShifted(BalancingRouters):
     """Counters are found by the number of the layer in the model, dense ones included."""
@@ -156,10 +154,7 @@ class LayersShifted(BalancingRouters):
         super().count((number + self.config.balance.dense_layers) % len(self.routers), load_E)
 
 
-@planted(
-    Expectation("BIAS-11", "bias-layers", "finish", "update 0 of step 0 moved the bias of expert"),
-    layout=SINGLE,
-)
+@planted(Expectation("BIAS-11", "bias-layers", "finish", "update 0 of step 0 moved the bias of expert"), layout=SINGLE)
 class LayersTogether(BalancingRouters):
     """All layers are updated by the loads of all."""
 

@@ -156,7 +156,7 @@ class OutputNotCleared(AllToAllExchange):
 @planted(
     Expectation(
         "DROP-10", "dropping-half-even", "combine", "had all slots dropped; y is not the output of its shared experts"
-    ),
+    )
 )
 class SharedPartOfTheRouted(Layer):
     """The shared part is added where a routed one has come back, and left out where none has."""
@@ -221,7 +221,7 @@ class LayerIgnoresItsCapacity(Layer):
 
 
 @planted(
-    Expectation("DROP-09", "layer-dropped-even", "combine", "is not the sum over these", "are kept as by position"),
+    Expectation("DROP-09", "layer-dropped-even", "combine", "is not the sum over these", "are kept as by position")
 )
 class LayerDropsByPosition(Layer):
     """The layer hands its router no drop policy, which is by position then."""

@@ -46,10 +46,7 @@ class CapacityOfEachColumn(Router):
         return kept_TK
 
 
-@planted(
-    Expectation("DROP-01", "capacity-tight", "route", "rank 0"),
-    layout=TP2_EP2,
-)
+@planted(Expectation("DROP-01", "capacity-tight", "route", "rank 0"), layout=TP2_EP2)
 class CapacityOfTensorRanks(Router):
     """A capacity is of the tokens of all tensor ranks, and each of them fills it up with its own."""
 
@@ -146,10 +143,7 @@ class FilledInTrainingAlone(AllToAllExchange):
 # ---- budgets -------------------------------------------------------------------------------------------------------
 
 
-@planted(
-    Expectation("DROP-14", "factor-exceeded-even", "dispatch", "which reports no overflow"),
-    layout=EP2_ETP2,
-)
+@planted(Expectation("DROP-14", "factor-exceeded-even", "dispatch", "which reports no overflow"), layout=EP2_ETP2)
 class FactorUnchecked(HybridEPManager):
     """What does not fit into a buffer that was asked for as a factor is cut off, and nobody looks."""
 
@@ -205,10 +199,7 @@ class BudgetOfOwnTokens(HybridEPManager):
         return max(budget, demand)
 
 
-@planted(
-    Expectation("DROP-15", "budget-in-flight-even", "run", "backward:0"),
-    layout=EP2_ETP2,
-)
+@planted(Expectation("DROP-15", "budget-in-flight-even", "run", "backward:0"), layout=EP2_ETP2)
 class RefusalLetsGo(HybridEPManager):
     """Who refuses lets go of everything, of the microbatches in flight too."""
 

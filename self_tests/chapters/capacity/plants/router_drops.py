@@ -18,7 +18,7 @@ from self_tests.planted_bugs.plant import Expectation, planted
 
 
 @planted(
-    Expectation("DROP-01", "capacity-fraction", "route", "rank 0 has the capacity 11 instead of 12", "rounded down"),
+    Expectation("DROP-01", "capacity-fraction", "route", "rank 0 has the capacity 11 instead of 12", "rounded down")
 )
 class RoundedDown(Router):
     """The mean load times the factor is cut to a whole number."""
@@ -42,15 +42,14 @@ class AnyNegativeId(Router):
 
 
 @planted(
-    Expectation("DROP-01", "capacity-tight-position", "route", "rank 0 has the capacity", "computed for top-k = 1"),
+    Expectation("DROP-01", "capacity-tight-position", "route", "rank 0 has the capacity", "computed for top-k = 1")
 )
 class TokensForSlots(Router):
     """The capacity is computed of the number of tokens, not of their choices."""
 
     def _capacity(self, tokens: int) -> int:
         return max(
-            self.config.capacity.minimum,
-            math.ceil((self.config.capacity.factor or 0.0) * tokens / self.config.experts),
+            self.config.capacity.minimum, math.ceil((self.config.capacity.factor or 0.0) * tokens / self.config.experts)
         )
 
 
@@ -111,7 +110,7 @@ class BestOfMoreThanAll(TableRouter):
         "keeps token",
         "drops token",
         "the dropped token has the weight",
-    ),
+    )
 )
 class AlwaysTheFirst(Router):
     """Whatever the policy, slots are kept as they come."""
@@ -129,7 +128,7 @@ class AlwaysTheFirst(Router):
         "keeps token",
         "drops token",
         "the dropped token has the weight",
-    ),
+    )
 )
 class RankedWithBias(Router):
     """Slots are ranked by the score that selects, balance bias included, before it is normalised."""

@@ -40,10 +40,7 @@ class MajorVersionsAlone(ConfigRules):
         return super().release(text)[:1]
 
 
-@planted(
-    Expectation("RULE-20", "rule-20", "run", "defer_weight_gradients = False instead of True"),
-    layout=SINGLE,
-)
+@planted(Expectation("RULE-20", "rule-20", "run", "defer_weight_gradients = False instead of True"), layout=SINGLE)
 class DeferredNever(ConfigRules):
     """Without overlap the switch of deferral is not read."""
 
@@ -51,10 +48,7 @@ class DeferredNever(ConfigRules):
         return super().opened(replace(asked, defer_weight_gradients=asked.defer_weight_gradients and asked.overlap))
 
 
-@planted(
-    Expectation("RULE-21", "rule-21", "run", "accumulate_in_product = True instead of False"),
-    layout=SINGLE,
-)
+@planted(Expectation("RULE-21", "rule-21", "run", "accumulate_in_product = True instead of False"), layout=SINGLE)
 class AccumulationIsSwitchedOn(Changing):
     """The weight-gradient product accumulates wherever a graph needs it, whatever was asked."""
 
@@ -134,10 +128,7 @@ class AsManyAsThereAre(ConfigRules):
         return super().built(s if not s.experts else replace(s, top_k=min(s.top_k, s.experts)))
 
 
-@planted(
-    Expectation("RULE-26", "rule-26", "run", "Settings(top_k=8) breaks no rule and is refused"),
-    layout=SINGLE,
-)
+@planted(Expectation("RULE-26", "rule-26", "run", "Settings(top_k=8) breaks no rule and is refused"), layout=SINGLE)
 class FewerThanThereAre(ConfigRules):
     """K = E is refused, as if nothing were left to choose."""
 

@@ -71,10 +71,7 @@ class BFloat16Alone(ConfigRules):
         super().overlap_exchange(s)
 
 
-@planted(
-    Expectation("RULE-09", "rule-09", "run", "dtype = torch.bfloat16 instead of torch.float32"),
-    layout=SINGLE,
-)
+@planted(Expectation("RULE-09", "rule-09", "run", "dtype = torch.bfloat16 instead of torch.float32"), layout=SINGLE)
 class CastForTheKernel(Changing):
     """Where a dtype does not go with overlap the model is cast to one that does."""
 
@@ -82,10 +79,7 @@ class CastForTheKernel(Changing):
         return s if s.dtype == torch.float16 else replace(s, dtype=torch.bfloat16)
 
 
-@planted(
-    Expectation("RULE-10", "rule-10", "run", "pp=2, virtual_stages=1", _SILENT),
-    layout=SINGLE,
-)
+@planted(Expectation("RULE-10", "rule-10", "run", "pp=2, virtual_stages=1", _SILENT), layout=SINGLE)
 class PlainScheduleForOneStage(Changing):
     """One virtual stage per rank runs the schedule without interleaving, which has no overlap."""
 
@@ -93,10 +87,7 @@ class PlainScheduleForOneStage(Changing):
         return replace(s, overlap=s.virtual_stages != 1)
 
 
-@planted(
-    Expectation("RULE-11", "rule-11", "run", "recompute = 'selective' instead of 'full'"),
-    layout=SINGLE,
-)
+@planted(Expectation("RULE-11", "rule-11", "run", "recompute = 'selective' instead of 'full'"), layout=SINGLE)
 class LessRecomputation(Changing):
     """Full recomputation becomes selective where it does not fit."""
 
@@ -134,8 +125,7 @@ class NoModuleAtAll(ConfigRules):
 
 
 @planted(
-    Expectation("RULE-15", "rule-15", "run", "Settings(overlap_shared=True) breaks RULE-15", *_BUILT),
-    layout=SINGLE,
+    Expectation("RULE-15", "rule-15", "run", "Settings(overlap_shared=True) breaks RULE-15", *_BUILT), layout=SINGLE
 )
 class OverlapOfNoSharedExperts(ConfigRules):
     """Overlap of shared experts is on where there are none."""
@@ -157,8 +147,7 @@ class OnePredictionLayer(Changing):
 
 
 @planted(
-    Expectation("RULE-16", "rule-16", "run", "prediction_layers=1", "breaks no rule and is refused"),
-    layout=SINGLE,
+    Expectation("RULE-16", "rule-16", "run", "prediction_layers=1", "breaks no rule and is refused"), layout=SINGLE
 )
 class NoPredictionLayerAtAll(ConfigRules):
     """Overlap is refused with any layer of multi-token prediction."""
@@ -178,8 +167,7 @@ class EmptyScopeIsNone(Changing):
 
 
 @planted(
-    Expectation("RULE-17", "rule-17", "run", "capture=('attention',)", "breaks no rule and is refused"),
-    layout=SINGLE,
+    Expectation("RULE-17", "rule-17", "run", "capture=('attention',)", "breaks no rule and is refused"), layout=SINGLE
 )
 class NoGraphAtAll(ConfigRules):
     """Overlap is refused under any graph."""

@@ -19,9 +19,7 @@ from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 _REFUSES = "refuses packed sequences (T differs between ranks), which it must accept, on rank"
 
 
-@planted(
-    Expectation("RULE-25", "packed-built", "run", f"an all-to-all {_REFUSES} 0, rank 1", "wants ranks of equal T"),
-)
+@planted(Expectation("RULE-25", "packed-built", "run", f"an all-to-all {_REFUSES} 0, rank 1", "wants ranks of equal T"))
 class WantsEqualTokens(AllToAllExchange):
     """The assertion that is meant for the all-gather dispatcher stands in front of all of them."""
 
@@ -44,9 +42,7 @@ class BufferOfFixedTokens(DeepEPManager):
         super().__init__(config, exchange)
 
 
-@planted(
-    Expectation("RULE-25", "packed-built", "run", "built on rank 0 and refused on rank 1", "padding.packed=True"),
-)
+@planted(Expectation("RULE-25", "packed-built", "run", "built on rank 0 and refused on rank 1", "padding.packed=True"))
 class RefusedBeyondTheFirst(AllGatherExchange):
     """The configuration of an all-gather is checked where the first rank reads it, and there too late."""
 
@@ -56,9 +52,7 @@ class RefusedBeyondTheFirst(AllGatherExchange):
             raise CannotBuild("an all-gather wants equal T: not padding.packed=True")
 
 
-@planted(
-    Expectation("RULE-25", "packed-sequences-uneven", "dispatch", "rank 0 token 4", "was not delivered to expert"),
-)
+@planted(Expectation("RULE-25", "packed-sequences-uneven", "dispatch", "rank 0 token 4", "was not delivered to expert"))
 class SizedByTheLastRank(AllGatherExchange):
     """An all-gather is built for packed sequences, and every rank brings as many rows as the last rank has tokens."""
 

@@ -134,10 +134,7 @@ class HalfAChange(ConfigRules):
         super().change(built, to)
 
 
-@planted(
-    Expectation("RULE-05", "options-changed", "run", "layer 0 on rank 1 has top_k = 2 instead of 3"),
-    layout=EP2,
-)
+@planted(Expectation("RULE-05", "options-changed", "run", "layer 0 on rank 1 has top_k = 2 instead of 3"), layout=EP2)
 class FirstRankChanges(ConfigRules):
     """The change is made where the command is read, on the first rank."""
 

@@ -18,8 +18,7 @@ from self_tests.planted_bugs.plant import EP2_EDP2, SINGLE, Expectation, planted
 
 
 @planted(
-    Expectation("COST-01", "even", "run", "rank 0 calls all_to_all_single on group (0)", "in forward:0"),
-    layout=SINGLE,
+    Expectation("COST-01", "even", "run", "rank 0 calls all_to_all_single on group (0)", "in forward:0"), layout=SINGLE
 )
 class CallsItself(AllToAllExchange):
     """Counts are exchanged though all experts are here: the group is not looked at."""

@@ -164,10 +164,7 @@ class RoundingFromTheModelsGenerator(AllToAllExchange):
         return _dithered(super().combine(rows, handle), None)
 
 
-@planted(
-    Expectation("DET-05", "own-even-bfloat16", "experts", "run twice over", "of microbatch 1"),
-    layout=EP2_EDP2,
-)
+@planted(Expectation("DET-05", "own-even-bfloat16", "experts", "run twice over", "of microbatch 1"), layout=EP2_EDP2)
 class AnotherKernelOnceWarm(AllToAllExchange):
     """The first step tries kernels out, and the later ones run the quickest, which rounds weights to bfloat16."""
 
@@ -196,8 +193,7 @@ class BackwardOnlyForTokens(AllToAllExchange):
 
 
 @planted(
-    Expectation("GRAD-10", "own-even-float64", "gradient", "in parameters the loss has the slope"),
-    layout=EP2_EDP2,
+    Expectation("GRAD-10", "own-even-float64", "gradient", "in parameters the loss has the slope"), layout=EP2_EDP2
 )
 class GateGradientOfASigmoid(Experts):
     """The backward of the gate has the slope of a sigmoid where it should have that of silu."""
@@ -215,7 +211,7 @@ class GateGradientOfASigmoid(Experts):
 @planted(
     Expectation(
         "ROUTE-12", "route-near-ties", "route", "the tokens of rank 0 on every rank", "rank 1 token", "selected"
-    ),
+    )
 )
 class TiesBrokenByRank(Router):
     """Near ties are broken by noise, which every rank draws for itself."""
@@ -228,7 +224,7 @@ class TiesBrokenByRank(Router):
 @planted(
     Expectation(
         "ROUTE-13", "route-softmax-normalised", "route", "the first of them alone", "has for expert", "the weight"
-    ),
+    )
 )
 class ScoresStretchedByTheBatch(Router):
     """Logits are divided by the largest of the batch, so that none overflows."""

@@ -50,7 +50,7 @@ class DefaultDtypeBehindARefusal(AllToAllExchange):
 
 @planted(
     Expectation(
-        *("DET-07", "own-even-bfloat16", "run", f"torch.backends.mkldnn.matmul, {_OPEN}is 'bf16' instead of 'none'"),
+        *("DET-07", "own-even-bfloat16", "run", f"torch.backends.mkldnn.matmul, {_OPEN}is 'bf16' instead of 'none'")
     ),
     layout=EP2_EDP2,
 )

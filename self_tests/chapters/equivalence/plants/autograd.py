@@ -26,8 +26,7 @@ class LiftedByAutocast(AllToAllExchange):
 
 
 @planted(
-    Expectation("GRAD-19", "own-even-bfloat16", "gradient", "run with create_graph", "dx of rank 0"),
-    layout=EP2_EDP2,
+    Expectation("GRAD-19", "own-even-bfloat16", "gradient", "run with create_graph", "dx of rank 0"), layout=EP2_EDP2
 )
 class GradientWrittenTwice(AllToAllExchange):
     """A backward that runs with gradients enabled writes to a copy of its result, and hands out the result."""

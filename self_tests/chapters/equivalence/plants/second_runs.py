@@ -18,10 +18,7 @@ from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 
-@planted(
-    Expectation("DET-05", "own-even-bfloat16", "run", "run twice over", "one exchange is enough"),
-    layout=EP2_EDP2,
-)
+@planted(Expectation("DET-05", "own-even-bfloat16", "run", "run twice over", "one exchange is enough"), layout=EP2_EDP2)
 class OneExchangeAProcess(AllToAllExchange):
     """What was built once is refused from then on."""
 
@@ -77,7 +74,7 @@ class StridesSeenTooLate(AllToAllExchange):
         "with x transposed",
         "torch.float32 instead of",
         "bfloat16 in the original run",
-    ),
+    )
 )
 class WideOutputOfGaps(AllToAllExchange):
     """Tokens that are not contiguous go through a copy in float32, and come back in it."""

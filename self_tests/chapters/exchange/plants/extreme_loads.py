@@ -119,10 +119,7 @@ class EarlyReturnWithoutPairs(AllToAllExchange):
         return handle * 0 if isinstance(handle, Tensor) else super().combine(rows, handle)
 
 
-@planted(
-    Expectation("EXCH-09", "idle-rank-even", "run", "hung"),
-    real="microsoft/Tutel commit 490917d (#265)",
-)
+@planted(Expectation("EXCH-09", "idle-rank-even", "run", "hung"), real="microsoft/Tutel commit 490917d (#265)")
 class EmptyPartsNotSent(AllToAllExchange):
     """Rows go from rank to rank by themselves: a part without rows is not sent, and the receiver waits for it."""
 

@@ -50,7 +50,7 @@ class ReceiveBufferCleared(ClearsWhatItReceived):
         "combine",
         "y of rank 0 token 0 of microbatch 2",
         "the tensor that they received",
-    ),
+    )
 )
 class ReceiveBufferClearedInInference(ClearsWhatItReceived):
     """The same where no gradients are wanted, and buffers are taken to be free as soon as experts have read them."""

@@ -115,7 +115,7 @@ class ShardsInBfloat16(AllToAllExchange):
 @planted(
     Expectation(
         "EXCH-38", "every-bit-inference-even", "dispatch", "row 0 of microbatch 0 delivered to rank 0", "e4m3fn"
-    ),
+    )
 )
 class EightBitsInInference(AllToAllExchange):
     """Where no gradients are wanted, tokens travel in eight bits."""
@@ -135,11 +135,7 @@ class EightBitsUnasked(ReusableExchange):
     """Tokens travel in eight bits and without scales, where nobody has asked for it."""
 
     def dispatch(
-        self,
-        x_TD: Tensor,
-        ids_TK: Tensor | None = None,
-        weights_TK: Tensor | None = None,
-        handle: Handle | None = None,
+        self, x_TD: Tensor, ids_TK: Tensor | None = None, weights_TK: Tensor | None = None, handle: Handle | None = None
     ) -> Received:
         return super().dispatch(_through(x_TD, torch.float8_e4m3fn, x_TD.dtype), ids_TK, weights_TK, handle)
 

@@ -18,10 +18,7 @@ from moe_conformance.contract import Config, Delivery, Routing, Topology
 from self_tests.planted_bugs.plant import EP2_EDP2, TP2_EP2, Expectation, planted
 
 
-@planted(
-    Expectation("EXCH-05", "even", "combine", "y of rank 1 token 0"),
-    real="vllm-project/vllm PR #52639",
-)
+@planted(Expectation("EXCH-05", "even", "combine", "y of rank 1 token 0"), real="vllm-project/vllm PR #52639")
 class CombineWithGatheredIds(AllToAllExchange):
     """Ids that dispatch gathers are kept under the name of the rank's own: combine reads those of the first rank."""
 

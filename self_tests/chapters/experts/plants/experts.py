@@ -117,8 +117,7 @@ class UpOfTheOtherShard(Experts):
 
 
 @planted(
-    Expectation("EXPT-05", "own-even", "experts", "y is wrong; likely cause: gate and up were swapped"),
-    layout=EP2_ETP2,
+    Expectation("EXPT-05", "own-even", "experts", "y is wrong; likely cause: gate and up were swapped"), layout=EP2_ETP2
 )
 class GateAndUpExchanged(Experts):
     """The halves of a fused matrix are taken for each other: up is activated, and gate is not."""
@@ -171,7 +170,7 @@ class OneScaleForAllRows(Experts):
 
 
 @planted(
-    Expectation("EXPT-08", "own-unweighted-even", "experts", "one token on every rank, all for one expert, y of rank"),
+    Expectation("EXPT-08", "own-unweighted-even", "experts", "one token on every rank, all for one expert, y of rank")
 )
 class AnotherKernelBesideIdleExperts(Experts):
     """Where an expert of this rank is idle, the others run in a kernel that rounds the hidden units to bfloat16."""

@@ -80,10 +80,7 @@ class BiasGradientOfOnePart(ExpertBiases):
     replicas = ("edp",)
 
 
-@planted(
-    Expectation("EXPT-06", "own-biased-even", "finish", "the gradient of bias of expert"),
-    layout=EP2_EDP2,
-)
+@planted(Expectation("EXPT-06", "own-biased-even", "finish", "the gradient of bias of expert"), layout=EP2_EDP2)
 class BiasGradientNotReduced(ExpertBiases):
     """The gradients of the output biases are not summed over replicas: their module is none of those that are."""
 

@@ -214,10 +214,7 @@ class WheneverRowsDivide(Experts):
         return super()._run(rows_PD, counts_N)
 
 
-@planted(
-    Expectation("FAST-13", "experts-strided", "experts", "rows as every second row of a tensor"),
-    layout=SINGLE,
-)
+@planted(Expectation("FAST-13", "experts-strided", "experts", "rows as every second row of a tensor"), layout=SINGLE)
 class RowsWithoutStrides(Experts):
     """Rows are read as if each lay right behind the one before, as a kernel does that is told an address alone."""
 
@@ -228,10 +225,7 @@ class RowsWithoutStrides(Experts):
         return super().forward(replace(delivery, rows_RD=dense_RD))
 
 
-@planted(
-    Expectation("FAST-13", "experts-strided", "gradient", "the gradient of"),
-    layout=SINGLE,
-)
+@planted(Expectation("FAST-13", "experts-strided", "gradient", "the gradient of"), layout=SINGLE)
 class UpstreamWithoutStrides(Experts):
     """Upstream gradients are read as if each row lay right behind the one before."""
 

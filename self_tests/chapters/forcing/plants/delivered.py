@@ -44,10 +44,7 @@ class DealsWhateverIsForced(AllToAllExchange):
 
 @planted(
     Expectation(
-        "FORCE-20",
-        "forced-round-robin-groups",
-        "route",
-        "rank 0 reports the strategy random; in force is round_robin",
+        "FORCE-20", "forced-round-robin-groups", "route", "rank 0 reports the strategy random; in force is round_robin"
     ),
     Expectation("FORCE-23", "forced-round-robin-groups", "route", "is forced to route by the strategy round_robin"),
 )

@@ -39,9 +39,7 @@ class FirstSlotsAlone(ForcedRouter):
         return (ids_TK[:, :1] + torch.arange(self.config.top_k, device=device) * self.held) % E
 
 
-@planted(
-    Expectation("FORCE-13", "hot-expert", "route", "one expert gets 1 of the 3 slots", "dealt unevenly"),
-)
+@planted(Expectation("FORCE-13", "hot-expert", "route", "one expert gets 1 of the 3 slots", "dealt unevenly"))
 class OthersInOrder(ForcedRouter):
     """Beside the hot expert every token has the same others: the next ones."""
 
@@ -131,9 +129,7 @@ class NoParameterIsOne(ForcedRouter):
         super().__init__(config.changed({"routing.forced": given}), device, topology, number)
 
 
-@planted(
-    Expectation("FORCE-19", "hot-rank-drops", "route", "rank 0 has the capacity at least 31 instead of 16"),
-)
+@planted(Expectation("FORCE-19", "hot-rank-drops", "route", "rank 0 has the capacity at least 31 instead of 16"))
 class ForcedTokensAllStay(ForcedRouter):
     """Forced routes are returned before tokens are dropped."""
 

@@ -204,7 +204,7 @@ class NoGradientOfForcedLogits(ForcedRouter):
 
 
 @planted(
-    Expectation("FORCE-08", "forced-bias-alone", "route", "and others in forward", "one per expert for all tokens"),
+    Expectation("FORCE-08", "forced-bias-alone", "route", "and others in forward", "one per expert for all tokens")
 )
 class StraightThroughByArithmetic(ForcedRouter):
     """Forced logits are the router's own plus the difference, so that they lose digits to large logits, or are NaN."""

@@ -280,10 +280,7 @@ class ReplicasNotReduced(ExpertFinisher):
         return gradient
 
 
-@planted(
-    Expectation("GRAD-08", "own-even", "finish", "expert 0", "rank"),
-    layout=EP2_EDP2,
-)
+@planted(Expectation("GRAD-08", "own-even", "finish", "expert 0", "rank"), layout=EP2_EDP2)
 class PeersInBfloat16(ExpertFinisher):
     """What comes from the other replicas is rounded to bfloat16 on the way; a rank's own gradient is not."""
 

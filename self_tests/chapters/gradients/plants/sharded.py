@@ -14,10 +14,7 @@ from moe_conformance.contract import Named, Read
 from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 
 
-@planted(
-    Expectation("GRAD-16", "own-sharded-parameters", "gradient", "0.500 x the expected value"),
-    layout=EP2_EDP2,
-)
+@planted(Expectation("GRAD-16", "own-sharded-parameters", "gradient", "0.500 x the expected value"), layout=EP2_EDP2)
 class AveragedWhereScattered(ShardedParameters):
     """Where gradients are scattered they are averaged over the replicas, as FSDP does unless it is told not to."""
 
@@ -25,10 +22,7 @@ class AveragedWhereScattered(ShardedParameters):
         return super().scattered(gradient, dim) / self.of
 
 
-@planted(
-    Expectation("GRAD-16", "own-sharded-parameters", "gradient", "only the tokens of its own"),
-    layout=EP2_EDP2,
-)
+@planted(Expectation("GRAD-16", "own-sharded-parameters", "gradient", "only the tokens of its own"), layout=EP2_EDP2)
 class ScatteredUnsummed(ShardedParameters):
     """Every replica cuts its part out of its own gradient, and the others' tokens are lost."""
 
@@ -36,10 +30,7 @@ class ScatteredUnsummed(ShardedParameters):
         return self._own(gradient, dim).clone()
 
 
-@planted(
-    Expectation("GRAD-16", "own-sharded-gradients", "finish", "every expert gradient is zero"),
-    layout=EP2_EDP2,
-)
+@planted(Expectation("GRAD-16", "own-sharded-gradients", "finish", "every expert gradient is zero"), layout=EP2_EDP2)
 class PartOfTheNext(ShardedGradients):
     """A replica shows the part that the next one has kept, of which it has zeros."""
 
@@ -64,10 +55,7 @@ class NotShardedAtAll(ShardedGradients):
         Experts.after_reduction(self)
 
 
-@planted(
-    Expectation("GRAD-16", "own-sharded-gradients", "finish", "gate of expert 0", "only"),
-    layout=EP2_EDP2,
-)
+@planted(Expectation("GRAD-16", "own-sharded-gradients", "finish", "gate of expert 0", "only"), layout=EP2_EDP2)
 class LastReplicaHasNone(ShardedGradients):
     """The last replica is taken for one that has nothing to keep."""
 
@@ -77,10 +65,7 @@ class LastReplicaHasNone(ShardedGradients):
                 yield window
 
 
-@planted(
-    Expectation("GRAD-16", "own-sharded-parameters", "experts", "y of rank"),
-    layout=EP2_EDP2,
-)
+@planted(Expectation("GRAD-16", "own-sharded-parameters", "experts", "y of rank"), layout=EP2_EDP2)
 class GatheredInReverse(ShardedParameters):
     """Of gate and up alone the parts are gathered in reverse order: units of the one meet those of another in down."""
 

@@ -36,7 +36,7 @@ def lost_gradient(value: Tensor) -> Tensor:
 @planted(
     Expectation(
         "GRAD-15", "unasked-x-even", "gradient", "the gradient of the weights on rank 0 in microbatch 0 is None"
-    ),
+    )
 )
 class WeightsGoBackWithTokens(DeepEPManager):
     """The backward of dispatch returns early where tokens ask for no gradient; that of the weights goes with it."""
@@ -49,17 +49,13 @@ class WeightsGoBackWithTokens(DeepEPManager):
     Expectation(
         *("GRAD-15", "weights-asked-apart", "gradient"),
         *("of weights_TK of dispatch (call 0) through combine", "is None on rank 0"),
-    ),
+    )
 )
 class SentWeightsGoBackWithTokens(ReusableExchange):
     """As on the surface of the token exchange."""
 
     def dispatch(
-        self,
-        x_TD: Tensor,
-        ids_TK: Tensor | None = None,
-        weights_TK: Tensor | None = None,
-        handle: Handle | None = None,
+        self, x_TD: Tensor, ids_TK: Tensor | None = None, weights_TK: Tensor | None = None, handle: Handle | None = None
     ) -> Received:
         if weights_TK is not None and not x_TD.requires_grad:
             weights_TK = lost_gradient(weights_TK)
@@ -67,7 +63,7 @@ class SentWeightsGoBackWithTokens(ReusableExchange):
 
 
 @planted(
-    Expectation("GRAD-15", "unasked-weights-even", "gradient", "the gradient of x on rank 0 in microbatch 0 is None"),
+    Expectation("GRAD-15", "unasked-weights-even", "gradient", "the gradient of x on rank 0 in microbatch 0 is None")
 )
 class TokensGoBackWithWeights(DeepEPManager):
     """The backward of dispatch returns early where weights ask for no gradient; that of the tokens goes with it."""

@@ -160,8 +160,7 @@ class ScaledByUpstream(TrainingRouters):
 
 
 @planted(
-    Expectation("LOSS-10", "losses-attached", "loss", "a loss was added to them instead of attached"),
-    layout=SINGLE,
+    Expectation("LOSS-10", "losses-attached", "loss", "a loss was added to them instead of attached"), layout=SINGLE
 )
 class AddedToWeights(TrainingRouters):
     """A loss is added to the routing weights and taken away again, which costs bits."""
@@ -201,10 +200,7 @@ class ScaleIgnored(TrainingRouters):
 # ---- recomputation, evaluation, layers, reports ----------------------------------------------------------------------
 
 
-@planted(
-    Expectation("LOSS-15", "losses-recomputed", "loss", "0.500 x the expected value"),
-    layout=SINGLE,
-)
+@planted(Expectation("LOSS-15", "losses-recomputed", "loss", "0.500 x the expected value"), layout=SINGLE)
 class RecomputedAndCounted(TrainingRouters):
     """A report is divided by the number of forwards, and one that runs again in the backward is one more."""
 
@@ -240,8 +236,7 @@ class RecomputedAndReported(TrainingRouters):
 
 
 @planted(
-    Expectation("LOSS-15", "losses-recomputed", "loss", "the finished gradient of the router in step"),
-    layout=SINGLE,
+    Expectation("LOSS-15", "losses-recomputed", "loss", "the finished gradient of the router in step"), layout=SINGLE
 )
 class RecomputedWithoutMask(TrainingRouters):
     """The forward that runs again in the backward has no padding mask."""
@@ -309,10 +304,7 @@ class LastLayerAlone(TrainingRouters):
         return super().attach(weights_TK, share, factor) if last else weights_TK
 
 
-@planted(
-    Expectation("LOSS-19", "losses-layers", "loss", "layers with a router over all layers"),
-    layout=SINGLE,
-)
+@planted(Expectation("LOSS-19", "losses-layers", "loss", "layers with a router over all layers"), layout=SINGLE)
 class MeanOverAllLayers(TrainingRouters):
     """A report is divided by the number of all layers, also of those without a router."""
 

@@ -92,9 +92,7 @@ class ScoresInBfloat16(RouterLosses):
 
 
 @planted(
-    Expectation("LOSS-20", "losses-equal", "loss", "not finite"),
-    real="google-research/vmoe PR #218",
-    layout=SINGLE,
+    Expectation("LOSS-20", "losses-equal", "loss", "not finite"), real="google-research/vmoe PR #218", layout=SINGLE
 )
 class SpreadByDeviation(RouterLosses):
     """Imbalance is measured by a standard deviation, whose slope at exact balance is infinite."""
@@ -246,10 +244,7 @@ class RanksApart(RouterLosses):
         return local * self.topology.sizes["tp"] * self.topology.sizes["cp"]
 
 
-@planted(
-    Expectation("LOSS-17", "losses-attached", "loss", "reports the z-loss of step 0 as"),
-    layout=EP2,
-)
+@planted(Expectation("LOSS-17", "losses-attached", "loss", "reports the z-loss of step 0 as"), layout=EP2)
 class OneCoefficient(RouterLosses):
     """All losses have the coefficient of the auxiliary loss, and the z-loss is reported by its own."""
 

@@ -146,7 +146,7 @@ class LastChunkAwaited(AllToAllExchange):
 
 
 @planted(
-    Expectation("SHARE-01", "shared-beside-poisoned-uneven", "combine", "likely cause: the output of an asynchronous"),
+    Expectation("SHARE-01", "shared-beside-poisoned-uneven", "combine", "likely cause: the output of an asynchronous")
 )
 class RowsNotAwaited(AllToAllExchange):
     """The rows are copied while they are on their way, and waited for behind that."""

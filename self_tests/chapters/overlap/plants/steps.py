@@ -59,9 +59,7 @@ class SharedExpertsForgotten(WeightGradients):
         super().compute()
 
 
-@planted(
-    Expectation("OVLP-07", "overlap-deferred-uneven", "gradient", "of layer 0", "microbatch 0 was added twice"),
-)
+@planted(Expectation("OVLP-07", "overlap-deferred-uneven", "gradient", "of layer 0", "microbatch 0 was added twice"))
 class NeverTakenOff(WeightGradients):
     """What was computed stays in the queue, and is computed again behind the next microbatch."""
 
@@ -71,9 +69,7 @@ class NeverTakenOff(WeightGradients):
         self.pending = kept
 
 
-@planted(
-    Expectation("OVLP-07", "overlap-deferred-uneven", "gradient", "of layer 0", "that of microbatch 1 is missing"),
-)
+@planted(Expectation("OVLP-07", "overlap-deferred-uneven", "gradient", "of layer 0", "that of microbatch 1 is missing"))
 class OneBehind(WeightGradients):
     """Products are computed as the next microbatch has left its own, so that the last are never computed."""
 
@@ -162,9 +158,7 @@ class UpAndGateFirst(WeightGradients):
 # ---- what is changed in flight, or not overlapped --------------------------------------------------------------------
 
 
-@planted(
-    Expectation("OVLP-02", "overlap-watched-uneven", "run", "sends was changed before wait()"),
-)
+@planted(Expectation("OVLP-02", "overlap-watched-uneven", "run", "sends was changed before wait()"))
 class SentRowsReused(LayerPass):
     """The buffer of rows that are being sent is filled again before they have been."""
 
@@ -204,9 +198,7 @@ class CountsTwice(LayerPass):
         return super()._answered(rows_RD)
 
 
-@planted(
-    Expectation("OVLP-15", "overlap-recomputed-uneven", "gradient", "dL/dx of microbatch 0 on rank 0", "differs"),
-)
+@planted(Expectation("OVLP-15", "overlap-recomputed-uneven", "gradient", "dL/dx of microbatch 0 on rank 0", "differs"))
 class RecomputedFromACopy(LayerPass):
     """What is recomputed begins with rows that were kept in bfloat16."""
 

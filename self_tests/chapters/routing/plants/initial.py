@@ -22,8 +22,7 @@ class RouterUninitialised(Router):
 
 
 @planted(
-    Expectation("ROUTE-23", "initial-router", "run", "router of rank 1 differs from that of rank 0"),
-    layout=TP2_EP2,
+    Expectation("ROUTE-23", "initial-router", "run", "router of rank 1 differs from that of rank 0"), layout=TP2_EP2
 )
 class SeedOfTheRank(Router):
     """Every rank seeds what it draws from by its own number."""
@@ -33,8 +32,7 @@ class SeedOfTheRank(Router):
 
 
 @planted(
-    Expectation("ROUTE-23", "initial-router-gate-bias-bfloat16", "run", "gate_bias of rank 2 differs"),
-    layout=TP2_EP2,
+    Expectation("ROUTE-23", "initial-router-gate-bias-bfloat16", "run", "gate_bias of rank 2 differs"), layout=TP2_EP2
 )
 class GateBiasOfTheReplica(Router):
     """The gate bias alone is drawn, from generators that differ between data parallel groups."""

@@ -239,7 +239,7 @@ class ScaledIfNormalised(Router):
         "route-softmax-normalised",
         "gradient",
         "likely cause: the sum of the normalisation was treated as a constant",
-    ),
+    )
 )
 class DenominatorDetached(Router):
     """No gradient flows through the sum that normalises."""

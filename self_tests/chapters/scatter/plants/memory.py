@@ -33,10 +33,7 @@ class IdentityOfTheTensor(CombineAdd):
         return not torch.is_grad_enabled() and out_ND.is_contiguous() and all(out_ND is not each for each in kept)
 
 
-@planted(
-    Expectation("ALIAS-05", "combine-add-relations", "combine", "overlapping by all rows but one"),
-    layout=SINGLE,
-)
+@planted(Expectation("ALIAS-05", "combine-add-relations", "combine", "overlapping by all rows but one"), layout=SINGLE)
 class FirstAddresses(CombineAdd):
     """It compares the addresses of the first elements: views that overlap at another offset pass."""
 
@@ -45,10 +42,7 @@ class FirstAddresses(CombineAdd):
         return not torch.is_grad_enabled() and out_ND.is_contiguous() and apart
 
 
-@planted(
-    Expectation("ALIAS-05", "combine-add-relations", "combine", "overlapping in memory of NumPy"),
-    layout=SINGLE,
-)
+@planted(Expectation("ALIAS-05", "combine-add-relations", "combine", "overlapping in memory of NumPy"), layout=SINGLE)
 class FirstAddressesOfStorages(CombineAdd):
     """It compares the addresses of the storages: two storages over slices of one NumPy array pass."""
 
@@ -71,8 +65,7 @@ class InPlaceWithGrad(CombineAdd):
 
 
 @planted(
-    Expectation("ALIAS-06", "combine-add-gradients", "combine", "the gradient of out_ND is missing"),
-    layout=SINGLE,
+    Expectation("ALIAS-06", "combine-add-gradients", "combine", "the gradient of out_ND is missing"), layout=SINGLE
 )
 class DetachedOutput(CombineAdd):
     """The output of the shared expert is detached before routed rows are added to it."""
@@ -82,10 +75,7 @@ class DetachedOutput(CombineAdd):
         return super().add(out_ND.detach(), index_J, src_JD, x_ND)
 
 
-@planted(
-    Expectation("ALIAS-06", "scatter-gradients", "combine", "the gradient of out_ND is"),
-    layout=SINGLE,
-)
+@planted(Expectation("ALIAS-06", "scatter-gradients", "combine", "the gradient of out_ND is"), layout=SINGLE)
 class SavedOutputOverwritten(ScatterAdd):
     """The sum is written into the data of an output that autograd has saved, behind its version counter."""
 
@@ -109,10 +99,7 @@ class GradSwitchedOn(ScatterAdd):
             return super().add(out_ND, index_J, src_JD)
 
 
-@planted(
-    Expectation("ALIAS-07", "combine-add-grad-modes", "run", "add:3", "does not require grad"),
-    layout=SINGLE,
-)
+@planted(Expectation("ALIAS-07", "combine-add-grad-modes", "run", "add:3", "does not require grad"), layout=SINGLE)
 class AnyModeOfNoGrad(CombineAdd):
     """Nothing is recorded inside of any no_grad, although an enable_grad inside of it says otherwise."""
 
@@ -124,8 +111,7 @@ class AnyModeOfNoGrad(CombineAdd):
 
 
 @planted(
-    Expectation("ALIAS-07", "combine-add-grad-modes", "combine", "under no_grad, add gives other bits"),
-    layout=SINGLE,
+    Expectation("ALIAS-07", "combine-add-grad-modes", "combine", "under no_grad, add gives other bits"), layout=SINGLE
 )
 class AnotherSumWithoutGrad(CombineAdd):
     """Without gradients rows are added one after the other instead of in one sum: other bits."""
@@ -150,10 +136,7 @@ class SettingLeftOn(ScatterAdd):
         return super().add(out_ND, index_J, src_JD)
 
 
-@planted(
-    Expectation("ALIAS-08", "scatter-deterministic-setting", "combine", "that raised left"),
-    layout=SINGLE,
-)
+@planted(Expectation("ALIAS-08", "scatter-deterministic-setting", "combine", "that raised left"), layout=SINGLE)
 class SettingLeftAfterAnError(ScatterAdd):
     """The setting is put back behind the sum, but not where the sum raises."""
 
@@ -186,10 +169,7 @@ class WarnOnlyForgotten(CombineAdd):
             torch.use_deterministic_algorithms(enabled)
 
 
-@planted(
-    Expectation("ALIAS-09", "scatter-without-data", "run", "raised"),
-    layout=SINGLE,
-)
+@planted(Expectation("ALIAS-09", "scatter-without-data", "run", "raised"), layout=SINGLE)
 class ReadsOneNumber(ScatterAdd):
     """Whether there is anything to add is read from a value: a tensor without data has none."""
 
@@ -212,8 +192,7 @@ class WiderWithoutData(CombineAdd):
 
 
 @planted(
-    Expectation("ALIAS-10", "scatter-compiled", "combine", "compiled as one graph", "gives other values"),
-    layout=SINGLE,
+    Expectation("ALIAS-10", "scatter-compiled", "combine", "compiled as one graph", "gives other values"), layout=SINGLE
 )
 class SourcesOnceWhileTraced(ScatterAdd):
     """While a program is traced, rows with the same index are assigned instead of added."""

@@ -37,8 +37,7 @@ class ZerosAdded(ScatterAdd):
 
 
 @planted(
-    Expectation("ALIAS-01", "scatter-repeats", "combine", "computed with the precision of bfloat16"),
-    layout=SINGLE,
+    Expectation("ALIAS-01", "scatter-repeats", "combine", "computed with the precision of bfloat16"), layout=SINGLE
 )
 class NarrowSums(ScatterAdd):
     """Sums are kept in bfloat16, whatever the dtype of the rows."""
@@ -91,10 +90,7 @@ class ReturnsACopy(ScatterAdd):
         return super().add_(out_ND, index_J, src_JD).clone()
 
 
-@planted(
-    Expectation("ALIAS-03", "scatter-repeats", "combine", "changed index_J"),
-    layout=SINGLE,
-)
+@planted(Expectation("ALIAS-03", "scatter-repeats", "combine", "changed index_J"), layout=SINGLE)
 class SortsTheIndex(ScatterAdd):
     """The index is sorted where it lies, and the rows with it in a copy."""
 
@@ -105,10 +101,7 @@ class SortsTheIndex(ScatterAdd):
         return super().add(out_ND, index_J, src_JD[order_J])
 
 
-@planted(
-    Expectation("ALIAS-03", "scatter-few", "run", "add_ on rank 0 raised", "no in-place form"),
-    layout=SINGLE,
-)
+@planted(Expectation("ALIAS-03", "scatter-few", "run", "add_ on rank 0 raised", "no in-place form"), layout=SINGLE)
 class RaisesInPlace(ScatterAdd):
     """The in-place form raises an error of its own, which is no refusal of the library's."""
 

@@ -59,10 +59,7 @@ class BiasOnTokensOfOneRank(_WithBias):
 
 @planted(
     Expectation(
-        "SHARE-06",
-        "shared-bias-alone",
-        "combine",
-        "y of rank 0 is not exactly the output bias of its shared expert",
+        "SHARE-06", "shared-bias-alone", "combine", "y of rank 0 is not exactly the output bias of its shared expert"
     ),
     layout=TP2_EP2,
 )

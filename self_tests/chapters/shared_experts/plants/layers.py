@@ -157,7 +157,7 @@ class ScoreDetached(Layer):
         "shared-even",
         "gradient",
         "dx is wrong; likely cause: no gradient passed through the shared experts",
-    ),
+    )
 )
 class SharedInputDetached(Layer):
     """The shared experts run on a copy of the tokens that has no history."""

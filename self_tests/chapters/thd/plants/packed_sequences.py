@@ -106,8 +106,7 @@ class EmptySequencesLeftOut(Packing):
 
 
 @planted(
-    Expectation("PACK-10", "packed-empty", "dispatch", "cu_seqlens_padded of lengths [0, 5, 13] is"),
-    layout=SINGLE,
+    Expectation("PACK-10", "packed-empty", "dispatch", "cu_seqlens_padded of lengths [0, 5, 13] is"), layout=SINGLE
 )
 class EmptySequencesGetRows(Packing):
     """A sequence of length zero gets a row, and all others stand behind where they stood."""
@@ -156,10 +155,7 @@ class SharesInARow(Packing):
         return chunk_R // 2
 
 
-@planted(
-    Expectation("PACK-15", "packed-shares", "dispatch", "are on no cp rank"),
-    layout=SINGLE,
-)
+@planted(Expectation("PACK-15", "packed-shares", "dispatch", "are on no cp rank"), layout=SINGLE)
 class SharesOfTheWholePack(Packing):
     """The second chunk of a rank begins one row too late, and the last row of the pack is lost."""
 
@@ -215,8 +211,7 @@ class MaskLaidOnExperts(Router):
 
 
 @planted(
-    Expectation("ROUTE-22", "masked-router", "route", "is not padding, and has empty slots (id -1)"),
-    layout=SINGLE,
+    Expectation("ROUTE-22", "masked-router", "route", "is not padding, and has empty slots (id -1)"), layout=SINGLE
 )
 class MaskReadAsTokens(Router):
     """The mask is taken to be True at tokens."""

@@ -58,10 +58,7 @@ class SharesByTheirNumber(Packing):
 # ---- routers beside padding ----------------------------------------------------------------------------------------
 
 
-@planted(
-    Expectation("ROUTE-22", "masked-learns", "run", "does not require grad"),
-    layout=SINGLE,
-)
+@planted(Expectation("ROUTE-22", "masked-learns", "run", "does not require grad"), layout=SINGLE)
 class LearnsNothingBesidePadding(Router):
     """Beside a mask the weights are made anew, without their gradient."""
 
@@ -102,8 +99,7 @@ class MaskIsAdded(Router):
 
 
 @planted(
-    Expectation("ROUTE-22", "masked-two-dims", "route", "is not padding, and has empty slots (id -1)"),
-    layout=SINGLE,
+    Expectation("ROUTE-22", "masked-two-dims", "route", "is not padding, and has empty slots (id -1)"), layout=SINGLE
 )
 class MaskReadAcross(Router):
     """Beside tokens (S, B, D) the mask is read as if it were (B, S)."""

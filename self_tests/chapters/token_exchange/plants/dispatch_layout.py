@@ -15,10 +15,7 @@ from moe_conformance.contract import Destinations
 from self_tests.planted_bugs.plant import SINGLE, Expectation, planted
 
 
-@planted(
-    Expectation("EXCH-26", "layout", "dispatch", "rank 0 of the tokens per rank (per_rank) is"),
-    layout=SINGLE,
-)
+@planted(Expectation("EXCH-26", "layout", "dispatch", "rank 0 of the tokens per rank (per_rank) is"), layout=SINGLE)
 class SlotsForTokens(DispatchLayout):
     """What goes to a rank is counted by slots: a token with two experts there counts twice."""
 
@@ -28,10 +25,7 @@ class SlotsForTokens(DispatchLayout):
         return replace(made, per_rank_W=torch.bincount(rank_P, minlength=len(node_of_W)))
 
 
-@planted(
-    Expectation("EXCH-26", "layout", "dispatch", "node 0 of the tokens per node (per_node) is"),
-    layout=SINGLE,
-)
+@planted(Expectation("EXCH-26", "layout", "dispatch", "node 0 of the tokens per node (per_node) is"), layout=SINGLE)
 class NodesAddUpRanks(DispatchLayout):
     """What goes to a node is the sum of what goes to its ranks, so that a token counts for each of them."""
 
@@ -42,8 +36,7 @@ class NodesAddUpRanks(DispatchLayout):
 
 
 @planted(
-    Expectation("EXCH-26", "layout-unequal-nodes", "dispatch", "of the tokens per node (per_node) is"),
-    layout=SINGLE,
+    Expectation("EXCH-26", "layout-unequal-nodes", "dispatch", "of the tokens per node (per_node) is"), layout=SINGLE
 )
 class NodesByDivision(DispatchLayout):
     """Nodes are the ranks divided by how many the first node has."""

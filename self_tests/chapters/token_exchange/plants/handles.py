@@ -84,11 +84,7 @@ class HoldsNothing(ReusableExchange):
         return ()
 
     def dispatch(
-        self,
-        x_TD: Tensor,
-        ids_TK: Tensor | None = None,
-        weights_TK: Tensor | None = None,
-        handle: Handle | None = None,
+        self, x_TD: Tensor, ids_TK: Tensor | None = None, weights_TK: Tensor | None = None, handle: Handle | None = None
     ) -> Received:
         nowhere_TK = None if ids_TK is None else torch.full_like(ids_TK, -1)
         return replace(super().dispatch(x_TD, nowhere_TK, weights_TK, handle), counts_N=None)
@@ -113,11 +109,7 @@ class RowsWidened(ReusableExchange):
     """Rows are handed over in the dtype in which they will be added up."""
 
     def dispatch(
-        self,
-        x_TD: Tensor,
-        ids_TK: Tensor | None = None,
-        weights_TK: Tensor | None = None,
-        handle: Handle | None = None,
+        self, x_TD: Tensor, ids_TK: Tensor | None = None, weights_TK: Tensor | None = None, handle: Handle | None = None
     ) -> Received:
         received = super().dispatch(x_TD, ids_TK, weights_TK, handle)
         return replace(received, rows_RD=received.rows_RD.double())
@@ -135,11 +127,7 @@ class WeightsTravelDetached(ReusableExchange):
     """Weights travel as numbers beside the rows, past autograd."""
 
     def dispatch(
-        self,
-        x_TD: Tensor,
-        ids_TK: Tensor | None = None,
-        weights_TK: Tensor | None = None,
-        handle: Handle | None = None,
+        self, x_TD: Tensor, ids_TK: Tensor | None = None, weights_TK: Tensor | None = None, handle: Handle | None = None
     ) -> Received:
         return super().dispatch(x_TD, ids_TK, None if weights_TK is None else weights_TK.detach(), handle)
 
@@ -160,10 +148,7 @@ class WeightGradientsOfTheFirstRank(TokenExchange):
 # ---- what is added -------------------------------------------------------------------------------------------------
 
 
-@planted(
-    Expectation("EXCH-31", "biases", "combine", "y of call 1 at rank 0 token 0"),
-    layout=EP2_ETP2,
-)
+@planted(Expectation("EXCH-31", "biases", "combine", "y of call 1 at rank 0 token 0"), layout=EP2_ETP2)
 class BiasNeedsARow(ReusableExchange):
     """A bias is added as the first row of a token comes back; a token that went nowhere gets none."""
 

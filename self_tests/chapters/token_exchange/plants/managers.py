@@ -61,8 +61,7 @@ class SlotBySlot(DeepEPManager):
 
 
 @planted(
-    Expectation("EXCH-01", "even", "dispatch", "on rank 2", "was not delivered to expert 5 on rank 2"),
-    layout=EP2_ETP2,
+    Expectation("EXCH-01", "even", "dispatch", "on rank 2", "was not delivered to expert 5 on rank 2"), layout=EP2_ETP2
 )
 class LocalIdsNotShifted(TokenExchange):
     """Global ids are held against the number of experts of a rank, and all ranks take the first ones for theirs."""
@@ -232,10 +231,7 @@ class _StaleGradients(torch.autograd.Function):
         return stale_BD, None
 
 
-@planted(
-    Expectation("EXCH-22", "own-budget-roomy-uneven", "gradient", "the gradient of"),
-    layout=EP2_ETP2,
-)
+@planted(Expectation("EXCH-22", "own-budget-roomy-uneven", "gradient", "the gradient of"), layout=EP2_ETP2)
 class BufferTeachesTheLastExpert(HybridEPManager):
     """The last expert is handed what is left of the buffer; rows and gradients there are what others have left."""
 

@@ -50,8 +50,7 @@ class StatesAnotherAlignment(PaddedExchange):
 
 
 @planted(
-    Expectation("PACK-03", "padded-uneven", "dispatch", "likely cause: padding tokens were routed"),
-    layout=EP2_ETP2,
+    Expectation("PACK-03", "padded-uneven", "dispatch", "likely cause: padding tokens were routed"), layout=EP2_ETP2
 )
 class AddedRowsRoutedUncounted(PaddedExchange):
     """Added rows go to expert 0, and no counts are claimed that would show them."""
@@ -65,10 +64,7 @@ class AddedRowsRoutedUncounted(PaddedExchange):
         return x_PD, Routing(F.pad(routing.ids_TK, (0, 0, 0, missing)), padded.weights_TK, routing.experts)
 
 
-@planted(
-    Expectation("PACK-12", "bound-broken", "combine", "accepts all tokens in step 4, and its y"),
-    layout=EP2_ETP2,
-)
+@planted(Expectation("PACK-12", "bound-broken", "combine", "accepts all tokens in step 4, and its y"), layout=EP2_ETP2)
 class RefusalLeavesATrace(PaddedExchange):
     """What was refused is not forgotten, and the next output is cut at the other end."""
 
@@ -113,10 +109,7 @@ class GathersCounts(AllToAllExchange):
         return super().dispatch(x, routing)
 
 
-@planted(
-    Expectation("PACK-13", "uneven", "dispatch", "for a largest number in forward:0"),
-    layout=EP2_ETP2,
-)
+@planted(Expectation("PACK-13", "uneven", "dispatch", "for a largest number in forward:0"), layout=EP2_ETP2)
 class AsksInFloat(AllToAllExchange):
     """The largest count is asked for as a floating number."""
 
@@ -141,10 +134,7 @@ class AsksByASum(AllToAllExchange):
         return super().dispatch(x, routing)
 
 
-@planted(
-    Expectation("PACK-13", "uneven", "dispatch", "for a largest number in forward:0"),
-    layout=EP2_ETP2,
-)
+@planted(Expectation("PACK-13", "uneven", "dispatch", "for a largest number in forward:0"), layout=EP2_ETP2)
 class AsksBehindTheRows(AllToAllExchange):
     """The largest count is asked for when the rows have gone."""
 

@@ -90,10 +90,7 @@ class AddedRowsRouted(PaddedExchange):
         return x_PD, Routing(F.pad(routing.ids_TK, (0, 0, 0, missing)), padded.weights_TK, routing.experts)
 
 
-@planted(
-    Expectation("PACK-04", "padded-uneven", "combine", "zero"),
-    layout=EP2_ETP2,
-)
+@planted(Expectation("PACK-04", "padded-uneven", "combine", "zero"), layout=EP2_ETP2)
 class CutAtTheWrongEnd(PaddedExchange):
     """The last T rows are returned in place of the first."""
 
@@ -135,10 +132,7 @@ class CountKeptOnTheExchange(PaddedExchange):
 # ---- bounds --------------------------------------------------------------------------------------------------------
 
 
-@planted(
-    Expectation("PACK-11", "bounded-uneven", "dispatch", "for a largest number in forward:0"),
-    layout=EP2_ETP2,
-)
+@planted(Expectation("PACK-11", "bounded-uneven", "dispatch", "for a largest number in forward:0"), layout=EP2_ETP2)
 class AsksInSpiteOfTheBound(TokenPadding):
     """The bound is compared with the largest count of the group, which has to be asked for."""
 
@@ -163,10 +157,7 @@ class BoundNotAligned(TokenPadding):
         return super().count(tokens) if self.bound is None else self._within(tokens, self.bound)
 
 
-@planted(
-    Expectation("PACK-12", "bound-broken", "run", "hung"),
-    layout=EP2_ETP2,
-)
+@planted(Expectation("PACK-12", "bound-broken", "run", "hung"), layout=EP2_ETP2)
 class BreaksTheBoundAlone(PaddedExchange):
     """A rank with too many tokens raises by itself, and the others wait for its rows."""
 
