@@ -10,7 +10,7 @@ from typing import Any
 from moe_conformance.backends.native.config_rules import ConfigRules
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.contract import Settings
-from self_tests.chapters.config_rules.plants.changing import Changing
+from self_tests.chapters.config_rules.plants.overlap import Changing
 from self_tests.planted_bugs.plant import EP2, SINGLE, Expectation, planted
 
 _BUILT = ("and is built on rank 0", "as if nothing were wrong; allowed: changed, refused")

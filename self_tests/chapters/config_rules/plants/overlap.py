@@ -10,8 +10,20 @@ import torch
 from moe_conformance.backends.native.config_rules import ConfigRules
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.contract import Settings
-from self_tests.chapters.config_rules.plants.changing import Changing
 from self_tests.planted_bugs.plant import SINGLE, Expectation, planted
+
+
+class Changing(ConfigRules):
+    """Puts other values in the place of some before anything is tested, and resolves to these."""
+
+    def opened(self, asked: Settings) -> Settings:
+        """Ask for other values where overlap is asked for."""
+        return super().opened(self.instead(asked) if asked.overlap else asked)
+
+    def instead(self, s: Settings) -> Settings:
+        """Return what is asked for instead."""
+        raise NotImplementedError
+
 
 _BUILT = ("and is built on rank 0", "as if nothing were wrong; allowed: changed, refused")
 _SILENT = "overlap = False instead of True"

@@ -1,4 +1,4 @@
-"""EXCH: bugs on the way back from the experts, and at empty slots."""
+"""EXCH: bugs on the way back from the experts: too little, from the wrong expert, in another order, at empty slots."""
 
 # ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.native.exchange import collectives
-from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Permuted
+from moe_conformance.backends.native.exchange.dispatchers import AllGatherExchange, AllToAllExchange, Permuted
 from moe_conformance.contract import Delivery, Routing
 from self_tests.correct_backends.unusual import LendsUntilTheNext
 from self_tests.planted_bugs.plant import EP2_ETP2, TP2_EP2, Expectation, planted
@@ -201,3 +201,47 @@ class UninitialisedOutputs(AllToAllExchange):
         missing_T[permuted.pairs.token_P] = False
         y = super()._unpermute(rows_PD, permuted)
         return y.masked_fill(missing_T.reshape(*y.shape[:-1], 1), torch.nan)
+
+
+@planted(
+    Expectation("EXCH-05", "even", "combine", "likely cause: only this rank's part is in it"),
+    Expectation("EXPT-01", "own-even", "experts", "likely cause: only this rank's part is in it"),
+    Expectation("GRAD-18", "layer-even", "combine", "likely cause: only this rank's part is in it"),
+)
+class SumOverRanksLeftOut(AllGatherExchange):
+    """Every rank takes its own tokens out of its own outputs, and the sum over ranks is left out."""
+
+    def _back(self, rows: Tensor, handle: Any) -> Tensor:
+        everything = self._unpermute(rows, handle.permuted)
+        rank = self.topology.group("ep_etp").rank()
+        return everything.split(handle.sizes_W)[rank].reshape(handle.shape)
+
+
+@planted(Expectation("EXCH-05", "even", "dispatch", "in place of that of expert", "was answered by another expert"))
+class NextExpertAnswers(AllToAllExchange):
+    """The first slot of the first token goes to the next expert on the same rank that the token did not select."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        if not len(routing.ids_TK):
+            return super().dispatch(x, routing)
+        ids_TK, held = routing.ids_TK.clone(), self.placement.held
+        first = int(ids_TK[0, 0])
+        others = [first - first % held + n for n in range(held)]
+        free = [e for e in others if first >= 0 and e not in ids_TK[0].tolist()]
+        if free:
+            ids_TK[0, 0] = free[0]
+        return super().dispatch(x, Routing(ids_TK, routing.weights_TK, routing.experts))
+
+
+@planted(
+    Expectation(
+        *("EXCH-05", "even", "combine", "y of rank 0 token 0", "is the answer for rank"),
+        "likely cause: rows came back in another order than they were sent",
+    ),
+    Expectation("GRAD-01", "even", "gradient", "likely cause: gradients came back in another order than the rows"),
+)
+class OrderAppliedTwice(AllToAllExchange):
+    """The answers are put in the order of the experts once more, in place of the order in which rows arrived."""
+
+    def _ungroup(self, rows_RD: Tensor, order_R: Tensor) -> Tensor:
+        return rows_RD.index_select(0, order_R)

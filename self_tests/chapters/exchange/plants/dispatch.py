@@ -1,4 +1,4 @@
-"""EXCH: bugs on the way to the experts, in rows, counts and weights. The way back is in exchange_back.py."""
+"""EXCH: bugs on the way to the experts, in rows, counts and weights. The way back is in combine.py."""
 
 # ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ROUTE: bugs in scores, selection and weights."""
+"""ROUTE: bugs in scores, selection and weights, and where a router computes in a wider dtype than its tokens have."""
 
 # ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_conformance.backends.native.layer.gradients import GradientFinisher
+from moe_conformance.backends.native.layer.layer import Layer
 from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Config, Routed
-from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
+from self_tests.planted_bugs.plant import SINGLE, TP2_EP2, Expectation, planted
 
 # ---- selection -----------------------------------------------------------------------------------------------------
 
@@ -296,3 +297,24 @@ class RaisesEverySecondTime(Router):
         if not self.claimed:
             raise RuntimeError("the buffer of scores is in use")
         return super()._select(scores_TE)
+
+
+@planted(
+    Expectation("ROUTE-11", "route-wide-float64", "route", "the weights", "computed with the precision of float32")
+)
+class ScoresInFloat32(Router):
+    """The gate multiplies in float64, as it is asked to, and the scores are always computed in float32."""
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        return super()._scores(logits_TE.float()).to(self.wide)
+
+
+@planted(
+    Expectation("ROUTE-11", "layer-wide-router-even-bfloat16", "combine", "y of rank 0 is torch.float32"), layout=SINGLE
+)
+class WideBehindTheRouter(Layer):
+    """Rows are multiplied by weights of the router's dtype, and stay in that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.config.router_dtype is None else y.to(torch.promote_types(y.dtype, self.config.router_dtype))
