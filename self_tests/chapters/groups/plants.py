@@ -22,9 +22,7 @@ from self_tests.planted_bugs.plant import EP2, EP2_EDP2, EP2_ETP2, Expectation, 
 
 @planted(
     Expectation(
-        "GROUP-01",
-        "",
-        "groups",
+        *("GROUP-01", "", "groups"),
         "the ep group of rank 0 would be [0, 1] instead of [0, 2]",
         "likely cause: the etp groups were returned as ep",
     ),
@@ -53,11 +51,8 @@ class ExpertsForRanks(Native):
 
 @planted(
     Expectation(
-        "GROUP-01",
-        "",
-        "groups",
-        "the etp group of rank 0 would be [0] instead of [0, 1]",
-        "groups were returned as etp",
+        *("GROUP-01", "", "groups"),
+        *("the etp group of rank 0 would be [0] instead of [0, 1]", "groups were returned as etp"),
     ),
     real="NVIDIA/Megatron-LM issue #1628",
     layout=EP2_ETP2,
@@ -221,11 +216,8 @@ class WordlessRefusal(AllToAllExchange):
 
 @planted(
     Expectation(
-        "EXPT-04",
-        "even",
-        "groups",
-        "expert 0 is on 2 places of an ep group instead of one: ranks [0, 1]",
-        "4 is on none",
+        *("EXPT-04", "even", "groups"),
+        *("expert 0 is on 2 places of an ep group instead of one: ranks [0, 1]", "4 is on none"),
     ),
     real="deepspeedai/DeepSpeed issue #6589",
     layout=EP2,
@@ -240,11 +232,8 @@ class LocalNumbers(AllToAllExchange):
 
 @planted(
     Expectation(
-        "EXPT-04",
-        "even",
-        "groups",
-        "rank 1 holds experts",
-        "instead of [0, 1, 2, 3], which rank 0 of its etp group holds",
+        *("EXPT-04", "even", "groups"),
+        *("rank 1 holds experts", "instead of [0, 1, 2, 3], which rank 0 of its etp group holds"),
     ),
     layout=EP2_ETP2,
 )

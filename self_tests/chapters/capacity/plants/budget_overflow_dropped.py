@@ -29,11 +29,8 @@ def last_of(pairs: Pairs, number: int) -> Pairs:
 
 @planted(
     Expectation(
-        "DROP-14",
-        "overfull-by-turns-even",
-        "dispatch",
-        "reports no overflow in microbatch 1 and drops",
-        "rows: it would receive",
+        *("DROP-14", "overfull-by-turns-even", "dispatch"),
+        *("reports no overflow in microbatch 1 and drops", "rows: it would receive"),
     )
 )
 class TruncatesSilently(HybridEPManager):
@@ -57,9 +54,7 @@ class FlagOfAFullBuffer(HybridEPManager):
 
 @planted(
     Expectation(
-        "DROP-14",
-        "overfull-by-turns-even",
-        "dispatch",
+        *("DROP-14", "overfull-by-turns-even", "dispatch"),
         "reports an overflow in microbatch 2 and drops nothing",
         "the flag of microbatch 1, which overflowed, was kept",
     )
@@ -81,11 +76,8 @@ class FlagOfEarlierCalls(HybridEPManager):
 
 @planted(
     Expectation(
-        "DROP-15",
-        "overfull-by-turns-even",
-        "dispatch",
-        "of microbatch 1 was delivered to rank",
-        "although these hold shards of one expert",
+        *("DROP-15", "overfull-by-turns-even", "dispatch"),
+        *("of microbatch 1 was delivered to rank", "although these hold shards of one expert"),
     ),
     layout=EP2_ETP2,
 )
@@ -99,11 +91,8 @@ class ShardsDropOtherSlots(HybridEPManager):
 
 @planted(
     Expectation(
-        "DROP-15",
-        "overfull-by-turns-even",
-        "dispatch",
-        "of microbatch 2 is dropped, but the receive buffer of rank",
-        "is not exceeded: it would receive",
+        *("DROP-15", "overfull-by-turns-even", "dispatch"),
+        *("of microbatch 2 is dropped, but the receive buffer of rank", "is not exceeded: it would receive"),
     )
 )
 class DropsAgain(HybridEPManager):
@@ -120,11 +109,8 @@ class DropsAgain(HybridEPManager):
 
 @planted(
     Expectation(
-        "DROP-15",
-        "overfull-one-row-uneven",
-        "dispatch",
-        "of microbatch 1 is dropped, but the receive buffer of rank",
-        "is not exceeded: it would receive",
+        *("DROP-15", "overfull-one-row-uneven", "dispatch"),
+        *("of microbatch 1 is dropped, but the receive buffer of rank", "is not exceeded: it would receive"),
     )
 )
 class AllDropForTheBusiest(HybridEPManager):
@@ -157,11 +143,8 @@ class ExpertsDropAll(HybridEPManager):
 
 @planted(
     Expectation(
-        "DROP-15",
-        "overfull-by-turns-even",
-        "gradient",
-        "the gradient of the routing weight of rank",
-        "instead of 0; the slot was dropped",
+        *("DROP-15", "overfull-by-turns-even", "gradient"),
+        *("the gradient of the routing weight of rank", "instead of 0; the slot was dropped"),
     )
 )
 class OthersDroppedInBackward(HybridEPManager):
@@ -189,12 +172,8 @@ class _Taken(HybridEPManager):
 
 @planted(
     Expectation(
-        "DROP-15",
-        "overfull-filled-uneven",
-        "combine",
-        "y is not finite at rank",
-        "of which slot",
-        "was dropped at a full receive buffer",
+        *("DROP-15", "overfull-filled-uneven", "combine"),
+        *("y is not finite at rank", "of which slot", "was dropped at a full receive buffer"),
     )
 )
 class GarbageForTheDropped(_Taken):

@@ -103,13 +103,8 @@ class BestOfMoreThanAll(TableRouter):
 
 @planted(
     Expectation(
-        "DROP-05",
-        "capacity-tight",
-        "route",
-        "rank 0 expert",
-        "keeps token",
-        "drops token",
-        "the dropped token has the weight",
+        *("DROP-05", "capacity-tight", "route"),
+        *("rank 0 expert", "keeps token", "drops token", "the dropped token has the weight"),
     )
 )
 class AlwaysTheFirst(Router):
@@ -121,13 +116,8 @@ class AlwaysTheFirst(Router):
 
 @planted(
     Expectation(
-        "DROP-05",
-        "capacity-biased",
-        "route",
-        "rank 0 expert",
-        "keeps token",
-        "drops token",
-        "the dropped token has the weight",
+        *("DROP-05", "capacity-biased", "route"),
+        *("rank 0 expert", "keeps token", "drops token", "the dropped token has the weight"),
     )
 )
 class RankedWithBias(Router):
@@ -143,13 +133,8 @@ class RankedWithBias(Router):
 
 @planted(
     Expectation(
-        "DROP-06",
-        "capacity-mean-position",
-        "route",
-        "rank 0 expert",
-        "keeps token",
-        "drops token",
-        "by position, the first tokens",
+        *("DROP-06", "capacity-mean-position", "route"),
+        *("rank 0 expert", "keeps token", "drops token", "by position, the first tokens"),
     )
 )
 class AlwaysTheHeaviest(Router):
@@ -161,13 +146,8 @@ class AlwaysTheHeaviest(Router):
 
 @planted(
     Expectation(
-        "DROP-06",
-        "capacity-mean-position",
-        "route",
-        "rank 0 expert",
-        "keeps token",
-        "drops token",
-        "by position, the first tokens",
+        *("DROP-06", "capacity-mean-position", "route"),
+        *("rank 0 expert", "keeps token", "drops token", "by position, the first tokens"),
     ),
     real="NVIDIA/Megatron-LM core_r0.16.0, docs/findings/megatron-core.md MC-15 (2026-11-21)",
 )
@@ -184,11 +164,8 @@ class FirstOfATie(TableRouter):
 @planted(
     Expectation("DROP-07", "capacity-of-own-tokens", "route", "the capacity 4 instead of 5", "the mean number of"),
     Expectation(
-        "DROP-01",
-        "capacity-mean",
-        "route",
-        "the capacity 4 instead of 5",
-        "computed from the mean number of tokens of the",
+        *("DROP-01", "capacity-mean", "route"),
+        *("the capacity 4 instead of 5", "computed from the mean number of tokens of the"),
     ),
 )
 class CapacityOfAllRanks(Router):
@@ -205,12 +182,8 @@ class CapacityOfAllRanks(Router):
 
 @planted(
     Expectation(
-        "DROP-12",
-        "capacity-filled-up",
-        "route",
-        "rank 0 reports the load [",
-        "(selected by its tokens) or",
-        "(kept of these)",
+        *("DROP-12", "capacity-filled-up", "route"),
+        *("rank 0 reports the load [", "(selected by its tokens) or", "(kept of these)"),
     )
 )
 class LoadOfFilledExperts(Router):
@@ -258,11 +231,8 @@ class DroppedOutOfTheSum(Router):
         *("dx of rank 0 token", "which kept 1 of 2 slots, is"),
     ),
     Expectation(
-        "DROP-11",
-        "dropping-all-even",
-        "gradient",
-        "likely cause: dropped slots passed gradients",
-        "which had all slots dropped",
+        *("DROP-11", "dropping-all-even", "gradient"),
+        *("likely cause: dropped slots passed gradients", "which had all slots dropped"),
     ),
 )
 class ZeroedBehindAutograd(Router):

@@ -93,11 +93,8 @@ _SAYS = (SaysBlocks,)
 
 @planted(
     Expectation(
-        "DROP-14",
-        "budget-exact-even",
-        "dispatch",
-        "reports no overflow in microbatch 0: rank",
-        "in multiples of 4); the receive buffer has",
+        *("DROP-14", "budget-exact-even", "dispatch"),
+        *("reports no overflow in microbatch 0: rank", "in multiples of 4); the receive buffer has"),
     ),
     Expectation("DROP-14", "overfull-by-turns-even", "dispatch", "reports no overflow", "in multiples of 4)"),
     Expectation(

@@ -85,12 +85,8 @@ class NameOfNoDispatcher(ConfigRules):
 
 @planted(
     Expectation(
-        "RULE-24",
-        "rule-24",
-        "run",
-        "kernel='absent'",
-        "with dispatcher = 'alltoall' instead of 'fused'",
-        "allowed: changed",
+        *("RULE-24", "rule-24", "run"),
+        *("kernel='absent'", "with dispatcher = 'alltoall' instead of 'fused'", "allowed: changed"),
     ),
     layout=SINGLE,
 )

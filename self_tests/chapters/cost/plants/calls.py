@@ -206,11 +206,8 @@ class MapsInFloat64(GathersMaps):
 
 @planted(
     Expectation(
-        "COST-06",
-        "even",
-        "dispatch",
-        "no maps of marks and no maps of weights instead of 1 each, of shape (8, 8), in forward:0",
-        "uint8",
+        *("COST-06", "even", "dispatch"),
+        *("no maps of marks and no maps of weights instead of 1 each, of shape (8, 8), in forward:0", "uint8"),
     )
 )
 class SaysMaps(AllGatherExchange):

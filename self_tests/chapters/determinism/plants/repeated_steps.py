@@ -21,11 +21,8 @@ from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 
 @planted(
     Expectation(
-        "DET-05",
-        "own-even-bfloat16",
-        "finish",
-        "run twice over",
-        "after finishing step 1 differs from the original run",
+        *("DET-05", "own-even-bfloat16", "finish"),
+        *("run twice over", "after finishing step 1 differs from the original run"),
     ),
     Expectation("GRAD-11", "own-accumulated-even-bfloat16", "finish", "a step of its own, in step 1 the gradient of"),
     layout=EP2_EDP2,
@@ -42,11 +39,8 @@ class ReducedOnce(GradientFinisher):
 
 @planted(
     Expectation(
-        "DET-05",
-        "own-even-bfloat16",
-        "finish",
-        "run twice over",
-        "after finishing step 1 differs from the original run",
+        *("DET-05", "own-even-bfloat16", "finish"),
+        *("run twice over", "after finishing step 1 differs from the original run"),
     ),
     Expectation("GRAD-11", "own-accumulated-even-bfloat16", "finish", "a step of its own, in step 1 the gradient of"),
     layout=EP2_EDP2,
@@ -81,11 +75,8 @@ class GradientsOfTheFirstStep(GradientFinisher):
 
 @planted(
     Expectation(
-        "DET-05",
-        "own-even-bfloat16",
-        "finish",
-        "run twice over",
-        "after finishing step 1 is missing; it exists in the original run",
+        *("DET-05", "own-even-bfloat16", "finish"),
+        *("run twice over", "after finishing step 1 is missing; it exists in the original run"),
     ),
     Expectation("GRAD-11", "own-accumulated-even-bfloat16", "finish", "a step of its own, no gradient was finished"),
     layout=EP2_EDP2,
@@ -175,11 +166,8 @@ class AnswersAddedAsTheyCome(KnowsWhoCameLast):
 
 @planted(
     Expectation(
-        "GRAD-15",
-        "own-even-bfloat16",
-        "finish",
-        "that ask for no gradient, gate of expert",
-        "of zeros instead of None, and had none",
+        *("GRAD-15", "own-even-bfloat16", "finish"),
+        *("that ask for no gradient, gate of expert", "of zeros instead of None, and had none"),
     ),
     layout=EP2_EDP2,
 )

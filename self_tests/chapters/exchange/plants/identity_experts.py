@@ -45,11 +45,8 @@ class ReceiveBufferCleared(ClearsWhatItReceived):
 
 @planted(
     Expectation(
-        "EXCH-05",
-        "identity-in-flight-even",
-        "combine",
-        "y of rank 0 token 0 of microbatch 2",
-        "the tensor that they received",
+        *("EXCH-05", "identity-in-flight-even", "combine"),
+        *("y of rank 0 token 0 of microbatch 2", "the tensor that they received"),
     )
 )
 class ReceiveBufferClearedInInference(ClearsWhatItReceived):

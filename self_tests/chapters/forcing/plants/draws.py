@@ -170,11 +170,8 @@ class OnlyTheBias(ForcedRouter):
         "FORCE-08", "forced-bias", "route", "follow the router's own", "forced logits that replace the router's own"
     ),
     Expectation(
-        "FORCE-08",
-        "forced-kept-bias",
-        "route",
-        "follow the router's own",
-        "forced logits that replace the router's own",
+        *("FORCE-08", "forced-kept-bias", "route"),
+        *("follow the router's own", "forced logits that replace the router's own"),
     ),
 )
 class BiasOnItsOwn(ForcedRouter):

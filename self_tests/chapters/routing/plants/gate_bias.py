@@ -51,11 +51,8 @@ class GateBiasIsFrozen(Router):
 
 @planted(
     Expectation(
-        "ROUTE-10",
-        "route-gate-bias-sigmoid",
-        "finish",
-        "the gradient of gate_bias on rank 0",
-        "only the tokens of its own rank",
+        *("ROUTE-10", "route-gate-bias-sigmoid", "finish"),
+        *("the gradient of gate_bias on rank 0", "only the tokens of its own rank"),
     ),
     layout=EP2_EDP2,
 )

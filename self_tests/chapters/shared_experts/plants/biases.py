@@ -144,9 +144,7 @@ class _BiasFinisher(GradientFinisher):
 
 @planted(
     Expectation(
-        "SHARE-06",
-        "shared-bias-even",
-        "finish",
+        *("SHARE-06", "shared-bias-even", "finish"),
         "the gradient of bias of shared expert 0 on rank 0 is",
         "likely cause: only the tokens of its own edp or dp_cp group are in it",
     ),

@@ -215,11 +215,8 @@ class SharedTakenForExperts(_SharedFinisher):
 
 @planted(
     Expectation(
-        "SHARE-05",
-        "shared-several-gate-uneven",
-        "finish",
-        "score on rank 0",
-        "likely cause: only the tokens of its own",
+        *("SHARE-05", "shared-several-gate-uneven", "finish"),
+        *("score on rank 0", "likely cause: only the tokens of its own"),
     ),
     layout=TP2_EP2,
 )

@@ -86,12 +86,8 @@ class OneNodeForEightRanks(DispatchLayout):
 
 @planted(
     Expectation(
-        "GROUP-05",
-        "transport-two-hosts",
-        "groups",
-        "ranks [0, 8]",
-        "returned True instead of False",
-        "domains are a, b",
+        *("GROUP-05", "transport-two-hosts", "groups"),
+        *("ranks [0, 8]", "returned True instead of False", "domains are a, b"),
     ),
     Expectation(
         "GROUP-05", "transport-two-hosts", "groups", "with 1 visible devices each, returned False instead of True"
@@ -120,12 +116,8 @@ class HostsByDivision(Transport):
 
 @planted(
     Expectation(
-        "GROUP-05",
-        "transport-scattered",
-        "groups",
-        "ranks [0, 1, 2]",
-        "returned True instead of False",
-        "domains are a, b",
+        *("GROUP-05", "transport-scattered", "groups"),
+        *("ranks [0, 1, 2]", "returned True instead of False", "domains are a, b"),
     ),
     layout=SINGLE,
 )

@@ -20,11 +20,8 @@ from self_tests.planted_bugs.plant import EP2_ETP2, Expectation, planted
 
 @planted(
     Expectation(
-        "PACK-01",
-        "padded-counts-64",
-        "dispatch",
-        "likely cause: the maximum was taken over its ep group",
-        "in its exchange group",
+        *("PACK-01", "padded-counts-64", "dispatch"),
+        *("likely cause: the maximum was taken over its ep group", "in its exchange group"),
     ),
     Expectation("PACK-01", "padded-uneven", "dispatch", "its ep group, for the largest token count in forward:0"),
     layout=EP2_ETP2,
@@ -40,11 +37,8 @@ class LargestOfExpertRanks(TokenPadding):
 
 @planted(
     Expectation(
-        "PACK-01",
-        "padded-counts-16",
-        "dispatch",
-        "rank 1 pads 0 tokens to 0 rows instead of 80",
-        "for 5, 0, 70, 3 tokens in its exchange group",
+        *("PACK-01", "padded-counts-16", "dispatch"),
+        *("rank 1 pads 0 tokens to 0 rows instead of 80", "for 5, 0, 70, 3 tokens in its exchange group"),
     ),
     layout=EP2_ETP2,
 )
@@ -58,11 +52,8 @@ class OwnCountAligned(TokenPadding):
 @planted(
     Expectation("PACK-02", "padded-counts-128", "dispatch", "not a multiple of the alignment 128"),
     Expectation(
-        "PACK-01",
-        "padded-counts-16",
-        "dispatch",
-        "pads 5 tokens to 128 rows instead of 80",
-        "for 5, 0, 70, 3 tokens in its exchange group",
+        *("PACK-01", "padded-counts-16", "dispatch"),
+        *("pads 5 tokens to 128 rows instead of 80", "for 5, 0, 70, 3 tokens in its exchange group"),
     ),
     layout=EP2_ETP2,
 )
@@ -142,11 +133,8 @@ class AsksInSpiteOfTheBound(TokenPadding):
 
 @planted(
     Expectation(
-        "PACK-11",
-        "padded-counts-bound",
-        "dispatch",
-        "tokens to 23 rows instead of 24",
-        "for 5, 0, 23, 3 tokens in its exchange group",
+        *("PACK-11", "padded-counts-bound", "dispatch"),
+        *("tokens to 23 rows instead of 24", "for 5, 0, 23, 3 tokens in its exchange group"),
     ),
     layout=EP2_ETP2,
 )
@@ -168,11 +156,8 @@ class BreaksTheBoundAlone(PaddedExchange):
 
 @planted(
     Expectation(
-        "PACK-12",
-        "bound-broken",
-        "dispatch",
-        "rank 1 has 29 tokens and the bound is 23",
-        "but the step returned on rank",
+        *("PACK-12", "bound-broken", "dispatch"),
+        *("rank 1 has 29 tokens and the bound is 23", "but the step returned on rank"),
     ),
     layout=EP2_ETP2,
 )
