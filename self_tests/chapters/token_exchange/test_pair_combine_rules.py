@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,8 +15,9 @@ from moe_conformance.reference.token_exchange import combine_rules as first
 from self_tests.chapters.exchange.second import expert_copies as second_experts
 from self_tests.chapters.exchange.second.expert_copies import Handed
 from self_tests.chapters.token_exchange.second import combine_rules as second
-from self_tests.oracles.agreement import assert_close, check_refused, floats
-from self_tests.oracles.asked_twice import assert_agree, assert_refused
+from self_tests.oracles.agreement import assert_close, floats
+from self_tests.oracles.asked_twice import assert_agree
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 Floats = NDArray[np.float64]
@@ -53,23 +53,6 @@ class TestCombine:
         for expected, actual in zip([d_answers, d_weights, *d_biases], gradients, strict=True):
             assert_close(expected, actual, addend=5.0)
 
-    @pytest.mark.parametrize(
-        "shapes",
-        [
-            ((2, 3, 4), (2, 2), (2, 3)),
-            ((2, 3, 4), (2, 3), (2, 1)),
-            ((2, 3, 4), (1, 3), (1, 3)),
-            ((2, 3, 4), (2, 3), (2, 3), (1, 4)),
-            ((2, 3, 4), (2, 3), (2, 3), (2, 4), (4,)),
-            ((2, 3, 4), (2, 3), (2, 3), (2, 1)),
-        ],
-    )
-    def test_refused(self, shapes: tuple[Any, ...]) -> None:
-        """Nothing is broadcast, a bias neither."""
-        answers, ids, weights, *biases = (np.zeros(shape) for shape in shapes)
-        question = answers, ids.astype(np.int64), weights, biases
-        assert_refused(first.combine, second.combine, *question)
-
 
 class TestFailedRanks:
     @pairs_agree
@@ -84,23 +67,6 @@ class TestFailedRanks:
         left = assert_agree(first.without_ranks, second.without_ranks, ids_TK, owners, failed)
         if not failed:
             assert ids_TK.tolist() == left[1]
-
-    def test_by_hand(self) -> None:
-        """Experts 0 and 1 are cut over ranks 0 and 1, and 2 over 2 and 3; the question itself stays as it is."""
-        ids, owners = np.array([[0, 2, -1], [2, 2, 1]]), [[0, 1], [1, 0], [2, 3]]
-        for failed, expected in [
-            ([1], [[-1, 2, -1], [2, 2, -1]]),
-            ([3], [[0, -1, -1], [-1, -1, 1]]),
-            ([0, 2], [[-1, -1, -1], [-1, -1, -1]]),
-            ([7], [[0, 2, -1], [2, 2, 1]]),
-        ]:
-            assert [[2, 3], expected] == assert_agree(first.without_ranks, second.without_ranks, ids, owners, failed)
-        assert [[0, 2, -1], [2, 2, 1]] == ids.tolist()
-
-    @pytest.mark.parametrize(("ids", "owners"), [([[2]], [[0], [1]]), ([[-2]], [[0], [1]]), ([[0]], [[0], []])])
-    def test_refused(self, ids: list[list[int]], owners: list[list[int]]) -> None:
-        """Ids that are no experts, and experts without a rank."""
-        assert_refused(first.without_ranks, second.without_ranks, np.array(ids), owners, [0])
 
 
 def both_handed(ids: list[Ints], handed: list[Handed], copies: list[list[int]], ranks: list[list[int]]) -> list[Any]:
@@ -144,64 +110,6 @@ class TestExpertCopies:
         order = random.permutation(len(handed))
         both_handed(ids, [handed[i] for i in order], COPIES, RANKS)
 
-    @pytest.mark.parametrize(
-        ("expert", "rows", "legal"),
-        [
-            (0, [(3, 2)], True),
-            (0, [(0, 0)], True),
-            (0, [(3, 2), (0, 0)], False),  # both copies
-            (0, [(3, 0)], False),  # the right place on the wrong rank
-            (0, [(1, 1)], False),
-            (0, [(3, 2), (3, 2)], False),
-            (0, [], False),
-            (2, [(5, 0), (5, 2)], True),
-            (2, [(5, 2), (5, 0)], True),
-            (2, [(5, 0)], False),  # one of two shards
-            (2, [(5, 0), (5, 0)], False),
-            (2, [(5, 0), (5, 2), (2, 1)], False),
-            (2, [(2, 1)], True),
-            (1, [(4, 0)], False),  # a place of no expert
-            (-1, [], True),
-            (-1, [(1, 1)], False),
-        ],
-    )
-    def test_by_hand(self, expert: int, rows: list[tuple[int, int]], legal: bool) -> None:
-        """One slot; expert 2 has a copy on rank 1 and another that is cut over ranks 0 and 2."""
-        handed = [Handed(0, 0, 0, place, rank) for place, rank in rows]
-        assert ([] if legal else [(0, 0, 0)]) == both_handed([np.array([[expert]])], handed, COPIES, RANKS)
-
-    def test_every_place_by_hand(self) -> None:
-        """All places may be somebody's."""
-        assert [] == both_handed([np.array([[0]])], [Handed(0, 0, 0, 1, 7)], [[0, 1]], [[3], [7]])
-
-    def test_rows_of_slots_that_are_not_there(self) -> None:
-        """They are wrong, in the order of source, token and slot, and the others are missed."""
-        handed = [Handed(*at, 1, 1) for at in [(1, 0, 0), (0, 1, 0), (0, 0, 2), (0, -1, 0), (0, 0, 0)]]
-        expected = [(0, -1, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (1, 0, 0)]
-        assert expected == both_handed([np.array([[1, 1]])], handed, COPIES, RANKS)
-
-    @pytest.mark.parametrize(
-        ("ids", "copies", "ranks"),
-        [
-            ([[3]], COPIES, RANKS),
-            ([[-2]], COPIES, RANKS),
-            ([[0]], [[0], []], RANKS),
-            ([[0]], [[0, 0]], RANKS),
-            ([[0]], [[0], [1, 0]], RANKS),
-            ([[0]], [[6]], RANKS),
-            ([[0]], [[-1]], RANKS),
-            ([[0]], [[0, 6]], RANKS),
-            ([[0]], [[0, 1]], [[0], []]),
-            ([[0]], [[1]], [[0], []]),
-        ],
-    )
-    def test_refused(self, ids: list[list[int]], copies: list[list[int]], ranks: list[list[int]]) -> None:
-        """Ids that are no experts, experts without a place, places of two, places that are nowhere."""
-        check_refused(
-            lambda: first_experts.wrongly_handed([torch.tensor(ids)], [], copies, ranks),
-            lambda: second_experts.wrongly_handed([np.array(ids)], [], copies, ranks),
-        )
-
     def test_gradients(self) -> None:
         """Every copy gets the sum over its expert's copies; a place of no expert is left out, and memory is its own."""
         own = {place: np.random.default_rng(place).normal(size=(2, 3)) for place in range(7)}
@@ -217,11 +125,84 @@ class TestExpertCopies:
         actual[1].zero_()
         assert_close(own[1], leaves[1])
 
-    @pytest.mark.parametrize("copies", [[[0, 2]], [[2]], [[0], []], [[0, 0]], [[0], [1, 0]], [[-1]]])
-    def test_no_gradients(self, copies: list[list[int]]) -> None:
-        """A place without a gradient, and copies that are none."""
-        own = {0: np.zeros(1), 1: np.zeros(1)}
-        tensors = {place: floats(gradient) for place, gradient in own.items()}
-        check_refused(
-            lambda: first_experts.copy_gradients(tensors, copies), lambda: second_experts.copy_gradients(own, copies)
-        )
+
+def first_wrong(ids: list[torch.Tensor], handed: list[Handed], copies: Any, ranks: Any) -> Any:
+    """The slots that the first oracle calls wrongly handed."""
+    return first_experts.wrongly_handed(ids, [first_experts.Handed(*row) for row in handed], copies, ranks)
+
+
+def one_slot(expert: int, *rows_of: tuple[int, int]) -> tuple[Any, ...]:
+    """One slot that chose an expert, and the place and rank of each row that was handed."""
+    return [np.array([[expert]])], [Handed(0, 0, 0, place, rank) for place, rank in rows_of], COPIES, RANKS
+
+
+def zeros(*shapes: tuple[int, ...]) -> tuple[Any, ...]:
+    """Answers, ids, weights and biases of these shapes."""
+    answers, ids, weights, *biases = (np.zeros(shape) for shape in shapes)
+    return answers, ids.astype(np.int64), weights, biases
+
+
+FINE, WRONG, OWN = [], [(0, 0, 0)], {0: np.zeros(1), 1: np.zeros(1)}
+NOT_THERE = [Handed(*at, 1, 1) for at in [(1, 0, 0), (0, 1, 0), (0, 0, 2), (0, -1, 0), (0, 0, 0)]]
+THREE, CUT = np.array([[0, 2, -1], [2, 2, 1]]), [[0, 1], [1, 0], [2, 3]]
+
+test_by_hand = by_hand(
+    *rows(first.combine, second.combine,
+        *(
+            (f"nothing is broadcast: {shapes}", zeros(*shapes), REFUSED)
+            for shapes in [
+                ((2, 3, 4), (2, 2), (2, 3)), ((2, 3, 4), (2, 3), (2, 1)), ((2, 3, 4), (1, 3), (1, 3)),
+                ((2, 3, 4), (2, 3), (2, 3), (1, 4)), ((2, 3, 4), (2, 3), (2, 3), (2, 4), (4,)),
+                ((2, 3, 4), (2, 3), (2, 3), (2, 1)),
+            ]
+        ),
+    ),
+    # Experts 0 and 1 are cut over ranks 0 and 1, and 2 over 2 and 3.
+    *rows(first.without_ranks, second.without_ranks,
+        ("rank 1 fails", (THREE, CUT, [1]), [[-1, 2, -1], [2, 2, -1]]),
+        ("rank 3 fails", (THREE, CUT, [3]), [[0, -1, -1], [-1, -1, 1]]),
+        ("ranks 0 and 2 fail", (THREE, CUT, [0, 2]), [[-1, -1, -1], [-1, -1, -1]]),
+        ("a rank that holds nothing fails, and the ids are as they were", (THREE, CUT, [7]), THREE.tolist()),
+        ("an id beyond the experts", (np.array([[2]]), [[0], [1]], [0]), REFUSED),
+        ("an id below -1", (np.array([[-2]]), [[0], [1]], [0]), REFUSED),
+        ("an expert without a rank", (np.array([[0]]), [[0], []], [0]), REFUSED),
+    ),
+    # Expert 2 has a copy on rank 1 and another that is cut over ranks 0 and 2.
+    *rows(first_wrong, second_experts.wrongly_handed,
+        ("one copy", one_slot(0, (3, 2)), FINE),
+        ("the other copy", one_slot(0, (0, 0)), FINE),
+        ("both copies", one_slot(0, (3, 2), (0, 0)), WRONG),
+        ("the right place on the wrong rank", one_slot(0, (3, 0)), WRONG),
+        ("a place of another expert", one_slot(0, (1, 1)), WRONG),
+        ("a row twice", one_slot(0, (3, 2), (3, 2)), WRONG),
+        ("no row", one_slot(0), WRONG),
+        ("both shards", one_slot(2, (5, 0), (5, 2)), FINE),
+        ("both shards in another order", one_slot(2, (5, 2), (5, 0)), FINE),
+        ("one of two shards", one_slot(2, (5, 0)), WRONG),
+        ("one shard twice", one_slot(2, (5, 0), (5, 0)), WRONG),
+        ("both shards and the other copy", one_slot(2, (5, 0), (5, 2), (2, 1)), WRONG),
+        ("the copy that is whole", one_slot(2, (2, 1)), FINE),
+        ("a place of no expert", one_slot(1, (4, 0)), WRONG),
+        ("an empty slot", one_slot(-1), FINE),
+        ("a row of an empty slot", one_slot(-1, (1, 1)), WRONG),
+        ("all places may be somebody's", ([np.array([[0]])], [Handed(0, 0, 0, 1, 7)], [[0, 1]], [[3], [7]]), FINE),
+        ("rows of slots that are not there, in order", ([np.array([[1, 1]])], NOT_THERE, COPIES, RANKS),
+         [(0, -1, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (1, 0, 0)]),
+        *(
+            (f"id {expert}, copies {copies}, ranks {ranks}", ([np.array([[expert]])], [], copies, ranks), REFUSED)
+            for expert, copies, ranks in [
+                (3, COPIES, RANKS), (-2, COPIES, RANKS), (0, [[0], []], RANKS), (0, [[0, 0]], RANKS),
+                (0, [[0], [1, 0]], RANKS), (0, [[6]], RANKS), (0, [[-1]], RANKS), (0, [[0, 6]], RANKS),
+                (0, [[0, 1]], [[0], []]), (0, [[1]], [[0], []]),
+            ]
+        ),
+    ),
+    *rows(
+        lambda copies: first_experts.copy_gradients({place: floats(one) for place, one in OWN.items()}, copies),
+        lambda copies: second_experts.copy_gradients(OWN, copies),
+        *(
+            (f"gradients of copies {copies}", (copies,), REFUSED)
+            for copies in ([[0, 2]], [[2]], [[0], []], [[0, 0]], [[0], [1, 0]], [[-1]])
+        ),
+    ),
+)  # fmt: skip

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,8 +18,8 @@ from moe_conformance.reference.token_exchange import fixed_places as first
 from self_tests.chapters.token_exchange.second import dispatch_layout as second_layout
 from self_tests.chapters.token_exchange.second import fixed_places as second
 from self_tests.chapters.token_exchange.second.fixed_places import Places
-from self_tests.oracles.agreement import check_refused
-from self_tests.oracles.asked_twice import assert_agree, assert_refused, plain
+from self_tests.oracles.asked_twice import assert_agree, plain
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 Ints = NDArray[np.int64]
@@ -27,7 +27,7 @@ Ints = NDArray[np.int64]
 
 def first_dispatch(ids_TK: Ints, owner_E: list[int], node_of_W: list[int]) -> list[Any]:
     """The first oracle's layout, its fields in order."""
-    made = first_layout.dispatch_layout(torch.from_numpy(ids_TK), owner_E, node_of_W)
+    made = first_layout.dispatch_layout(torch.as_tensor(ids_TK), owner_E, node_of_W)
     assert torch.bool == made.in_rank_TW.dtype
     return [plain(each) for each in (made.in_rank_TW, made.per_rank_W, made.per_node_D, made.per_expert_E)]
 
@@ -46,25 +46,6 @@ class TestDispatchLayout:
         ids_TK = random.integers(-1, E, size=(T, K))
         expected = second_layout.dispatch_layout(ids_TK, owner_E, node_of_W)
         assert [plain(each) for each in expected] == first_dispatch(ids_TK, owner_E, node_of_W)
-
-    @pytest.mark.parametrize(
-        ("ids", "owners", "nodes"),
-        [
-            ([[3]], [0, 1, 1], [0, 0]),
-            ([[-2]], [0, 1, 1], [0, 0]),
-            ([[0]], [0, 2, 1], [0, 0]),
-            ([[0]], [0, -1, 1], [0, 0]),
-            ([[0]], [0, 1, 1], [0, 2]),
-            ([[0]], [0, 1, 1], [1, 1]),
-            ([[0]], [0, 1, 1], [-1, 0]),
-        ],
-    )
-    def test_refused(self, ids: list[list[int]], owners: list[int], nodes: list[int]) -> None:
-        """Experts, owners and nodes that are not there."""
-        check_refused(
-            lambda: first_dispatch(np.array(ids), owners, nodes),
-            lambda: second_layout.dispatch_layout(np.array(ids), owners, nodes),
-        )
 
 
 def in_first(places: Places) -> first.Places:
@@ -133,46 +114,6 @@ class TestFixedPlaces:
                 made.begin_NS[n][made.run_NS[n] == 0] = -7
         both_legal(made, ids, experts, runs=runs)
 
-    # Expert 2 gets token 0 and token 1 of source 0, and token 0 of source 1.
-    IDS = (np.array([[2], [2]]), np.array([[2]]))
-
-    @pytest.mark.parametrize(
-        ("sources", "tokens", "count", "begins", "lengths", "expected"),
-        [
-            ([0, 0, 1, 9], [0, 1, 0, 9], 3, [0, 2], [2, 1], (True, True)),
-            ([0, 0, 1, 9], [1, 0, 0, 9], 3, [0, 2], [2, 1], (True, True)),
-            ([1, 0, 0, 9], [0, 1, 0, 9], 3, [1, 0], [2, 1], (True, True)),
-            ([0, 1, 0, 9], [0, 0, 1, 9], 3, [0, 1], [2, 1], (True, False)),  # not one run
-            ([0, 0, 1, 9], [0, 1, 0, 9], 3, [2, 0], [1, 2], (True, False)),  # runs swapped
-            ([0, 0, 1, 9], [0, 1, 0, 9], 3, [0, 0], [2, 1], (True, False)),
-            ([0, 0, 1, 9], [0, 1, 0, 9], 3, [1, 2], [2, 1], (True, False)),
-            ([0, 0, 1, 9], [0, 1, 0, 9], 3, [0, 2], [1, 1], (True, False)),
-            ([0, 0, 1, 9], [0, 1, 0, 9], 3, [0, 2], [2, 2], (True, False)),
-            ([0, 0, 1, 1], [0, 1, 0, 0], 3, [0, 3], [2, 1], (True, False)),  # a copy beyond the count
-            ([0, 0, 1, 9], [0, 1, 0, 9], 3, [0, -2], [2, 1], (True, False)),
-            ([0, 0, 1, 9], [0, 1, 0, 9], 4, [0, 2], [2, 1], (False, False)),
-            ([0, 0, 1, 9], [0, 1, 0, 9], 2, [0, 2], [2, 0], (False, False)),
-            ([0, 0, 1, 9], [0, 0, 0, 9], 3, [0, 2], [2, 1], (False, False)),
-            ([0, 1, 1, 9], [0, 1, 0, 9], 3, [0, 1], [1, 2], (False, False)),
-            ([0, 0, 9, 1], [0, 1, 9, 0], 3, [0, 3], [2, 1], (False, False)),  # a place left out
-            ([0, 0], [0, 1], 3, [0, 2], [2, 1], (False, False)),  # places that are not there
-            ([0, 0, 1, 9], [0, 1, 0, 9], -1, [0, 2], [2, 1], (False, False)),
-        ],
-    )
-    def test_by_hand(
-        self,
-        sources: list[int],
-        tokens: list[int],
-        count: int,
-        begins: list[int],
-        lengths: list[int],
-        expected: tuple[bool, bool],
-    ) -> None:
-        """Without runs, and with them."""
-        made = Places(np.array([sources]), np.array([tokens]), [count], np.array([begins]), np.array([lengths]))
-        found = [both_legal(made, list(self.IDS), [2], runs=runs)[0] for runs in (False, True)]
-        assert list(expected) == found
-
     def test_an_idle_expert_and_one_in_two_slots(self) -> None:
         """Expert 5 has no rows and 3 two of one token; each has its own verdict."""
         ids = [np.array([[3, 3], [-1, 1]])]
@@ -201,51 +142,82 @@ class TestBudgets:
         options = {"factor": factor, "ep": ep, "etp": etp, "held": data.draw(st.integers(0, 5))}
         budget(tokens, data.draw(st.integers(1, 4)), multiple=data.draw(st.integers(1, 5)), **options)
 
-    @pytest.mark.parametrize(
-        ("tokens", "top_k", "options", "expected"),
-        [
-            ([5, 2], 3, {"factor": 1.0, "ep": 2, "held": 4}, 10),  # 21 pairs over 2 ranks: 10.5, which no load has
-            ([5, 2], 3, {"factor": 1.0, "ep": 2, "held": 4, "multiple": 8}, 10 + 28),
-            ([5, 2], 3, {"factor": 1.0, "ep": 1, "etp": 2, "held": 4}, 21),  # every shard gets every row
-            ([5, 2], 3, {"factor": 2.0, "ep": 2, "held": 4}, 21),  # everything on one ep rank
-            ([5, 2, 3, 1], 3, {"factor": 4 / 2, "ep": 2, "etp": 2, "held": 4}, 33),  # 33 pairs, W / etp = 2
-            ([10], 1, {"factor": 1.1, "ep": 1, "held": 1}, 11),  # 1.1 is a little more than 11 / 10
-            ([10], 1, {"factor": float(np.float32(1.1)), "ep": 1, "held": 1}, 11),
-            ([1], 1, {"factor": 1 + 2.0**-22, "ep": 1, "held": 1}, 1),
-            ([1], 1, {"factor": 2 - 1.01 * 2.0**-21, "ep": 1, "held": 1}, 1),
-            ([1], 1, {"factor": 3 - 2.0**-22, "ep": 1, "held": 1}, 3),
-            ([1], 1, {"factor": 0.5, "ep": 1, "held": 1}, 0),
-            ([1], 1, {"factor": 1.5, "ep": 1, "held": 1}, 1),
-            # 2^22 / 3 is (2^22 - 1) / 3 and a third, and 2^-22 of it is a third.
-            ([2**22, 0, 0], 1, {"factor": 1.0, "ep": 3, "held": 1}, (2**22 - 1) // 3),
-            ([2**22], 1, {"factor": 1 + 0.25 * 2.0**-22, "ep": 1, "held": 1}, 2**22),  # 0.25 more than that
-            ([2**22], 1, {"factor": 1 + 0.75 * 2.0**-22, "ep": 1, "held": 1}, 2**22 + 1),
-            ([0, 0], 3, {"factor": 2.0, "ep": 2, "held": 4, "multiple": 8}, 0),
-            ([5, 2], 3, {"factor": 0.0, "ep": 2, "held": 4, "multiple": 2}, 4),
-        ],
-    )
-    def test_by_hand(self, tokens: list[int], top_k: int, options: dict[str, Any], expected: int) -> None:
-        """Pairs per rank times the factor, rounded down once, and what filling up may take."""
-        assert expected == budget(tokens, top_k, **options)
 
-    @pytest.mark.parametrize(
-        ("tokens", "top_k", "change"),
-        [
-            ([5], 3, {}),
-            ([5, 2, 1], 3, {}),
-            ([5, -1], 3, {}),
-            ([5, 2], 0, {}),
-            ([5, 2], 3, {"held": -1}),
-            ([5, 2], 3, {"multiple": 0}),
-            ([5, 2], 3, {"factor": -0.5}),
-            ([5, 2], 3, {"factor": math.inf}),
-            ([5, 2], 3, {"factor": math.nan}),
-            ([0, 0], 3, {"factor": math.nan}),
-            ([], 3, {"ep": 0}),
-            ([5, 2], 3, {"ep": -2, "etp": -1}),
-        ],
-    )
-    def test_refused(self, tokens: list[int], top_k: int, change: dict[str, Any]) -> None:
-        """Another number of ranks, and numbers that are none of anything."""
-        options: dict[str, Any] = {"factor": 1.5, "ep": 2, "held": 4, **change}
-        assert_refused(first_budget.least_budget, second.least_budget, tokens, top_k, **options)
+IDS = [np.array([[2], [2]]), np.array([[2]])]  # expert 2 gets tokens 0 and 1 of source 0, and token 0 of source 1
+
+
+def with_runs(legal: Callable[..., Any]) -> Callable[..., list[bool]]:
+    """Whether places of expert 2 are legal without runs, and with them."""
+
+    def verdicts(sources: Any, tokens: Any, count: int, begins: Any, lengths: Any) -> list[bool]:
+        made = Places(np.array([sources]), np.array([tokens]), [count], np.array([begins]), np.array([lengths]))
+        return [legal(made, runs)[0] for runs in (False, True)]
+
+    return verdicts
+
+
+def first_legal(made: Places, runs: bool) -> Any:
+    """The first oracle's verdict."""
+    return first.legal_places(in_first(made), [torch.from_numpy(each) for each in IDS], [2], runs=runs)
+
+
+IN_ORDER, TOKENS, HALF = [0, 0, 1, 9], [0, 1, 0, 9], {"ep": 2, "held": 4}
+ONE, FINE = {"ep": 1, "held": 1}, 2.0**-22
+
+test_by_hand = by_hand(
+    *rows(first_dispatch, lambda *question: [plain(each) for each in second_layout.dispatch_layout(*question)],
+        *(
+            (f"id {expert}, owners {owners}, nodes {nodes}", (np.array([[expert]]), owners, nodes), REFUSED)
+            for expert, owners, nodes in [
+                (3, [0, 1, 1], [0, 0]), (-2, [0, 1, 1], [0, 0]), (0, [0, 2, 1], [0, 0]), (0, [0, -1, 1], [0, 0]),
+                (0, [0, 1, 1], [0, 2]), (0, [0, 1, 1], [1, 1]), (0, [0, 1, 1], [-1, 0]),
+            ]
+        ),
+    ),
+    *rows(with_runs(first_legal), with_runs(lambda made, runs: second.legal_places(made, IDS, [2], runs=runs)),
+        ("in order", (IN_ORDER, TOKENS, 3, [0, 2], [2, 1]), [True, True]),
+        ("tokens of a source in any order", (IN_ORDER, [1, 0, 0, 9], 3, [0, 2], [2, 1]), [True, True]),
+        ("sources in any order", ([1, 0, 0, 9], TOKENS, 3, [1, 0], [2, 1]), [True, True]),
+        ("a source in two runs", ([0, 1, 0, 9], [0, 0, 1, 9], 3, [0, 1], [2, 1]), [True, False]),
+        ("runs swapped", (IN_ORDER, TOKENS, 3, [2, 0], [1, 2]), [True, False]),
+        ("both runs at 0", (IN_ORDER, TOKENS, 3, [0, 0], [2, 1]), [True, False]),
+        ("a run that begins late", (IN_ORDER, TOKENS, 3, [1, 2], [2, 1]), [True, False]),
+        ("a run too short", (IN_ORDER, TOKENS, 3, [0, 2], [1, 1]), [True, False]),
+        ("a run too long", (IN_ORDER, TOKENS, 3, [0, 2], [2, 2]), [True, False]),
+        ("a copy beyond the count", ([0, 0, 1, 1], [0, 1, 0, 0], 3, [0, 3], [2, 1]), [True, False]),
+        ("a run before the start", (IN_ORDER, TOKENS, 3, [0, -2], [2, 1]), [True, False]),
+        ("a row too many", (IN_ORDER, TOKENS, 4, [0, 2], [2, 1]), [False, False]),
+        ("a row too few", (IN_ORDER, TOKENS, 2, [0, 2], [2, 0]), [False, False]),
+        ("a token twice", (IN_ORDER, [0, 0, 0, 9], 3, [0, 2], [2, 1]), [False, False]),
+        ("a row of another source", ([0, 1, 1, 9], TOKENS, 3, [0, 1], [1, 2]), [False, False]),
+        ("a place left out", ([0, 0, 9, 1], [0, 1, 9, 0], 3, [0, 3], [2, 1]), [False, False]),
+        ("places that are not there", ([0, 0], [0, 1], 3, [0, 2], [2, 1]), [False, False]),
+        ("a count of -1", (IN_ORDER, TOKENS, -1, [0, 2], [2, 1]), [False, False]),
+    ),
+    # Pairs per rank times the factor, rounded down once, and what filling up may take.
+    *rows(first_budget.least_budget, second.least_budget,
+        ("everything on one ep rank", ([5, 2], 3), {"factor": 2.0, **HALF}, 21),
+        ("33 pairs, W / etp = 2", ([5, 2, 3, 1], 3), {"factor": 2.0, "etp": 2, **HALF}, 33),
+        ("1.1 in float32", ([10], 1), {"factor": float(np.float32(1.1)), **ONE}, 11),
+        # 2^22 / 3 is (2^22 - 1) / 3 and a third, and 2^-22 of it is a third.
+        ("2^22 pairs over 3 ranks", ([2**22, 0, 0], 1), {"factor": 1.0, "ep": 3, "held": 1}, (2**22 - 1) // 3),
+        ("no pair", ([0, 0], 3), {"factor": 2.0, "multiple": 8, **HALF}, 0),
+        ("a factor of 0", ([5, 2], 3), {"factor": 0.0, "multiple": 2, **HALF}, 4),
+        *(
+            (f"{T} tokens times {factor!r}", ([T], 1), {"factor": factor, **ONE}, least)
+            for T, factor, least in [
+                (1, 1 + FINE, 1), (1, 2 - 2.02 * FINE, 1), (1, 3 - FINE, 3), (1, 0.5, 0), (1, 1.5, 1),
+                (2**22, 1 + 0.25 * FINE, 2**22), (2**22, 1 + 0.75 * FINE, 2**22 + 1),
+            ]
+        ),
+        *(
+            (f"budget of {tokens}, K = {K}, {change}", (tokens, K), {"factor": 1.5, **HALF, **change}, REFUSED)
+            for tokens, K, change in [
+                ([5], 3, {}), ([5, 2, 1], 3, {}), ([5, -1], 3, {}), ([5, 2], 0, {}), ([5, 2], 3, {"held": -1}),
+                ([5, 2], 3, {"multiple": 0}), ([5, 2], 3, {"factor": -0.5}), ([5, 2], 3, {"factor": math.inf}),
+                ([5, 2], 3, {"factor": math.nan}), ([0, 0], 3, {"factor": math.nan}), ([], 3, {"ep": 0}),
+                ([5, 2], 3, {"ep": -2, "etp": -1}),
+            ]
+        ),
+    ),
+)  # fmt: skip
