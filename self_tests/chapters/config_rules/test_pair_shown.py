@@ -109,8 +109,8 @@ test_by_hand = by_hand(
             (f"{found} for {needed}", (found, needed), expected)
             for found, needed, expected in [
                 ("2.10", "2.9", False), ("2.10.0", "2.10", False), ("2.10", "2.10.1", True),
-                ("2.7.1.dev9", "2.8", True), ("2.12rc1", "2.12", False), ("3", "2.99", False), ("dev", "2.0", REFUSED), ("2.0", "x1", REFUSED),
-                (None, "", REFUSED), ("", "1", REFUSED),
+                ("2.7.1.dev9", "2.8", True), ("2.12rc1", "2.12", False), ("3", "2.99", False),
+                ("dev", "2.0", REFUSED), ("2.0", "x1", REFUSED), (None, "", REFUSED), ("", "1", REFUSED),
             ]
         ),
     ),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +9,8 @@ from hypothesis import strategies as st
 from moe_conformance.reference.groups import members as first_groups
 from moe_conformance.reference.groups import rules as first
 from self_tests.chapters.groups.second import rules as second
-from self_tests.oracles.asked_twice import assert_agree, assert_refused
+from self_tests.oracles.asked_twice import assert_agree
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -26,33 +25,6 @@ class TestDivision:
         if reason is not None:
             named = (experts, ep) if experts < ep or experts % ep else (width, etp)
             assert all(str(number) in reason for number in named)
-
-    @pytest.mark.parametrize(
-        ("sizes", "named"),
-        [
-            ((64, 96, 8, 4), None),
-            ((8, 4, 8, 4), None),  # one each
-            ((7, 5, 1, 1), None),
-            ((60, 96, 8, 4), ("60", "8")),
-            ((4, 96, 8, 4), ("4", "8")),
-            ((0, 96, 1, 4), ("0", "1")),
-            ((0, 96, 8, 4), ("0", "8")),
-            ((-8, 96, 8, 4), ("-8", "8")),
-            ((64, 98, 8, 4), ("98", "4")),
-            ((64, 3, 8, 4), ("3", "4")),
-        ],
-    )
-    def test_by_hand(self, sizes: tuple[int, int, int, int], named: tuple[str, str] | None) -> None:
-        """E, F, ep, etp, and the numbers that the reason names."""
-        reason = first.indivisible(*sizes)
-        assert second.divisible(*sizes) is (named is None)
-        assert (reason is None) is (named is None)
-        assert named is None or all(number in str(reason) for number in named)
-
-    @pytest.mark.parametrize("sizes", [(8, 0, 2, 2), (8, 8, 0, 2), (8, 8, 2, 0), (8, 8, -2, 2)])
-    def test_refused(self, sizes: tuple[int, int, int, int]) -> None:
-        """Sizes that make no layout are no question of this."""
-        assert_refused(first.indivisible, second.divisible, *sizes)
 
 
 class TestStages:
@@ -77,36 +49,8 @@ class TestStages:
         groups = data.draw(st.lists(ranks, max_size=4))
         assert_agree(first.mixed_groups, second.mixed_groups, groups, stages)
 
-    def test_mixed_groups(self) -> None:
-        """As given, in order; the last rank may be the odd one."""
-        groups = [[5, 0], [0, 1], [2, 3], [0, 2, 4], [1, 3, 0], [4]]
-        found = assert_agree(first.mixed_groups, second.mixed_groups, groups, [0, 0, 0, 1, 0, 1])
-        assert [[5, 0], [2, 3], [1, 3, 0]] == found
-        assert [] == assert_agree(first.mixed_groups, second.mixed_groups, groups, [7] * 6)
-
 
 class TestLocality:
-    @pytest.mark.parametrize(
-        ("group", "domains", "expected"),
-        [
-            ([0, 8], ["a"] * 8 + ["b"] * 8, False),  # two ranks on two hosts
-            ([0, 1], ["a"] * 8 + ["b"] * 8, True),
-            ([7, 8], ["a"] * 8 + ["b"] * 8, False),
-            (list(range(16)), ["rack"] * 16, True),  # sixteen ranks in one domain
-            ([0, 2], ["a", "b", "a"], True),  # by identity, not by number
-            ([0, 1], ["a", "b", "a"], False),
-            ([2, 0, 1], ["a", "b", "a"], False),
-            ([2], ["a", "b", "c"], True),
-            ([2, 3, 4], ["a", "a", "b", "b", "b"], True),  # hosts of unequal size
-            ([1, 2], [("host", 0), ("host", 1), ("host", 1)], True),
-            ([0, 0], ["a", "b"], True),
-        ],
-    )
-    def test_by_hand(self, group: list[int], domains: list[Any], expected: bool) -> None:
-        """The domains of the members decide."""
-        assert expected is second.is_local(group, domains)
-        assert expected is first.is_local(group, domains)
-
     @pairs_agree
     @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=6), st.data())
     def test_verdicts_agree(self, domains: list[str], data: st.DataObject) -> None:
@@ -115,7 +59,46 @@ class TestLocality:
         local = assert_agree(first.is_local, second.is_local, group, domains)
         assert local is first.is_local(frozenset(group), domains)
 
-    @pytest.mark.parametrize("group", [[], [3], [0, -1], [1, 3]])
-    def test_refused(self, group: list[int]) -> None:
-        """Nobody, and ranks without a domain."""
-        assert_refused(first.is_local, second.is_local, group, ["a", "b", "a"])
+
+def first_reason(named: tuple[int, ...], *sizes: int) -> bool:
+    """Whether these sizes divide; if not, the reason names the two that do not fit."""
+    reason = first.indivisible(*sizes)
+    assert reason is None or all(str(number) in reason for number in named), reason
+    return reason is None
+
+
+HOSTS, ABA = ["a"] * 8 + ["b"] * 8, ["a", "b", "a"]
+STAGED = [[5, 0], [0, 1], [2, 3], [0, 2, 4], [1, 3, 0], [4]]
+
+test_by_hand = by_hand(
+    *rows(first_reason, lambda named, *sizes: second.divisible(*sizes),
+        *(
+            (f"E, F, ep, etp {sizes}", (named, *sizes), divisible)
+            for sizes, named, divisible in [
+                ((64, 96, 8, 4), (), True), ((8, 4, 8, 4), (), True), ((7, 5, 1, 1), (), True),
+                ((60, 96, 8, 4), (60, 8), False), ((4, 96, 8, 4), (4, 8), False), ((0, 96, 1, 4), (0, 1), False),
+                ((0, 96, 8, 4), (0, 8), False), ((-8, 96, 8, 4), (-8, 8), False), ((64, 98, 8, 4), (98, 4), False),
+                ((64, 3, 8, 4), (3, 4), False), ((8, 0, 2, 2), (), REFUSED), ((8, 8, 0, 2), (), REFUSED),
+                ((8, 8, 2, 0), (), REFUSED), ((8, 8, -2, 2), (), REFUSED),
+            ]
+        ),
+    ),
+    *rows(first.mixed_groups, second.mixed_groups,
+        ("the last rank may be the odd one", (STAGED, [0, 0, 0, 1, 0, 1]), [[5, 0], [2, 3], [1, 3, 0]]),
+        ("one stage", (STAGED, [7] * 6), []),
+    ),
+    # The domains of the members decide.
+    *rows(first.is_local, second.is_local,
+        *(
+            (f"{group} of {domains}", (group, domains), local)
+            for group, domains, local in [
+                ([0, 8], HOSTS, False), ([0, 1], HOSTS, True), ([7, 8], HOSTS, False), ([0, 2], ABA, True),
+                ([0, 1], ABA, False), ([2, 0, 1], ABA, False), ([2], ["a", "b", "c"], True),
+                ([2, 3, 4], ["a", "a", "b", "b", "b"], True), ([1, 2], [("host", 0), ("host", 1), ("host", 1)], True),
+                ([0, 0], ["a", "b"], True), ([], ABA, REFUSED), ([3], ABA, REFUSED), ([0, -1], ABA, REFUSED),
+                ([1, 3], ABA, REFUSED),
+            ]
+        ),
+        ("sixteen ranks in one domain", (list(range(16)), ["rack"] * 16), True),
+    ),
+)  # fmt: skip

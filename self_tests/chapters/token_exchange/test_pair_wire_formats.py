@@ -18,7 +18,8 @@ from moe_conformance.reference.token_exchange import wire_formats as first
 from self_tests.chapters.token_exchange.second import wire_formats as second
 from self_tests.chapters.token_exchange.second.wire_formats import E4M3, E5M2, Format
 from self_tests.oracles.agreement import assert_close, floats
-from self_tests.oracles.asked_twice import assert_agree, assert_refused
+from self_tests.oracles.asked_twice import assert_agree
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 Floats = NDArray[np.float64]
@@ -46,7 +47,7 @@ def make_rows(R: int, D: int, seed: int) -> Floats:
     return x_RD
 
 
-rows = st.builds(make_rows, st.integers(0, 3), st.integers(0, 7), st.integers(0, 10**6))
+drawn_rows = st.builds(make_rows, st.integers(0, 3), st.integers(0, 7), st.integers(0, 10**6))
 
 
 class TestFormats:
@@ -91,7 +92,7 @@ class TestFormats:
 
 class TestRoundTrip:
     @settings(pairs_agree, max_examples=100)
-    @given(rows, st.integers(1, 5), drawn_formats, st.booleans())
+    @given(drawn_rows, st.integers(1, 5), drawn_formats, st.booleans())
     def test_rows_that_were_rounded_are_legal(self, x_RD: Floats, block: int, fmt: Format, power_of_two: bool) -> None:
         """What is rounded under scales of every block, the short last one too, both call legal."""
         options: dict[str, Any] = {"power_of_two": power_of_two}
@@ -136,17 +137,9 @@ class TestRoundTrip:
         assert arrived == second.sent(x, 2, E4M3, power_of_two=True).tolist()
 
 
-L, R20 = 448.0, 2.0**-20
-
-
-def step(value: float, towards: float) -> float:
-    """The next number."""
-    return math.nextafter(value, towards)
-
-
 class TestLegalScales:
     @settings(pairs_agree, max_examples=100)
-    @given(rows, st.integers(1, 5), drawn_formats, st.integers(0, 10**6))
+    @given(drawn_rows, st.integers(1, 5), drawn_formats, st.integers(0, 10**6))
     def test_verdicts_and_bounds_agree(self, x_RD: Floats, block: int, fmt: Format, seed: int) -> None:
         """Both allow the same scales, within a factor of two; anything where a block is spoilt."""
         random = np.random.default_rng(seed)
@@ -162,35 +155,6 @@ class TestLegalScales:
         for x in (x_RD, spoilt_RD):
             assert_agree(first_errors.legal_scales, second.legal_scales, x, scales_RB, block, fmt)
 
-    @pytest.mark.parametrize(
-        ("row", "scale", "expected"),
-        [
-            ([L, 1.0], 1 - R20, True),
-            ([L, 1.0], step(1 - R20, 0.0), False),
-            ([L, 1.0], 2 * (1 + R20), True),
-            ([L, 1.0], step(2 * (1 + R20), 3.0), False),
-            ([1.0, -L], 1.0, True),
-            ([1.0, -L], 0.5, False),
-            ([0.0, 2.0**-30], 2.0**-30 / L, True),  # no floor
-            ([0.0, 2.0**-30], 2.0**-31 / L, False),
-            ([0.0, 2.0**-30], 1e-4 / L, True),  # a floor
-            ([0.0, 2.0**-30], 2e-4 / L, True),
-            ([0.0, 2.0**-30], 2.01e-4 / L, False),
-            ([0.0, 0.0], 0.0, True),
-            ([0.0, -0.0], 1e30, True),
-            ([0.0, 0.0], INF, False),
-            ([0.0, 0.0], NAN, False),
-            ([L, 0.0], NAN, False),
-            ([L, INF], NAN, True),
-            ([NAN, 0.0], -1.0, True),
-        ],
-    )
-    def test_by_hand(self, row: list[float], scale: float, expected: bool) -> None:
-        """At the bounds and one step beyond them; a good block beside it stays legal."""
-        x, scales = np.array([[*row, L, 0.0]]), np.array([[scale, 1.0]])
-        verdict = assert_agree(first_errors.legal_scales, second.legal_scales, x, scales, 2, E4M3)
-        assert [[1, 2], [[expected, True]]] == verdict
-
     def test_scales_that_moved_are_noticed(self) -> None:
         """Where blocks differ by more than two, scales of the next block or of the next row are illegal."""
         x = np.array([[L, 4 * L, 16 * L], [64 * L, 256 * L, 1024 * L]])
@@ -203,21 +167,10 @@ class TestLegalScales:
             first_errors.legal_scales, second.legal_scales, x, right, 1, E4M3
         )
 
-    @pytest.mark.parametrize(("scales", "block"), [((1, 2), 2), ((2, 1), 2), ((1, 1), 0), ((1, 1), 1)])
-    def test_refused(self, scales: tuple[int, int], block: int) -> None:
-        """Another number of rows or blocks."""
-        question = np.ones((1, 2)), np.ones(scales), block, E4M3
-        assert_refused(first_errors.legal_scales, second.legal_scales, *question)
-        question_of_values = np.ones((1, 2)), np.ones((1, 2)), np.ones(scales), block, E4M3
-        assert_refused(first_errors.legal_values, second.legal_values, *question_of_values)
-
-
-W16 = 1 + 2.0**-16
-
 
 class TestLegalValues:
     @settings(pairs_agree, max_examples=100)
-    @given(rows, st.integers(1, 5), drawn_formats, st.sampled_from([0.0, 2.0**-8]), st.integers(0, 10**6))
+    @given(drawn_rows, st.integers(1, 5), drawn_formats, st.sampled_from([0.0, 2.0**-8]), st.integers(0, 10**6))
     def test_verdicts_agree(self, x_RD: Floats, block: int, fmt: Format, unit: float, seed: int) -> None:
         """Both judge errors alike, half as large as allowed and larger, of both signs, spoilt blocks included."""
         random = np.random.default_rng(seed)
@@ -235,54 +188,90 @@ class TestLegalValues:
             question = x, v_RD, scales_RB, block, fmt
             assert_agree(first_errors.legal_values, second.legal_values, *question, unit=unit)
 
-    @pytest.mark.parametrize(
-        ("fmt", "x", "v", "unit", "expected"),
-        [
-            (E4M3, 16.0, 16 + W16, 0.0, True),  # 2^-4 of 16
-            (E4M3, 16.0, step(16 + W16, 99.0), 0.0, False),
-            (E4M3, -16.0, -16 + W16, 0.0, True),
-            (E4M3, -16.0, step(-16 + W16, 0.0), 0.0, False),
-            (E5M2, 16.0, 16 + 2 * W16, 0.0, True),  # 2^-3 of 16
-            (E5M2, 16.0, step(16 + 2 * W16, 99.0), 0.0, False),
-            (E4M3, 2.0**-9, 3 * 2.0**-10, 0.0, True),  # 2^-10 of the scale 1
-            (E4M3, 2.0**-9, 3.001 * 2.0**-10, 0.0, False),
-            (E4M3, 2.0**-10, 0.0, 0.0, True),
-            (E4M3, 2.0**-9, 0.0, 0.0, False),
-            (E5M2, 2.0**-17, 0.0, 0.0, True),  # 2^-17 of the scale 1
-            (E5M2, 2.0**-16, 0.0, 0.0, False),
-            (E4M3, 2.0**-12, -(2.0**-13), 0.0, False),  # near, but of the other sign
-            (E4M3, 2.0**-12, -0.0, 0.0, True),
-            (E4M3, 0.0, 2.0**-12, 0.0, False),
-            (E4M3, 0.0, -(2.0**-12), 0.0, False),
-            (E4M3, -0.0, 0.0, 0.0, True),
-            (E4M3, 16.0, 17.0 + 17 * 2.0**-8, 2.0**-8, True),
-            (E4M3, 16.0, 17.2, 2.0**-8, False),
-            (E4M3, 16.0, NAN, 0.0, False),
-            (E4M3, 16.0, INF, 0.0, False),
-            (E4M3, 16.0, INF, 2.0**-8, False),
-            (E4M3, NAN, NAN, 0.0, True),
-            (E4M3, INF, NAN, 0.0, True),
-            (E4M3, INF, -INF, 0.0, True),
-            (E4M3, INF, L, 0.0, False),
-            (E4M3, NAN, 0.0, 0.0, False),
-        ],
-    )
-    def test_by_hand(self, fmt: Format, x: float, v: float, unit: float, expected: bool) -> None:
-        """One element under the scale 1; its neighbour is off by all that it has, the next block has its own scale."""
-        spoilt = not math.isfinite(x)
-        question = np.array([[x, 2.0, 4.0]]), np.array([[v, 9.0, 5.0]]), np.array([[1.0, 2048.0]]), 2, fmt
-        options = {"unit": unit} if unit else {}
-        verdict = assert_agree(first_errors.legal_values, second.legal_values, *question, **options)
-        # 4 arrives as 5: of 2048 2^-10 = 2 is allowed, of e5m2 2^-6 or 2^-3 4 is not.
-        assert [[1, 3], [[expected, spoilt, fmt is E4M3]]] == verdict
 
-    @pytest.mark.parametrize(("v", "unit"), [((1, 3), 0.0), ((2, 2), 0.0), ((1, 2), -1e-9), ((1, 2), NAN)])
-    def test_refused(self, v: tuple[int, int], unit: float) -> None:
-        """Values of other rows, and a roundoff below zero."""
-        question = np.ones((1, 2)), np.ones(v), np.ones((1, 1)), 2, E4M3
-        assert_refused(first_errors.legal_values, second.legal_values, *question, unit=unit)
+def first_scales(x_RD: Any, scales_RB: Any, block: int, fmt: Format) -> Any:
+    """The first oracle's verdict on scales."""
+    return first_errors.legal_scales(x_RD, scales_RB, block, in_first(fmt))
 
-    def test_values_need_their_scales(self) -> None:
-        """Another number of blocks is refused by both."""
-        ones = np.ones((1, 3))
-        assert_refused(first_errors.legal_values, second.legal_values, ones, ones, ones, 2, E4M3)
+
+def first_values(x_RD: Any, v_RD: Any, scales_RB: Any, block: int, fmt: Format, unit: float = 0.0) -> Any:
+    """The first oracle's verdict on values."""
+    return first_errors.legal_values(x_RD, v_RD, scales_RB, block, in_first(fmt), unit=unit)
+
+
+def second_values(*question: Any) -> Any:
+    """The longhand's."""
+    return second.legal_values(*question[:5], unit=question[5] if len(question) > 5 else 0.0)
+
+
+def under(fmt: Format, x: float, v: float, unit: float = 0.0) -> tuple[Any, ...]:
+    """One element under the scale 1; its neighbour is off by all that it has, the next block has its own scale."""
+    return np.array([[x, 2.0, 4.0]]), np.array([[v, 9.0, 5.0]]), np.array([[1.0, 2048.0]]), 2, fmt, unit
+
+
+def ones(*shapes: tuple[int, int]) -> tuple[Any, ...]:
+    """Arrays of these shapes."""
+    return tuple(np.ones(shape) for shape in shapes)
+
+
+L, R20, W16, STEP = 448.0, 2.0**-20, 1 + 2.0**-16, math.nextafter
+E9, E10 = 2.0**-9, 2.0**-10
+
+test_by_hand = by_hand(
+    # At the bounds and one step beyond them; a good block beside it stays legal.
+    *rows(first_scales, second.legal_scales,
+        *(
+            (f"{name}: {scale!r} for {row}", (np.array([[*row, L, 0.0]]), np.array([[scale, 1.0]]), 2, E4M3),
+             [[legal, True]])
+            for name, row, scale, legal in [
+                ("least", [L, 1.0], 1 - R20, True), ("less", [L, 1.0], STEP(1 - R20, 0.0), False),
+                ("most", [L, 1.0], 2 * (1 + R20), True), ("more", [L, 1.0], STEP(2 * (1 + R20), 3.0), False),
+                ("negative", [1.0, -L], 1.0, True), ("half", [1.0, -L], 0.5, False),
+                ("no floor", [0.0, 2.0**-30], 2.0**-30 / L, True), ("half", [0.0, 2.0**-30], 2.0**-31 / L, False),
+                ("a floor", [0.0, 2.0**-30], 1e-4 / L, True), ("twice", [0.0, 2.0**-30], 2e-4 / L, True),
+                ("more than twice", [0.0, 2.0**-30], 2.01e-4 / L, False), ("zeros", [0.0, 0.0], 0.0, True),
+                ("zeros", [0.0, -0.0], 1e30, True), ("zeros", [0.0, 0.0], INF, False),
+                ("zeros", [0.0, 0.0], NAN, False), ("no number", [L, 0.0], NAN, False), ("spoilt", [L, INF], NAN, True),
+                ("spoilt", [NAN, 0.0], -1.0, True),
+            ]
+        ),
+        *(
+            (f"{shape} scales of blocks of {block}", (*ones((1, 2), shape), block, E4M3), REFUSED)
+            for shape, block in [((1, 2), 2), ((2, 1), 2), ((1, 1), 0), ((1, 1), 1)]
+        ),
+    ),
+    # 4 arrives as 5: of 2048 2^-10 = 2 is allowed, of e5m2 2^-6 or 2^-3 4 is not.
+    *rows(first_values, second_values,
+        *(
+            (f"{name}: {question[2]!r} for {question[1]!r} of {question[0].name}", under(*question),
+             [[legal, not math.isfinite(question[1]), question[0] is E4M3]])
+            for name, legal, question in [
+                ("2^-4 of 16", True, (E4M3, 16.0, 16 + W16)), ("more", False, (E4M3, 16.0, STEP(16 + W16, 99.0))),
+                ("2^-4 of -16", True, (E4M3, -16.0, -16 + W16)), ("more", False, (E4M3, -16.0, STEP(-16 + W16, 0.0))),
+                ("2^-3 of 16", True, (E5M2, 16.0, 16 + 2 * W16)),
+                ("more", False, (E5M2, 16.0, STEP(16 + 2 * W16, 99.0))),
+                ("2^-10 of the scale", True, (E4M3, E9, 3 * E10)), ("more", False, (E4M3, E9, 3.001 * E10)),
+                ("to zero", True, (E4M3, E10, 0.0)), ("too far to zero", False, (E4M3, E9, 0.0)),
+                ("2^-17 of the scale", True, (E5M2, 2.0**-17, 0.0)), ("more", False, (E5M2, 2.0**-16, 0.0)),
+                ("near, but of the other sign", False, (E4M3, 2.0**-12, -(2.0**-13))),
+                ("the sign of zero", True, (E4M3, 2.0**-12, -0.0)), ("of zero", False, (E4M3, 0.0, 2.0**-12)),
+                ("of zero", False, (E4M3, 0.0, -(2.0**-12))), ("of zero", True, (E4M3, -0.0, 0.0)),
+                ("and a roundoff", True, (E4M3, 16.0, 17.0 + 17 * 2.0**-8, 2.0**-8)),
+                ("more", False, (E4M3, 16.0, 17.2, 2.0**-8)), ("no number", False, (E4M3, 16.0, NAN)),
+                ("no number", False, (E4M3, 16.0, INF)), ("and a roundoff", False, (E4M3, 16.0, INF, 2.0**-8)),
+                ("spoilt", True, (E4M3, NAN, NAN)), ("spoilt", True, (E4M3, INF, NAN)),
+                ("spoilt", True, (E4M3, INF, -INF)), ("spoilt, and a number", False, (E4M3, INF, L)),
+                ("spoilt, and zero", False, (E4M3, NAN, 0.0)),
+            ]
+        ),
+        *(
+            (f"values {shape}, roundoff {unit}", (*ones((1, 2), shape, (1, 1)), 2, E4M3, unit), REFUSED)
+            for shape, unit in [((1, 3), 0.0), ((2, 2), 0.0), ((1, 2), -1e-9), ((1, 2), NAN)]
+        ),
+        *(
+            (f"values under {shape} scales of blocks of {block}", (*ones((1, 2), (1, 2), shape), block, E4M3), REFUSED)
+            for shape, block in [((1, 2), 2), ((2, 1), 2), ((1, 1), 0), ((1, 1), 1)]
+        ),
+        ("more scales than blocks", (*ones((1, 3), (1, 3), (1, 3)), 2, E4M3), REFUSED),
+    ),
+)  # fmt: skip

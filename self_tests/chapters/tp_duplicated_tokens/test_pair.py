@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,8 @@ from self_tests.chapters.exchange.second import deliveries as second_exchange
 from self_tests.chapters.exchange.second.deliveries import Pair
 from self_tests.chapters.tp_duplicated_tokens import second as second_copies
 from self_tests.oracles.agreement import assert_close
-from self_tests.oracles.asked_twice import assert_agree, assert_refused
+from self_tests.oracles.asked_twice import assert_agree
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 Floats = NDArray[np.float64]
@@ -84,114 +84,8 @@ class TestTokenCopies:
                 delivered.pop(i)
         both_wrong(ids, delivered, *lists)
 
-    # Ranks 0 and 1 hold one token that goes to expert 1 and to nobody; experts 0 and 1 are on both ranks' groups.
-    IDS = (np.array([[1, -1]]),) * 2
-
-    @pytest.mark.parametrize(
-        ("groups", "held", "rows", "legal"),
-        [
-            ([[0, 1]], [[0], [1]], [(0, 1, 1)], True),
-            ([[0, 1]], [[0], [1]], [(1, 1, 1)], True),  # whichever copy sends
-            ([[0, 1]], [[0], [1]], [(0, 1, 1), (1, 1, 1)], False),  # both do
-            ([[0, 1]], [[0], [1]], [(0, 1, 1)] * 2, False),
-            ([[0, 1]], [[0], [1]], [], False),
-            ([[0, 1]], [[0], [1]], [(0, 0, 1)], False),
-            ([[0, 1]], [[0], [1]], [(0, 1, 0)], False),
-            ([[0, 1]], [[0], [1]], [(0, 1, 1), (0, 0, 1)], False),
-            ([[0], [1]], [[0, 1], [0, 1]], [(0, 0, 1)], True),  # in one group of two
-            ([[0], [1]], [[0, 1], [0, 1]], [(1, 1, 1)], True),
-            ([[0], [1]], [[0, 1], [0, 1]], [(0, 0, 1), (1, 1, 1)], True),  # in both
-            ([[0], [1]], [[0, 1], [0, 1]], [(0, 0, 1)] * 2 + [(1, 1, 1)], False),
-            ([[0], [1]], [[0, 1], [0, 1]], [(0, 1, 1)], False),  # across
-            ([[0, 1]], [[1], [1]], [(0, 0, 1), (0, 1, 1)], True),  # two shards
-            ([[0, 1]], [[1], [1]], [(0, 0, 1), (1, 1, 1)], True),  # of which each copy serves one
-            ([[0, 1]], [[1], [1]], [(0, 0, 1)], False),
-            ([[0], [1]], [[0, 1], [0]], [(0, 0, 1)], True),  # only one group has the expert
-            ([[0], [1]], [[0], [0]], [], False),
-        ],
-    )
-    def test_by_hand(
-        self, groups: list[list[int]], held: list[list[int]], rows: list[tuple[int, int, int]], legal: bool
-    ) -> None:
-        """One slot of one token, on two ranks; rows as (source, destination, expert)."""
-        delivered = [Pair(source, 0, 0, destination, expert) for source, destination, expert in rows]
-        found = both_wrong(list(self.IDS), delivered, groups, held, [[1, 0]])
-        assert ([] if legal else [(0, 0, 0)]) == found
-
-    def test_rows_of_nothing(self) -> None:
-        """An empty slot, a slot and a token that are not there; told by the lowest rank of the copies."""
-        right = Pair(1, 0, 0, 1, 1)
-        for at in [(0, 1), (0, 2), (0, -1), (1, 0), (-1, 0)]:
-            wrong = Pair(1, *at, 1, 1)
-            found = both_wrong(list(self.IDS), [right, wrong], [[0, 1]], [[0], [1]], [[1, 0]])
-            assert [(0, *at)] == found
-
-    @pytest.mark.parametrize(
-        ("ids", "source", "groups", "tp_groups"),
-        [
-            ([[[1, 0]], [[0, 1]]], 0, [[0, 1]], [[0, 1]]),
-            ([[[1, 0]], [[1, 0]]], 2, [[0, 1]], [[0, 1]]),
-            ([[[1, 0]], [[1, 0]]], -1, [[0, 1]], [[0, 1]]),
-            ([[[1, 0]], [[1, 0]]], 0, [[0, 1]], [[0]]),
-            ([[[1, 0]], [[1, 0]]], 0, [[0, 1]], [[0, 1], [1]]),
-            ([[[1, 0]], [[1, 0]]], 0, [[0]], [[0, 1]]),
-            ([[[1, 0]], [[1, 0]]], 0, [[0, 1], [0]], [[0, 1]]),
-        ],
-    )
-    def test_refused(
-        self, ids: list[list[list[int]]], source: int, groups: list[list[int]], tp_groups: list[list[int]]
-    ) -> None:
-        """Copies that differ, rows from nowhere, ranks in no group or in two."""
-        question = [np.array(each) for each in ids], [Pair(source, 0, 0, 1, 1)], groups, [[0], [1]], tp_groups
-        assert_refused(first_copies.wrong_pairs, second_copies.wrong_pairs, *question)
-
-    @pytest.mark.parametrize(
-        ("others", "expected"),
-        [
-            ([[1, -1]], True),
-            ([[-1, 1]], False),
-            ([[1]], False),
-            ([[1, -1], [1, -1]], False),
-            ([[1, 0]], False),
-        ],
-    )
-    def test_copies_agree(self, others: list[list[int]], expected: bool) -> None:
-        """In ids, order of slots and shape, within each group alone; the last rank may be the one that differs."""
-        same, other = np.array([[1, -1]]), np.array(others)
-        for ids, groups in [([same, other], [[0, 1]]), ([same, same, other], [[0, 1, 2]]), ([same, other], [[1, 0]])]:
-            assert expected is assert_agree(first_copies.copies_agree, second_copies.copies_agree, ids, groups)
-        assert assert_agree(first_copies.copies_agree, second_copies.copies_agree, [same, other], [[0], [1]])
-        four = [same, same, same, other]
-        found = assert_agree(first_copies.copies_agree, second_copies.copies_agree, four, [[0, 1], [2, 3]])
-        assert expected is found
-
-
-ZEROS = np.zeros((2, 3))
-NANS = np.array([math.nan, 1.0])
-
 
 class TestOutputsOfCopies:
-    @pytest.mark.parametrize(
-        ("copies", "expected"),
-        [
-            ([ZEROS], True),
-            ([ZEROS, ZEROS.copy()], True),
-            ([ZEROS, ZEROS, ZEROS + 2.0**-1074], False),
-            ([ZEROS, -ZEROS], False),
-            ([ZEROS, ZEROS.reshape(3, 2)], False),
-            ([ZEROS, ZEROS.astype(np.float32)], False),
-            ([ZEROS, ZEROS.astype(np.int64)], False),  # the same bytes, read as another type
-            ([NANS, NANS.copy()], True),
-            ([NANS, -NANS], False),
-            ([ZEROS[:0], ZEROS[:0].copy()], True),
-            ([np.arange(6.0).reshape(2, 3).T, np.ascontiguousarray(np.arange(6.0).reshape(2, 3).T)], True),
-            ([np.arange(6.0).reshape(2, 3).T, np.arange(6.0).reshape(3, 2)], False),
-        ],
-    )
-    def test_same_bytes(self, copies: list[Any], expected: bool) -> None:
-        """Type, shape and bytes, in the order of elements, not of memory."""
-        assert expected is assert_agree(first_copies.same_bytes, second_copies.same_bytes, copies)
-
     def test_of_eight_bits_and_of_no_dimension(self) -> None:
         """PyTorch's small types compare by bytes as well."""
         one = torch.tensor([1.0, math.nan]).bfloat16()
@@ -211,13 +105,89 @@ class TestOutputsOfCopies:
         for one, other in zip(expected, actual, strict=True):
             assert_close(one, other, addend=5.0)
 
-    @pytest.mark.parametrize(
-        ("copies", "declared"),
-        [([], "parts"), ([], "complete"), ([ZEROS], "whole"), ([ZEROS, ZEROS[:1]], "parts"),
-         ([ZEROS, ZEROS[:1]], "complete")],
-    )  # fmt: skip
-    def test_refused(self, copies: list[Floats], declared: Any) -> None:
-        """No copy, another word, copies of different shapes."""
-        assert_refused(first_copies.gathered, second_copies.gathered, copies, declared)
-        if not copies:
-            assert_refused(first_copies.same_bytes, second_copies.same_bytes, copies)
+
+def pairs(*rows_of: tuple[int, int, int]) -> list[Pair]:
+    """Rows of token 0, slot 0, as (source, destination, expert)."""
+    return [Pair(source, 0, 0, destination, expert) for source, destination, expert in rows_of]
+
+
+# Ranks 0 and 1 hold one token that goes to expert 1 and to nobody.
+IDS, TOKEN, WRONG, TP = np.array([[1, 0]]), [np.array([[1, -1]])] * 2, [(0, 0, 0)], [[1, 0]]
+TOGETHER, APART = ([[0, 1]], [[0], [1]]), ([[0], [1]], [[0, 1], [0, 1]])  # exchange groups, and who holds what
+SHARDS = [[0, 1]], [[1], [1]]
+SAME, ZEROS, NANS, RAMP = np.array([[1, -1]]), np.zeros((2, 3)), np.array([math.nan, 1.0]), np.arange(6.0)
+
+test_by_hand = by_hand(
+    *rows(first_copies.wrong_pairs, second_copies.wrong_pairs,
+        *(
+            (name, (TOKEN, pairs(*rows_of), *lists, TP), [] if legal else WRONG)
+            for name, lists, rows_of, legal in [
+                ("copy 0 sends", TOGETHER, [(0, 1, 1)], True), ("copy 1 sends", TOGETHER, [(1, 1, 1)], True),
+                ("both copies send", TOGETHER, [(0, 1, 1), (1, 1, 1)], False),
+                ("a row twice", TOGETHER, [(0, 1, 1)] * 2, False), ("no row", TOGETHER, [], False),
+                ("a row to rank 0", TOGETHER, [(0, 0, 1)], False), ("a row to expert 0", TOGETHER, [(0, 1, 0)], False),
+                ("a row to either rank", TOGETHER, [(0, 1, 1), (0, 0, 1)], False),
+                ("in one group of two", APART, [(0, 0, 1)], True), ("in the other group", APART, [(1, 1, 1)], True),
+                ("in both groups", APART, [(0, 0, 1), (1, 1, 1)], True),
+                ("twice in one of both", APART, [(0, 0, 1)] * 2 + [(1, 1, 1)], False),
+                ("across groups", APART, [(0, 1, 1)], False), ("two shards", SHARDS, [(0, 0, 1), (0, 1, 1)], True),
+                ("two shards, of which each copy serves one", SHARDS, [(0, 0, 1), (1, 1, 1)], True),
+                ("one of two shards", SHARDS, [(0, 0, 1)], False),
+                ("only one group has the expert", ([[0], [1]], [[0, 1], [0]]), [(0, 0, 1)], True),
+                ("no group has the expert", ([[0], [1]], [[0], [0]]), [], False),
+            ]
+        ),
+        *(  # told by the lowest rank of the copies
+        (f"a row of token and slot {at}, of which there is none",
+         (TOKEN, [*pairs((1, 1, 1)), Pair(1, *at, 1, 1)], *TOGETHER, TP), [(0, *at)], )
+         for at in [(0, 1), (0, 2), (0, -1), (1, 0), (-1, 0)]),
+        *(
+            (name, ([IDS, other], pairs((source, 1, 1)), groups, [[0], [1]], tp_groups), REFUSED)
+            for name, other, source, groups, tp_groups in [
+                ("copies that differ", IDS[:, ::-1].copy(), 0, [[0, 1]], [[0, 1]]),
+                ("a row from rank 2", IDS, 2, [[0, 1]], [[0, 1]]), ("a row from rank -1", IDS, -1, [[0, 1]], [[0, 1]]),
+                ("a rank in no tp group", IDS, 0, [[0, 1]], [[0]]),
+                ("a rank in two tp groups", IDS, 0, [[0, 1]], [[0, 1], [1]]),
+                ("a rank in no exchange group", IDS, 0, [[0]], [[0, 1]]),
+                ("a rank in two exchange groups", IDS, 0, [[0, 1], [0]], [[0, 1]]),
+            ]
+        ),
+    ),
+    # In ids, order of slots and shape, within each group alone; the last rank may be the one that differs.
+    *rows(first_copies.copies_agree, second_copies.copies_agree,
+        *(
+            (f"{name} on rank {r} of groups {groups}", ([SAME] * r + [np.array(other)], groups),
+             agree or groups == [[0], [1]])
+            for name, other, agree in [
+                ("the same", [[1, -1]], True), ("other slots", [[-1, 1]], False), ("fewer slots", [[1]], False),
+                ("more tokens", [[1, -1], [1, -1]], False), ("another expert", [[1, 0]], False),
+            ]
+            for r, groups in [(1, [[0, 1]]), (2, [[0, 1, 2]]), (1, [[1, 0]]), (1, [[0], [1]]), (3, [[0, 1], [2, 3]])]
+        ),
+    ),
+    # Type, shape and bytes, in the order of elements, not of memory.
+    *rows(first_copies.same_bytes, second_copies.same_bytes,
+        ("one copy", ([ZEROS],), True),
+        ("equal copies", ([ZEROS, ZEROS.copy()],), True),
+        ("the last bit of the last copy", ([ZEROS, ZEROS, ZEROS + 2.0**-1074],), False),
+        ("the sign of zero", ([ZEROS, -ZEROS],), False),
+        ("another shape", ([ZEROS, ZEROS.reshape(3, 2)],), False),
+        ("a narrower type", ([ZEROS, ZEROS.astype(np.float32)],), False),
+        ("the same bytes, read as another type", ([ZEROS, ZEROS.astype(np.int64)],), False),
+        ("NaN", ([NANS, NANS.copy()],), True),
+        ("another NaN", ([NANS, -NANS],), False),
+        ("nothing", ([ZEROS[:0], ZEROS[:0].copy()],), True),
+        ("another order in memory", ([RAMP.reshape(2, 3).T, RAMP.reshape(2, 3).T.copy()],), True),
+        ("another order of elements", ([RAMP.reshape(2, 3).T, RAMP.reshape(3, 2)],), False),
+        ("no copy", ([],), REFUSED),
+    ),
+    *rows(first_copies.gathered, second_copies.gathered,
+        *(
+            (f"{len(copies)} copies, {declared}", (copies, declared), REFUSED)
+            for copies, declared in [
+                ([], "parts"), ([], "complete"), ([ZEROS], "whole"), ([ZEROS, ZEROS[:1]], "parts"),
+                ([ZEROS, ZEROS[:1]], "complete"),
+            ]
+        ),
+    ),
+)  # fmt: skip
