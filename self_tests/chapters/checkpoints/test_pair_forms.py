@@ -202,15 +202,6 @@ class TestRulePair:
 
 
 class TestByHand:
-    def test_two_hidden_units_in_two_orders(self) -> None:
-        """Gate rows 1 2, up rows 5 6: halves 1 2 5 6, interleaved 1 5 2 6; the second of two parts is 2 6 in both."""
-        gate, up = ints([[1], [2]]), ints([[5], [6]])
-        for how, expected in (("halves", [1, 2, 5, 6]), ("interleaved", [1, 5, 2, 6])):
-            fused = first.fuse_gate_up(gate, up, how)
-            assert expected == fused.flatten().tolist()
-            assert expected == second.fused_part(gate.numpy(), up.numpy(), how, 0, 1).flatten().tolist()
-            assert [2, 6] == first.shard_gate_up(fused, how, 1, 2).flatten().tolist()
-
     def test_one_element_in_all_twelve_forms(self) -> None:
         """F = 2, D = 1: where the element up[1, 0] = 6 lies in each form."""
         held = {("gate", 0): ints([[1], [2]]), ("up", 0): ints([[5], [6]]), ("down", 0): ints([[8, 9]])}
@@ -227,12 +218,3 @@ class TestByHand:
         assert ((), (), ()) == rules.misfits({"a": (2,)}, {"a": (2,), "extra": (9,)}, optional=["extra"])
         assert ((), (), ("extra",)) == rules.misfits({"extra": (1,)}, {"extra": (9,)}, optional=["extra"])
         assert ((), (), ()) == rules.misfits({"extra": (1,)}, {}, optional=["extra"])
-
-    def test_local_numbers_collide(self) -> None:
-        """Experts 0 and 2, both number 0 on their ranks, saved as "0.up": one pair; with global numbers none."""
-        assert (((0, 0, "up"), (0, 2, "up")),) == rules.collisions(
-            {(0, 0, "up"): ("0.up", None), (0, 2, "up"): ("0.up", None)}
-        )
-        assert () == rules.collisions({(0, e, "up"): ("up", e) for e in range(4)})
-        both = {(0, 1, "up"): ("up", 1), (1, 1, "up"): ("up", 1)}
-        assert (((0, 1, "up"), (1, 1, "up")),) == rules.collisions(both)
