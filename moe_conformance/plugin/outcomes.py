@@ -118,6 +118,8 @@ class Outcomes:
         half started ends with it.
         """
         if self._opened is None:
+            # Tensors of workloads and oracles are tiny: more threads only take the cores from the ranks.
+            torch.set_num_threads(1)
             opened: Future[Engine] = Future()
             self._opened = opened
             Thread(target=self._open, args=(opened,), name="opens the engine", daemon=True).start()
@@ -249,7 +251,6 @@ class Outcomes:
     def _started(self) -> Engine:
         self.open()
         assert self._opened is not None
-        torch.set_num_threads(1)  # the oracles' tensors are tiny: more threads only take the cores from the ranks
         try:
             return self._opened.result()
         except EngineError as error:  # the machine's or the installation's: no item is at fault

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,37 +17,15 @@ from moe_conformance.workloads.records.workload import FORWARD_ALONE, Call, Work
 
 def features(workload: Workload, device: str) -> dict[str, Any]:
     """Return every feature that a limit may speak of, by name."""
-    sizes = _sizes(workload)
-    return {
-        "dtype": workload.config.dtype,
-        "device": device,
-        "spread_experts": workload.layout.ep > 1,
-        "sharded_experts": workload.layout.etp > 1,
-        "tokens": frozenset().union(*sizes),
-        # Of a config that is packed building decides: see `contract.Limit`.
-        "uneven_tokens": not workload.config.padding.packed and any(len(tokens) > 1 for tokens in sizes),
-        "uneven_tp_tokens": bool(workload.config.shared.ffn) and _uneven_in_tp(workload),
-        "zero_tokens": any(0 in tokens for tokens in sizes),
-        "token_dims": len(workload.lead_of(0)),
-        "duplicate_experts": any(_duplicates(ids_TK) for ids_TK in _ids(workload)),
-        "zero_weights": any(bool((weights == 0).any()) for weights in _weights(workload)),
-        "negative_weights": any(bool((weights < 0).any()) for weights in _weights(workload)),
-        "dropped_slots": has_empty_slots(workload),
-        "in_flight": under_way(workload),
-        "halves_in_flight": halves_in_flight(workload.schedule),
-        "steps": 1 + workload.twist.rehearsed + sum(item in ("S", "Z") for item in workload.schedule.split()),
-        "recomputed": bool(workload.twist.recomputed),
-        "deterministic": workload.twist.deterministic,
-        "wrong_use": workload.run == ON_EXCHANGE and _is_wrong_use(workload),
-    }
+    return {name: feature(workload, device) for name, feature in _FEATURES.items()}
 
 
 def broken(limits: Sequence[Limit], workload: Workload, device: str) -> Limit | None:
-    """Return the first limit that the workload would break, or None."""
-    if not limits:
-        return None
-    asked = features(workload, device)
-    return next((limit for limit in limits if not limit.allows(asked[limit.on])), None)
+    """Return the first limit that the workload would break, or None.
+
+    Batches are drawn only where a limit speaks of them: a run asks this of all its cases before the first begins.
+    """
+    return next((limit for limit in limits if not limit.allows(_FEATURES[limit.on](workload, device))), None)
 
 
 def cell_limits(limits: Sequence[Limit], layout: Layout) -> tuple[Limit, ...]:
@@ -273,3 +251,37 @@ def _duplicates(ids_TK: Tensor) -> bool:
         return False
     sorted_TK = torch.sort(ids_TK, dim=1).values
     return bool(((sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)).any())
+
+
+def _token_counts(workload: Workload) -> frozenset[int]:
+    return frozenset().union(*_sizes(workload))
+
+
+def _uneven(workload: Workload) -> bool:
+    """Of a config that is packed building decides: see `contract.Limit`."""
+    return not workload.config.padding.packed and any(len(tokens) > 1 for tokens in _sizes(workload))
+
+
+_FEATURES: Mapping[str, Callable[[Workload, str], Any]] = {  # of a workload on a device
+    "dtype": lambda workload, _: workload.config.dtype,
+    "device": lambda _, device: device,
+    "spread_experts": lambda workload, _: workload.layout.ep > 1,
+    "sharded_experts": lambda workload, _: workload.layout.etp > 1,
+    "tokens": lambda workload, _: _token_counts(workload),
+    "uneven_tokens": lambda workload, _: _uneven(workload),
+    "uneven_tp_tokens": lambda workload, _: bool(workload.config.shared.ffn) and _uneven_in_tp(workload),
+    "zero_tokens": lambda workload, _: 0 in _token_counts(workload),
+    "token_dims": lambda workload, _: len(workload.lead_of(0)),
+    "duplicate_experts": lambda workload, _: any(_duplicates(ids_TK) for ids_TK in _ids(workload)),
+    "zero_weights": lambda workload, _: any(bool((weights == 0).any()) for weights in _weights(workload)),
+    "negative_weights": lambda workload, _: any(bool((weights < 0).any()) for weights in _weights(workload)),
+    "dropped_slots": lambda workload, _: has_empty_slots(workload),
+    "in_flight": lambda workload, _: under_way(workload),
+    "halves_in_flight": lambda workload, _: halves_in_flight(workload.schedule),
+    "steps": lambda workload, _: (
+        1 + workload.twist.rehearsed + sum(item in ("S", "Z") for item in workload.schedule.split())
+    ),
+    "recomputed": lambda workload, _: bool(workload.twist.recomputed),
+    "deterministic": lambda workload, _: workload.twist.deterministic,
+    "wrong_use": lambda workload, _: workload.run == ON_EXCHANGE and _is_wrong_use(workload),
+}
