@@ -13,6 +13,7 @@ from moe_conformance.plugin.case_items import Check
 from moe_conformance.plugin.options import Options, Unusable
 from moe_conformance.workloads.plan import Case, Cell, Plan, too_large
 from moe_conformance.workloads.selection import shards
+from moe_conformance.workloads.selection.power import Place
 
 # Shards of so many layouts get whole ones: what the oracles say of a layout's workloads serves all its variants.
 _LAYOUTS_OF_A_SHARD = 6
@@ -80,19 +81,24 @@ def other_cells(plan: Plan, options: Options) -> frozenset[str]:
     return frozenset(cell for cell in count if layout_of[cell] not in own)
 
 
-def sort(items: list[pytest.Item], examples: Collection[str]) -> None:
+def sort(items: list[pytest.Item], examples: Collection[str], power: Mapping[Place, int]) -> None:
     """Sort by case in running order, a cell's own items after its cases; in place.
 
     Cases of which `examples` names an item come first, and that item first of all: those of waivers are to be seen
-    before anything else. The others of each number of ranks are spread over the whole run: while ranks of one number
-    wait for each other, those of another and the driver have the processors. Items without a case come last.
+    before anything else. Then come those that `power` numbers, by number: they detect most bugs for their seconds. The
+    others of each number of ranks are spread over the rest of the run: while ranks of one number wait for each other,
+    those of another and the driver have the processors. Items without a case come last.
     """
     placed = [(place, item) for item in items if (place := _place(item)) is not None]
     placed.sort(key=lambda each: (each[0], each[1].name not in examples))
     urgent = {place for place, item in placed if item.name in examples}
     first = [item for place, item in placed if place in urgent]
     last = [item for item in items if _place(item) is None]
-    items[:] = [*first, *_spread([each for each in placed if each[0] not in urgent]), *last]
+    others = [each for each in placed if each[0] not in urgent]
+    numbered = [(number, item) for _, item in others if (number := power.get(_named(item))) is not None]
+    powerful = [item for _, item in sorted(numbered, key=lambda each: each[0])]
+    usual = [each for each in others if _named(each[1]) not in power]
+    items[:] = [*first, *powerful, *_spread(usual), *last]
 
 
 def _spread(placed: Iterable[tuple[tuple[float, ...], pytest.Item]]) -> Iterator[pytest.Item]:
@@ -141,6 +147,12 @@ def _run_case(item: pytest.Item, runs: Callable[[Case], bool]) -> Case | None:
     case = case_of(item)
     reads = {"outcome", "reading"} & set(getattr(item, "fixturenames", ()))
     return case if case is not None and reads and runs(case) else None
+
+
+def _named(item: pytest.Item) -> Place:
+    """Return the variant, layout and workload of an item's case; empty names if it has none."""
+    case = case_of(item)
+    return ("", "", "") if case is None else (case.cell.variant, case.cell.layout.name, case.workload.name)
 
 
 def _place(item: pytest.Item) -> tuple[float, ...] | None:

@@ -27,7 +27,7 @@ from moe_conformance.workloads.records.workload import Workload
 
 NAME = "moe-conformance"
 
-_EXAMPLES = {"quick": 12, "full": 100, "virtual": 12}
+_EXAMPLES = {"quick": 12, "full": 100, "virtual": 12, "smoke": 12}
 _DEADLINE_S, _DEADLINE_AFTER_A_HANG_S = 60.0, 10.0
 _MOST_BREAKDOWNS = 25  # runs that ended in a crash or a hang, after which shrinking has to do with what it has
 MOST_REFUSED = 60  # runs before the first that the backend builds: one that refuses so many refuses all

@@ -108,13 +108,16 @@ class Driver:
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Leave the other shards' items to them; sort by case, so that each runs once.
 
-        What the quick profile leaves out are cases alone: the checks that have none are of that profile itself.
+        What the quick profile leaves out, and what the smoke profile runs, are cases alone: the checks that have none
+        are of the quick profile itself.
         """
         others = [item for item in items if self._of_others(item)]
         if others:
             items[:] = [item for item in items if not self._of_others(item)]
             config.hook.pytest_deselected(items=others)
-        agenda.sort(items, self.run.waivers.examples)
+        # In an xdist worker cases follow each other by cell.
+        power = {} if hasattr(config, "workerinput") else self.plan.power
+        agenda.sort(items, self.run.waivers.examples, power)
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
         """Keep in mind of which places the run has a part only."""
@@ -123,7 +126,7 @@ class Driver:
     def _of_others(self, item: pytest.Item) -> bool:
         if self.other_cells and agenda.of_others(item, self.other_cells):
             return True
-        return self.plan.rotation is not None and agenda.scope_of(item) == ""
+        return self.plan.cases_alone and agenda.scope_of(item) == ""
 
     @pytest.hookimpl(tryfirst=True)  # before xdist tells the controller that it is done
     def pytest_collection_finish(self, session: pytest.Session) -> None:

@@ -41,9 +41,10 @@ OPTIONS = (
     Option("device", "cpu|cuda", "device of the ranks' tensors (default: cpu)", ("cpu", "cuda")),
     Option(
         "profile",
-        "quick|full|virtual",
-        f"how many layouts and workloads, or {FEWEST_VIRTUAL} to {MOST_VIRTUAL} ranks as threads (default: quick)",
-        ("quick", "full", "virtual"),
+        "quick|full|virtual|smoke",
+        f"how many layouts and workloads, or {FEWEST_VIRTUAL} to {MOST_VIRTUAL} ranks as threads, or quick's first ten "
+        "seconds (default: quick)",
+        ("quick", "full", "virtual", "smoke"),
     ),
     Option(
         "rotation",
@@ -133,6 +134,8 @@ class Options:
                 raise Unusable(str(error)) from None
         if self.rotation and self.profile == "virtual":
             raise Unusable("the profile virtual leaves nothing out; leave --rotation out")
+        if self.rotation and self.profile == "smoke":
+            raise Unusable("what the profile smoke leaves out is in quick; leave --rotation out")
 
     @property
     def part(self) -> Shard | None:

@@ -27,6 +27,7 @@ from moe_conformance.report.live import Live
 from moe_conformance.report.progress import Progress
 from moe_conformance.report.records import FAILING, FOLLOWS, PROPERTY, Record, all_of_report, of_report
 from moe_conformance.report.standing import places, standings
+from moe_conformance.workloads.plan import SMOKE
 
 _LETTERLESS = ""  # the progress line stands for pytest's letters
 _CATEGORIES = {"pass": "passed", "error": "suite error"}  # pytest tells its own "error" a second time
@@ -247,7 +248,7 @@ class Reporter:
     def _filtered(self) -> bool:
         """Whether anything but the whole selection was asked for, the shard aside."""
         option = self._config.option
-        chosen = self._run.options.ids, self._run.options.rotation
+        chosen = self._run.options.ids, self._run.options.rotation, self._run.options.profile == SMOKE
         asked = (option.keyword, option.markexpr, option.deselect, option.maxfail, *chosen)
         return any(asked) or self._of_parts()
 

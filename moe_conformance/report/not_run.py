@@ -10,6 +10,7 @@ from typing import Any
 from moe_conformance.report.records import Record
 from moe_conformance.spec import Requirement
 from moe_conformance.spec.places import checked
+from moe_conformance.workloads.plan import SMOKE
 
 
 def folded(records: Iterable[Record]) -> list[Record]:
@@ -61,7 +62,7 @@ def _unselected(requirement: Requirement, head: Mapping[str, Any]) -> str:
         return f"not selected yet: {head['stopped']}"
     if head["shard"]:
         return "all of its cases are in other shards"
-    if head["filtered"]:
+    if head["filtered"] and head["profile"] != SMOKE:
         return "left out by -k, -m or the paths that were given"
     if requirement.profile != "quick" and requirement.profile != head["profile"]:
         return f"its cases belong to the profile {requirement.profile}"

@@ -21,7 +21,7 @@ from moe_conformance.report import bits, drawn, folding, journal, not_run, trave
 from moe_conformance.report.records import Record, overall
 from moe_conformance.spec import Requirement
 from moe_conformance.waiving import Waiver
-from moe_conformance.workloads.plan import VIRTUAL
+from moe_conformance.workloads.plan import SMOKE, VIRTUAL
 from moe_conformance.workloads.selection import shards
 from moe_conformance.workloads.selection.profiles import Profile
 
@@ -237,7 +237,7 @@ def _require_said(head: Mapping[str, Any]) -> None:
             raise ValueError(f"it does not say its {name}")
         if not isinstance(head[name], kind):
             raise ValueError(f"its {name} is {head[name]!r}")
-    if head["profile"] not in (*get_args(Profile), VIRTUAL):
+    if head["profile"] not in (*get_args(Profile), VIRTUAL, SMOKE):
         raise ValueError(f"its profile is {head['profile']!r}")
     if head["shard"]:
         shards.parse(head["shard"])

@@ -23,10 +23,11 @@ from moe_conformance.workloads.drawn import DRAWN_WITH, distribution
 from moe_conformance.workloads.records.features import cell_limits, traits
 from moe_conformance.workloads.records.runs import Asked, DrawnStep, ExchangeStep, ExpertsStep, RouterStep, Run
 from moe_conformance.workloads.records.workload import Asynchrony, Workload
-from moe_conformance.workloads.selection import profiles, stored, turns
+from moe_conformance.workloads.selection import power, profiles, stored, turns
 from moe_conformance.workloads.selection.shards import Shard
 
 VIRTUAL = "virtual"  # the profile of hundreds of ranks that are threads of one process
+SMOKE = "smoke"  # the profile of the quick one's first ten seconds
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Plan:
 
     The quick profile runs the cases of its pool that are stored (`workloads.selection.stored`). The full profile runs
     these and, of every variant, every workload on one layout of each number of ranks (`workloads.selection.turns`).
-    The virtual profile runs all.
+    The virtual profile runs all. The smoke profile runs those cases of the quick one that come first in the order of
+    power (`workloads.selection.power`), and nothing beside cases.
     """
 
     backend: Backend
@@ -90,11 +92,34 @@ class Plan:
         """Whether ranks are virtual."""
         return self.profile == VIRTUAL
 
+    @property
+    def cases_alone(self) -> bool:
+        """Whether nothing runs beside cases: Hypothesis draws, and groups are asked for, in the profile itself."""
+        return self.rotation is not None or self.profile == SMOKE
+
+    @property
+    def _base(self) -> profiles.Profile:
+        """The profile as which workloads are drawn on real ranks."""
+        return "quick" if self.profile == SMOKE else cast(profiles.Profile, self.profile)
+
+    @cached_property
+    def power(self) -> Mapping[power.Place, int]:
+        """Which cases come first, numbered."""
+        return {} if self.virtual else power.numbers(self.backend.variants)
+
+    @cached_property
+    def _smoke(self) -> Mapping[str, Collection[str]]:
+        """Names of the workloads of the smoke profile, by layout."""
+        found: dict[str, set[str]] = {}
+        for _, layout, name in power.smoke(self.backend.variants):
+            found.setdefault(layout, set()).add(name)
+        return found
+
     @cached_property
     def cells(self) -> tuple[Cell, ...]:
         """Every variant on every layout, layout by layout, but for those that few layouts will do for."""
         limits = {variant: tuple(self.backend.limits(variant)) for variant in self.backend.variants}
-        layouts = (*profiles.layouts(cast(profiles.Profile, self.profile)), *self._beside)
+        layouts = (*profiles.layouts(self._base), *self._beside)
         if self.virtual:
             layouts = tuple(layout for layout in virtual.layouts() if layout.world <= self.virtual_ranks)
         tried = [(v, layout) for layout in layouts for v in self.backend.variants if self._runs(v, layout)]
@@ -103,7 +128,7 @@ class Plan:
     @cached_property
     def _beside(self) -> Mapping[Layout, Collection[str]]:
         """Layouts of which only the named workloads run."""
-        return {} if self.virtual else profiles.beside(cast(profiles.Profile, self.profile))
+        return {} if self.virtual else profiles.beside(self._base)
 
     def _runs(self, variant: str, layout: Layout) -> bool:
         """Whether a variant is tried on a layout.
@@ -112,7 +137,9 @@ class Plan:
         profile they are tried on one rank, on two, and where experts are spread over ranks and cut over ranks as well;
         in the full one they take turns with each other. Hypothesis draws no workloads for them.
         """
-        if variant in self._sampled and self.profile == "quick":
+        if self.profile == SMOKE and layout.name not in self._smoke:
+            return False
+        if variant in self._sampled and self._base == "quick":
             return layout in profiles.sampled_layouts()
         return not self.virtual or virtual.suits(layout, variant == self.backend.variants[0])
 
@@ -144,6 +171,8 @@ class Plan:
         on the layouts of the quick profile.
         """
         cell, name = case.cell, case.workload.name
+        if self.profile == SMOKE:
+            return (cell.variant, cell.layout.name, name) in power.smoke(self.backend.variants)
         if self.virtual or case.id in self.kept or cell_limits(cell.limits, cell.layout):
             return True
         bfloat16 = case.workload.config.dtype == torch.bfloat16 and cell.layout in profiles.quick_layouts()
@@ -183,7 +212,7 @@ class Plan:
         A router does not depend on the exchange, so that it runs with the first variant only; nor on the number of
         ranks, so that it does not run on virtual ones.
         """
-        variant, profile = self.backend.variants[0], cast(profiles.Profile, self.profile)
+        variant, profile = self.backend.variants[0], self._base
 
         def usual(layout: Layout) -> Sequence[Workload]:
             return list(corpus.corpus(variant, layout, profile, partial(self._wanted, layout)))
@@ -216,7 +245,8 @@ class Plan:
     def _wanted(self, layout: Layout, name: str) -> bool:
         """Whether a workload runs on a layout in some cell."""
         names = self._beside.get(layout)
-        return names is None or name in names
+        alone = names is None or name in names
+        return alone and (self.profile != SMOKE or name in self._smoke.get(layout.name, ()))
 
     @cached_property
     def _turns(self) -> dict[tuple[int, int], frozenset[str]]:
@@ -232,6 +262,10 @@ class Plan:
 
     @cached_property
     def _made(self) -> dict[tuple[int, int], tuple[Case, ...]]:
+        return {}
+
+    @cached_property
+    def _by_run(self) -> dict[Asked, tuple[Case, ...]]:
         return {}
 
     def _cases(self, number: int, cell: Cell) -> tuple[Case, ...]:
@@ -270,7 +304,7 @@ class Plan:
 
     def forget(self) -> None:
         """Let go of all cases: those that nobody else holds are drawn again when they are asked for."""
-        for held in (self._drawn, self._pools, self._made):
+        for held in (self._drawn, self._pools, self._made, self._by_run):
             held.clear()
 
     def _as_asked(self, workload: Workload) -> Workload:
@@ -286,8 +320,9 @@ class Plan:
         return [case for case in asked if when is None or when(case.workload)]
 
     def _of_run(self, run: Asked) -> Iterator[Case]:
-        for cell in self.cells:
-            yield from self.in_cell(run, cell)
+        if run not in self._by_run:
+            self._by_run[run] = tuple(case for cell in self.cells for case in self.in_cell(run, cell))
+        yield from self._by_run[run]
 
     def in_cell(self, run: Asked, cell: Cell) -> Iterator[Case]:
         """Yield the cases that do this run in a cell, of those that the profile has."""
@@ -315,7 +350,7 @@ class Plan:
         Not those of worlds larger than the usual, nor those that are refused whatever the workload, nor those that run
         a few workloads only. See `cases` for routers.
         """
-        if self.rotation is not None:  # they draw in the profile itself
+        if self.cases_alone:
             return ()
         most = virtual.WORLDS[0] if self.virtual else profiles.USUAL_RANKS
         cells = tuple(
@@ -333,7 +368,7 @@ class Plan:
     @property
     def worlds(self) -> tuple[int, ...]:
         """Worlds whose groups a backend is asked about; none is built, so that they need no such machine."""
-        return () if self.rotation is not None else _WORLDS[self.profile]
+        return () if self.cases_alone else _WORLDS[self.profile]
 
 
 def _told_apart(workload: Workload) -> tuple[object, ...]:

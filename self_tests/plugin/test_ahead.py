@@ -22,6 +22,7 @@ from moe_conformance.workloads import laws
 from moe_conformance.workloads.plan import Case, Plan
 from self_tests.plugin import plugin_runs
 from self_tests.plugin.plugin_runs import PROJECT, TOY
+from tools.select_cases import place_of
 
 RUN = prepare(Options(ranks=2))
 ALL = [case for case in Plan(RUN.backend, "cpu", "quick").cases if case.cell.layout.name == "ep2"]
@@ -100,10 +101,11 @@ class TestInterrupts:
 
 
 class TestOrder:
-    def names(self, *cases: Case, examples: tuple[str, ...] = ()) -> list[str]:
+    def names(self, *cases: Case, examples: tuple[str, ...] = (), powerful: tuple[Case, ...] = ()) -> list[str]:
         """Return the names of items, two for each case, that come one behind the other where they are collected."""
         items = [Item(f"{check}[{case.id}]", case) for check in ("a", "b") for case in cases]
-        agenda.sort(items, examples)  # type: ignore[arg-type]
+        power = {place_of(case): number for number, case in enumerate(powerful)}
+        agenda.sort(items, examples, power)  # type: ignore[arg-type]
         return [item.name for item in items]
 
     def test_cases_of_each_number_of_ranks_are_spread_over_the_run(self):
@@ -117,6 +119,14 @@ class TestOrder:
         """And of these the items that the waivers name."""
         name = f"b[{CASES[2].id}]"
         assert [name, f"a[{CASES[2].id}]"] == self.names(*SINGLE[:2], *CASES[:4], examples=(name,))[:2]
+
+    def test_powerful_cases_come_before_all_but_those_of_waivers(self):
+        """In the order of power, whatever their number of ranks; the others are spread over the rest."""
+        one, two = SINGLE[:3], CASES[:4]
+        waived, powerful = two[3], (two[1], one[2], two[3], two[0])
+        expected = [two[3], two[1], one[2], two[0], one[0], two[2], one[1]]
+        names = [f"{check}[{case.id}]" for case in expected for check in ("a", "b")]
+        assert names == self.names(*one, *two, examples=(f"a[{waived.id}]",), powerful=powerful)
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ UNUSABLE = {
         {"rotation": "1/3", "profile": "virtual", "ranks": "64"},
         "the profile virtual leaves nothing out",
     ),
+    "part of smoke": ({"rotation": "1/3", "profile": "smoke"}, "what the profile smoke leaves out is in quick"),
     "unknown device": ({"device": "tpu"}, "unknown device 'tpu'; give cpu or cuda"),
     "unknown requirement": ({"only": "EXCH-01,EXCH-77"}, "no requirement EXCH-77; .*list requirements"),
     "unknown plant": ({"plant": "no-such-bug"}, "unknown plant 'no-such-bug'; known: .*swapped-sources"),

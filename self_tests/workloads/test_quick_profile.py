@@ -18,14 +18,17 @@ from moe_conformance.backends import registry
 from moe_conformance.backends.native import Native
 from moe_conformance.workloads.plan import Case, Plan
 from moe_conformance.workloads.records.runs import ExchangeStep
+from moe_conformance.workloads.selection import power
 from moe_conformance.workloads.selection.shards import Shard
 from moe_conformance.workloads.selection.stored import FOLDER, of, read
 from self_tests.checked_runs import EXPECTED
 from self_tests.workloads.second_cases import alone, declared, expectations, second
+from tools.power import SMOKE_S, Matrix, quick_plants
 from tools.select_cases import Demand, Place, choose, demands, place_of
 
 STORED = sorted(path.stem for path in FOLDER.glob("*.toml"))
 AGAIN = "run `python -m tools.select_cases {}` and look at what it changes"
+POWER = "run `python -m tools.power`"
 SECOND = "run `python -m tools.second_cases`, then `python -m tools.select_cases native`"
 
 
@@ -96,6 +99,54 @@ class TestPlants:
         """The file names expectations that there are, each once."""
         assert set() == (second().keys() | alone().keys()) - expectations().keys(), SECOND
         assert set() == second().keys() & alone().keys()
+
+
+class TestPower:
+    def test_every_case_of_the_order_runs(self) -> None:
+        """Each is selected, and comes once."""
+        order = power.read().order
+        assert set() == set(order) - stored("native"), POWER
+        assert len(order) == len(set(order))
+
+    def test_the_order_is_that_of_the_matrix(self) -> None:
+        """What is stored follows from what was measured: the order, and how much of it the profile smoke runs."""
+        matrix = Matrix.read()
+        assert matrix.order() == list(power.read().order), POWER
+        assert matrix.within(matrix.order(), SMOKE_S) == power.read().smoke, POWER
+
+    def test_the_stored_share_is_that_of_the_matrix(self) -> None:
+        """Of what the quick profile detects, the cases of the profile smoke detect as much as is told."""
+        matrix, known = Matrix.read(), power.read()
+        assert (len(matrix.detected), matrix.share(known.order[: known.smoke])) == (known.plants, known.detected), POWER
+        assert matrix.share(known.order) == known.plants
+
+    def test_every_plant_is_in_the_matrix(self) -> None:
+        """Some case of the order detects each."""
+        assert set() == quick_plants().keys() - Matrix.read().detected.keys(), POWER
+
+    def test_smoke_is_the_first_part_of_quick(self) -> None:
+        """Its cases are the first of the order, which is that of the quick profile, and nothing else runs."""
+        plan = Plan(Native(), "cpu", "smoke")
+        numbers = plan_of("native").power
+        assert list(range(power.read().smoke)) == sorted(numbers[place_of(case)] for case in plan.cases)
+        assert () == plan.drawing(ExchangeStep())
+        assert () == plan.worlds
+
+    def test_what_runs_in_smoke_is_what_runs_in_quick(self) -> None:
+        """The same batches, although less is drawn."""
+        of_quick = {case.id: case.workload for case in plan_of("native").cases}
+        for case in Plan(Native(), "cpu", "smoke").cases[::10]:
+            expected, found = of_quick[case.id], case.workload
+            assert (expected.config, expected.layout, expected.schedule) == (found.config, found.layout, found.schedule)
+            for ours, others in zip(expected.batches, found.batches, strict=True):
+                assert [each.x_TD.tolist() for each in ours] == [each.x_TD.tolist() for each in others]
+
+    def test_another_backend_runs_the_same_with_its_first_variant(self) -> None:
+        """Whatever native's variant is, layouts and workloads come in the same order."""
+        numbers = power.numbers(Adopted.variants)
+        assert {"mine"} == {variant for variant, _, _ in numbers}
+        expected = list(dict.fromkeys(place[1:] for place in power.read().order))
+        assert expected == [place[1:] for place in sorted(numbers, key=numbers.__getitem__)]
 
 
 class TestRotation:
