@@ -18,6 +18,7 @@ from moe_conformance.chapters.cost.workloads import more_experts
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import all_alike, exchanges, likened_once, repeated, without_gradients
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep
+from moe_conformance.workloads.records.schedule import executes
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -44,8 +45,8 @@ def by_turns(workload: Workload) -> bool:
 
 
 def takes_equal_steps(workload: Workload) -> bool:
-    """Whether it takes equal steps of which nothing is kept (R)."""
-    return "R" in workload.schedule
+    """Whether it takes equal steps of which nothing is kept."""
+    return executes(workload.schedule, "repeat")
 
 
 def of_other_sizes(workload: Workload) -> bool:

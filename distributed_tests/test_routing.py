@@ -106,7 +106,7 @@ class TestExtremes:
     """Huge logits, equal ones and masks of -inf give every selected expert the weight of its score."""
 
     test_tokens_beside_extreme_ones_keep_their_gradients = Row(
-        "ROUTE-07", RouterStep(logits="extreme"), judge_extreme_dx, when=lambda workload: "B0" in workload.schedule
+        "ROUTE-07", RouterStep(logits="extreme"), judge_extreme_dx, when=lambda workload: workload.goes_backward(0)
     )
     """Every token receives the gradient of its weights, whatever the logits of the others are."""
 

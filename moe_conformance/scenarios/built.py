@@ -24,6 +24,7 @@ from moe_conformance.scenarios.sessions import Opened, build
 from moe_conformance.scenarios.step_parts import without_capacity
 from moe_conformance.scenarios.warned import recorded
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep, RouterStep
+from moe_conformance.workloads.records.schedule import executes
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
 
@@ -94,7 +95,7 @@ def _routers(session: Session, workload: Workload) -> Built:
 def _exchange_and_experts(kept: Opened, workload: Workload) -> Built:
     """Build an exchange, with experts of the backend or with ours."""
     exchange, run = exchange_of(kept.session, workload), workload.run
-    if "D" in workload.schedule and not isinstance(exchange, SplitExchange):
+    if executes(workload.schedule, "dispatch") and not isinstance(exchange, SplitExchange):
         raise Unsupported("this exchange has no halves to interleave")
     if isinstance(run, ExpertsStep):
         experts = kept.session.experts(workload.config)

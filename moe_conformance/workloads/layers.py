@@ -21,7 +21,7 @@ from moe_conformance.contract.topology import Layout
 from moe_conformance.reference.capacity import limits
 from moe_conformance.reference.routing import routes
 from moe_conformance.workloads.recipes import EVEN, ONE_WITHOUT, SIX_IN_FLIGHT, UNEVEN
-from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records import draw, schedule
 from moe_conformance.workloads.records.covering import pairwise
 from moe_conformance.workloads.records.drawn_parameters import DrawnParameters
 from moe_conformance.workloads.records.half_precision import in_float16
@@ -256,7 +256,7 @@ def _drawn(recipe: LayerRecipe, layout: Layout) -> Workload:
         return drawn
 
     parameters = DrawnParameters(of_layer)
-    microbatches = len({item[1:] for item in recipe.schedule.split()})
+    microbatches = schedule.microbatches(recipe.schedule)
     numbers = [[(rank + m) % len(recipe.tokens) for rank in range(layout.world)] for m in range(microbatches)]
     tokens = tuple(tuple(recipe.tokens[number] for number in ranks) for ranks in numbers)
 

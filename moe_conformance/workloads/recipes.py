@@ -17,7 +17,7 @@ from moe_conformance.contract import Config
 from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.golden import NAME as GOLDEN
 from moe_conformance.workloads.golden import golden_workload
-from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records import draw, schedule
 from moe_conformance.workloads.records.covering import pairwise
 from moe_conformance.workloads.records.drawn_parameters import DrawnParameters
 from moe_conformance.workloads.records.model_sizes import SIZES as SIZES_OF_MODELS
@@ -359,7 +359,7 @@ def exchange_workload(recipe: Recipe, run: ExchangeStep | ExpertsStep, variant: 
     if recipe.experts_per_ep or config.experts % layout.ep or few:
         E = (recipe.experts_per_ep or 3) * layout.ep
         config = replace(config, experts=E, top_k=min(config.top_k, E))
-    microbatches = 1 + max(int(item[1:]) for item in recipe.schedule.split())
+    microbatches = schedule.microbatches(recipe.schedule)
 
     def turn(microbatch: int) -> int:
         return 0 if recipe.repeated else microbatch

@@ -12,7 +12,7 @@ import torch
 from moe_conformance.contract import Config
 from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads import router_model_sizes as model_sizes
-from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records import draw, schedule
 from moe_conformance.workloads.records.runs import RouterStep
 from moe_conformance.workloads.records.workload import Batch, Drawn, Twist, Workload
 from moe_conformance.workloads.selection.profiles import Profile, likened_layouts
@@ -131,7 +131,7 @@ def routing_corpus(variant: str, layout: Layout, profile: Profile = "quick") -> 
         if profile == "quick" and recipe.profile == "full":
             continue
         config = Config(variant=variant).changed(recipe.config)
-        microbatches = len({item[1:] for item in recipe.schedule.split()})
+        microbatches = schedule.microbatches(recipe.schedule)
         tokens = tuple(
             tuple(recipe.tokens[(rank + microbatch) % len(recipe.tokens)] for rank in range(layout.world))
             for microbatch in range(microbatches)

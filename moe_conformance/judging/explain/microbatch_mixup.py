@@ -13,7 +13,8 @@ from moe_conformance.judging.findings import Finding, count
 from moe_conformance.judging.observed.probe_expected import blocks
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.workloads.records import tags
-from moe_conformance.workloads.records.workload import FORWARD_ALONE, Batch
+from moe_conformance.workloads.records.schedule import FORWARD_ALONE, most_open
+from moe_conformance.workloads.records.workload import Batch
 
 
 def flight_words(reading: Reading, wrong: Collection[int]) -> tuple[str, str]:
@@ -38,12 +39,7 @@ def _together(schedule: str) -> frozenset[int]:
     >>> sorted(_together("F0 F1 B0 B1")), sorted(_together("F0 B0 S F1 B1"))
     ([0, 1], [])
     """
-    flying: set[int] = set()
-    most: frozenset[int] = frozenset()
-    for item in schedule.split():
-        if item[1:]:  # it is of a microbatch, and ends no step
-            (flying.discard if item[0] in "B" + FORWARD_ALONE else flying.add)(int(item[1:]))
-        most = max(most, frozenset(flying), key=len)
+    most = most_open(schedule, {"forward", "dispatch", "combine", "repeat"}, {"backward", *FORWARD_ALONE})
     return most if len(most) > 1 else frozenset()
 
 

@@ -23,6 +23,7 @@ from moe_conformance.reference.routing import selection
 from moe_conformance.workloads.drawn.example import ASKED, DTYPES, FORMAT, KINDS
 from moe_conformance.workloads.records import tags
 from moe_conformance.workloads.records.draw import weight_dtype
+from moe_conformance.workloads.records.schedule import BEGIN_TRAINING, FORWARD_ALONE, LETTERS
 from moe_conformance.workloads.records.workload import COLUMNS, Asynchrony, Batch, ParameterKey, Workload
 
 T = TypeVar("T")
@@ -139,7 +140,12 @@ def _config(data: object, kind: str, layout: Layout) -> Config:
     return config
 
 
-_STEPS = {("", "F"), ("", "D"), ("", "N"), ("", "I"), ("", "U"), ("D", "C"), ("F", "B"), ("C", "B")}
+_NEXT: Mapping[str, frozenset[str]] = {  # what may follow on a microbatch
+    "": BEGIN_TRAINING | FORWARD_ALONE,
+    "dispatch": frozenset({"combine"}),
+    "forward": frozenset({"backward"}),
+    "combine": frozenset({"backward"}),
+}
 
 
 def _schedule(data: object, microbatches: int) -> str:
@@ -147,10 +153,11 @@ def _schedule(data: object, microbatches: int) -> str:
     items = data.split(" ") if isinstance(data, str) and len(data) <= _LONGEST_SCHEDULE else _bad("schedule", data)
     state = dict.fromkeys(map(str, range(microbatches)), "")
     for item in items:
-        if (state.get(item[1:]), item[:1]) not in _STEPS:
+        name = LETTERS.get(item[:1], "")
+        if name not in _NEXT.get(state.get(item[1:], "no microbatch"), ()):
             raise BadExample(f"schedule: {item!r} cannot stand where it does")
-        state[item[1:]] = item[:1]
-    if waiting := [m for m, last in state.items() if last in ("", "D")]:
+        state[item[1:]] = name
+    if waiting := [m for m, last in state.items() if last in ("", "dispatch")]:
         raise BadExample(f"schedule: microbatch {waiting[0]} does not go forward")
     return " ".join(items)
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from moe_conformance.contract import Config, Limit, RoutingOptions
 from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.drawn.freedom import Freedom
-from moe_conformance.workloads.drawn.strategies import microbatches, require_allowed, schedules, token_counts
+from moe_conformance.workloads.drawn.strategies import require_allowed, schedules, token_counts
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.runs import RouterStep
+from moe_conformance.workloads.records.schedule import microbatches
 from moe_conformance.workloads.records.workload import Batch, Workload
 
 LARGE = 64.0  # a magnitude of tokens at which exponentials that are not held back overflow
@@ -60,7 +61,7 @@ def route_workloads(
     manner = draw_from(_manners(config))
     batches = tuple(
         tuple(_batch(m, rank, T, config, manner) for rank, T in enumerate(draw_from(token_counts(freedom))))
-        for m in microbatches(schedule)
+        for m in range(microbatches(schedule))
     )
     parameters = draw.router_parameters(config, draw.generator(manner.seed), bias=manner.bias, twins=False)
     if manner.twins:

@@ -21,6 +21,7 @@ from moe_conformance.workloads.drawn.freedom import Freedom
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.features import broken
 from moe_conformance.workloads.records.runs import ExchangeStep
+from moe_conformance.workloads.records.schedule import microbatches
 from moe_conformance.workloads.records.workload import Batch, Workload
 
 MOST_SLOTS, MOST_HELD = 4, 4
@@ -59,7 +60,7 @@ def probe_workloads(
     manner = draw_from(_manners(config, freedom))
     batches = tuple(
         tuple(_batch(draw_from, m, rank, T, config, manner) for rank, T in enumerate(draw_from(token_counts(freedom))))
-        for m in microbatches(schedule)
+        for m in range(microbatches(schedule))
     )
     workload = Workload("drawn", ExchangeStep(), config, layout, batches, schedule)
     require_allowed(workload, limits, device)
@@ -69,11 +70,6 @@ def probe_workloads(
 def schedules(freedom: Freedom) -> st.SearchStrategy[str]:
     """Return schedules of one microbatch or two."""
     return st.sampled_from(_ONE_AT_A_TIME + _TWO_IN_FLIGHT * freedom.two_in_flight)
-
-
-def microbatches(schedule: str) -> range:
-    """Return the microbatches of a schedule."""
-    return range(len({item[1:] for item in schedule.split()}))
 
 
 def token_counts(freedom: Freedom) -> st.SearchStrategy[list[int]]:

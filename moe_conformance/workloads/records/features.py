@@ -12,7 +12,8 @@ from moe_conformance.contract import Limit, Routing
 from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads import misuse
 from moe_conformance.workloads.records.runs import ON_EXCHANGE, Script
-from moe_conformance.workloads.records.workload import FORWARD_ALONE, Call, Workload
+from moe_conformance.workloads.records.schedule import BEGIN_TRAINING, FORWARD_ALONE, executes, most_open, operations
+from moe_conformance.workloads.records.workload import Call, Workload
 
 
 def features(workload: Workload, device: str) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def all_alike(workload: Workload) -> bool:
 
 def without_gradients(workload: Workload) -> bool:
     """Return whether some microbatch runs forward without gradients."""
-    return any(item[0] in FORWARD_ALONE for item in workload.schedule.split())
+    return executes(workload.schedule, *FORWARD_ALONE)
 
 
 def under_way(workload: Workload) -> int:
@@ -166,7 +167,7 @@ def in_flight(schedule: str) -> int:
 
     One that runs without gradients is as long as its forward lasts: it dispatches beside those that are open.
     """
-    return max(1, _most_open(schedule, opens="FD", closes="B", passing=FORWARD_ALONE))
+    return max(1, len(most_open(schedule, BEGIN_TRAINING, {"backward"}, FORWARD_ALONE)))
 
 
 def several_in_flight(workload: Workload) -> bool:
@@ -181,7 +182,7 @@ def outputs_meet_others(workload: Workload) -> bool:
 
 def halves_in_flight(schedule: str) -> int:
     """Return how many microbatches are between their dispatch and their combine at the same time."""
-    return max(1, _most_open(schedule, opens="D", closes="C"))
+    return max(1, len(most_open(schedule, {"dispatch"}, {"combine"})))
 
 
 def _uneven_in_tp(workload: Workload) -> bool:
@@ -191,17 +192,6 @@ def _uneven_in_tp(workload: Workload) -> bool:
         for tokens in workload.tokens
         for ranks in workload.layout.groups()["tp"]
     )
-
-
-def _most_open(schedule: str, opens: str, closes: str, passing: str = "") -> int:
-    most, open_now = 0, set[str]()
-    for item in schedule.split():
-        if item[0] in opens:
-            open_now.add(item[1:])
-        elif item[0] in closes:
-            open_now.discard(item[1:])
-        most = max(most, len(open_now) + (item[0] in passing))
-    return most
 
 
 _EXCHANGED_BY_CALLS = (Script("token_exchange"), Script("places_exchange"))  # bare tokens and ids are passed
@@ -279,7 +269,7 @@ _FEATURES: Mapping[str, Callable[[Workload, str], Any]] = {  # of a workload on 
     "in_flight": lambda workload, _: under_way(workload),
     "halves_in_flight": lambda workload, _: halves_in_flight(workload.schedule),
     "steps": lambda workload, _: (
-        1 + workload.twist.rehearsed + sum(item in ("S", "Z") for item in workload.schedule.split())
+        1 + workload.twist.rehearsed + sum(each.microbatch is None for each in operations(workload.schedule))
     ),
     "recomputed": lambda workload, _: bool(workload.twist.recomputed),
     "deterministic": lambda workload, _: workload.twist.deterministic,

@@ -1,8 +1,12 @@
-"""The schedule of a training step: operations on microbatches, in the order in which a rank executes them."""
+"""The schedule of a training step: operations on microbatches, in the order in which a rank executes them.
+
+Workloads write it as pipeline schedules are written, "F0 F1 B0 B1", with a letter for each operation and the number of
+its microbatch; everything that reads one has the operations by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -18,7 +22,7 @@ Name = Literal[
     "finish",  # the step ends: gradients are finished, kept, and set to None where they can be
     "finish_to_zero",  # the same, and they are set to zero
 ]
-_LETTERS: dict[str, Name] = {
+LETTERS: dict[str, Name] = {
     "F": "forward",
     "D": "dispatch",
     "C": "combine",
@@ -59,9 +63,46 @@ def operations(schedule: str) -> tuple[Operation, ...]:
     return tuple(_parsed(schedule))
 
 
+def microbatches(schedule: str) -> int:
+    """Return how many microbatches a schedule has.
+
+    >>> microbatches("F0 F1 B1 B0 S")
+    2
+    """
+    return len({each.microbatch for each in operations(schedule)} - {None})
+
+
+def executes(schedule: str, *names: Name) -> bool:
+    """Return whether a schedule has one of these operations, of any microbatch."""
+    return any(each.name in names for each in operations(schedule))
+
+
+def most_open(
+    schedule: str, begin: Collection[Name], end: Collection[Name], alone: Collection[Name] = ()
+) -> frozenset[int]:
+    """Return the most microbatches that are open at one time, the first such set.
+
+    Open is one between an operation that begins it and one that ends it, and during one that stands alone.
+
+    >>> sorted(most_open("F0 F1 B0 B1", {"forward"}, {"backward"}))
+    [0, 1]
+    """
+    most: frozenset[int] = frozenset()
+    open_now: set[int] = set()
+    for name, m in operations(schedule):
+        if m is None:
+            continue
+        if name in begin:
+            open_now.add(m)
+        elif name in end:
+            open_now.discard(m)
+        most = max(most, frozenset(open_now | {m} if name in alone else open_now), key=len)
+    return most
+
+
 def _parsed(schedule: str) -> Iterator[Operation]:
     for part in schedule.split():
-        name, number = _LETTERS.get(part[0]), part[1:]
+        name, number = LETTERS.get(part[0]), part[1:]
         if name is None or bool(number) != (name not in ("finish", "finish_to_zero")):
             raise ValueError(f"{part!r} in the schedule {schedule!r} is no operation")
         yield Operation(name, int(number) if number else None)

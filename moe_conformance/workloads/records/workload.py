@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_conformance.contract import Config
 from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.records.runs import Run
+from moe_conformance.workloads.records.schedule import FORWARD_ALONE, Operation, executes, operations
 
 Asynchrony = Literal["plain", "poisoned", "watched"]
 Lead = Literal["flat", "two_dims", "three_columns"]
@@ -174,9 +175,6 @@ class Twist:
     without_optional: bool = False
 
 
-FORWARD_ALONE = "NIU"  # what a schedule calls forwards that no backward follows
-
-
 @dataclass(frozen=True, repr=False)
 class Workload:
     """One run: what is built, where, and what it is fed.
@@ -193,11 +191,7 @@ class Workload:
     config: Config
     layout: Layout
     batches: Sequence[tuple[Batch, ...]]
-    # F forward and B backward of a microbatch, in this order; D and C are the halves of F. N, I and U are forwards of
-    # inputs that ask for no gradients: without any, in inference mode, and as in training; no backward follows. R is F
-    # and B of the microbatch's tokens many times over, of which nothing is kept but the memory in use after it. S and Z
-    # end a step, as the end of the schedule does: gradients are finished, kept, and set to None where they can be (S),
-    # or to zero (Z).
+    # See `records.schedule`. The end of it ends a step too; of what is repeated nothing is kept but the memory in use.
     schedule: str = "F0 B0"
     parameters: Mapping[ParameterKey, Tensor] = field(default_factory=dict)
     lead: Lead = "flat"
@@ -225,19 +219,21 @@ class Workload:
 
     def goes_backward(self, microbatch: int) -> bool:
         """Whether the schedule asks for a microbatch's gradients."""
-        return f"B{microbatch}" in self.schedule.split()
+        return Operation("backward", microbatch) in operations(self.schedule)
 
     @property
     def finishes_without_grad(self) -> bool:
-        """Whether gradients are finished under `torch.no_grad()`: where the schedule has forwards under it (N).
+        """Whether gradients are finished under `torch.no_grad()`: where the schedule has forwards under it.
 
         A trainer may finish them in either mode.
         """
-        return "N" in self.schedule
+        return executes(self.schedule, "no_grad")
 
     def trains(self, microbatch: int) -> bool:
         """Whether a microbatch is run as in training, whether a backward follows or not."""
-        return not {f"{item}{microbatch}" for item in FORWARD_ALONE} & {*self.schedule.split()}
+        return not any(
+            each.name in FORWARD_ALONE for each in operations(self.schedule) if each.microbatch == microbatch
+        )
 
     def through(self, variant: str) -> Workload:
         """Return the same run through another variant of the backend: of what is drawn, nothing depends on it."""

@@ -14,7 +14,7 @@ import torch
 from moe_conformance.contract import Config
 from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.chapter import EP2, SINGLE, TP2_EP2, Chapter
-from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records import draw, schedule
 from moe_conformance.workloads.records.half_precision import drawn_in
 from moe_conformance.workloads.records.runs import RouterStep
 from moe_conformance.workloads.records.workload import Batch, Lead, ParameterKey, Workload
@@ -93,7 +93,7 @@ def capacities(variant: str, layout: Layout, profile: Profile) -> Iterator[Workl
     for recipe in drawn_in(profile, CAPACITIES):
         config = Config(variant=variant).changed(recipe.config)
         parameters = _parameters(recipe, config, layout)
-        microbatches = len({item[1:] for item in recipe.schedule.split()})
+        microbatches = schedule.microbatches(recipe.schedule)
         batches = tuple(
             tuple(_batch(recipe, config, layout, microbatch, rank, parameters) for rank in range(layout.world))
             for microbatch in range(microbatches)

@@ -15,7 +15,7 @@ import torch
 from moe_conformance.contract import Config
 from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.chapter import EP2, EP2_ETP2, SINGLE, TP2_EP2, Chapter
-from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records import draw, schedule
 from moe_conformance.workloads.records.runs import ExchangeStep
 from moe_conformance.workloads.records.workload import Batch, Drawn, Workload
 from moe_conformance.workloads.selection.profiles import Profile
@@ -61,7 +61,7 @@ def deals(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
 def _workload(name: str, deal: _Dealt, variant: str, layout: Layout) -> Workload:
     asked = {"experts": deal.held * layout.ep, "top_k": deal.top_k, "routing.forced": (("round_robin", None),)}
     config = Config(variant=variant).changed({**asked, **deal.config})
-    microbatches = 1 + max(int(item[1:]) for item in deal.schedule.split())
+    microbatches = schedule.microbatches(deal.schedule)
     tokens = tuple(
         tuple(deal.tokens[(rank + m) % len(deal.tokens)] for rank in range(layout.world)) for m in range(microbatches)
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_conformance.contract import Config
 from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.chapter import EP2, SINGLE, TP2_EP2, Chapter
-from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records import draw, schedule
 from moe_conformance.workloads.records.runs import RouterStep
 from moe_conformance.workloads.records.workload import Batch, ParameterKey, Twist, Workload
 from moe_conformance.workloads.selection.profiles import Profile
@@ -143,7 +143,7 @@ def _workload(recipe: ForcingRecipe, variant: str, layout: Layout) -> Workload:
     forced = ((recipe.strategy, recipe.parameter),)
     how = {"variant": variant, "routing.forced": forced, "token_copies": recipe.copies, **recipe.config}
     config = Config().changed(how)
-    microbatches = len({item[1:] for item in recipe.schedule.split()})
+    microbatches = schedule.microbatches(recipe.schedule)
     tensor = {rank: ranks[0] for ranks in layout.groups()["tp"] for rank in ranks}
     batches = tuple(
         tuple(

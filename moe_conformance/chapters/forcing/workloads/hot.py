@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moe_conformance.contract import Config
 from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.chapter import EP2, Chapter
-from moe_conformance.workloads.records import draw
+from moe_conformance.workloads.records import draw, schedule
 from moe_conformance.workloads.records.runs import ON_SESSION, RouterStep
 from moe_conformance.workloads.records.workload import Call, Workload
 from moe_conformance.workloads.selection.profiles import Profile
@@ -71,7 +71,7 @@ def _workload(name: str, recipe: _Hot, variant: str, layout: Layout) -> Workload
     config = Config(variant, experts=recipe.per_rank * layout.ep, top_k=recipe.top_k).changed({
         "routing.forced": forced, "routing.normalise": True, "capacity.factor": recipe.capacity
     })  # fmt: skip
-    microbatches = len({item[1:] for item in recipe.schedule.split()})
+    microbatches = schedule.microbatches(recipe.schedule)
     batches = tuple(
         tuple(
             draw.route_batch(_TOKENS[(rank + m) % 4], config, draw.generator(name, layout.name, m, rank), 1.0)

@@ -28,7 +28,8 @@ from moe_conformance.judging.verdict import (
     WrongGradient,
     WrongOutput,
 )
-from moe_conformance.workloads.records.workload import FORWARD_ALONE, ParameterKey, Workload
+from moe_conformance.workloads.records.schedule import FORWARD_ALONE, executes, operations
+from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
 SHARED = ("shared_gate", "shared_up", "shared_down", "shared_bias", "shared_score")
 EVERY = ("router", *ROUTED, *SHARED)
@@ -174,9 +175,9 @@ def _kept_words(kept_K: Tensor) -> str:
 
 def _asked_without_gradients(workload: Workload, wrong: set[int]) -> str:
     """Say so if all that is wrong was asked for without gradients, while something was not."""
-    schedule = workload.schedule.split()
-    without = {int(item[1:]) for item in schedule if item[0] in FORWARD_ALONE}
-    return " (only in forwards without gradients)" if wrong <= without and "F" in workload.schedule else ""
+    without = {each.microbatch for each in operations(workload.schedule) if each.name in FORWARD_ALONE}
+    trained = executes(workload.schedule, "forward")
+    return " (only in forwards without gradients)" if wrong <= without and trained else ""
 
 
 def _formed(value: Tensor | None, target: Target, whose: str, rank: int, stage: Stage) -> Tensor:
