@@ -57,11 +57,7 @@ class TestRecomputation:
     """A step whose forward runs again in the backward gives the outputs and gradients of one without."""
 
     test_layers_recomputed_give_the_same_bits = Row(
-        "DET-04",
-        LayerStep(),
-        judge_alike,
-        when=likened_sums,
-        twins=determinism.recomputed_layers,
+        "DET-04", LayerStep(), judge_alike, when=likened_sums, twins=determinism.recomputed_layers
     )
     """A step of whole layers that run again in the backward gives the outputs and gradients of one without."""
 

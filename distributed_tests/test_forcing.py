@@ -181,11 +181,7 @@ class TestSpread:
 
 class TestOthers:
     test_forced_routers_beside_change_nothing = Row(
-        "FORCE-01",
-        RouterStep(),
-        judge_same_bits,
-        when=shows("no forced routing"),
-        twins=beside_forced,
+        "FORCE-01", RouterStep(), judge_same_bits, when=shows("no forced routing"), twins=beside_forced
     )
     """A router without forced routing gives the same bits, whatever forces the routers beside it."""
 
@@ -240,9 +236,6 @@ class TestReport:
     """So it does with hot ranks, nodes and experts."""
 
     test_where_nothing_is_forced_nothing_is_reported = Row(
-        "FORCE-23",
-        RouterStep(),
-        judge_nothing_reported,
-        when=shows("no forced routing"),
+        "FORCE-23", RouterStep(), judge_nothing_reported, when=shows("no forced routing")
     )
     """A router without forced routing reports no strategy."""

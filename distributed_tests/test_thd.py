@@ -37,10 +37,7 @@ class TestSequences:
     """Lengths are unchanged, and every padded length is a multiple of what parallelism divides it by."""
 
     test_empty_sequences_change_nothing_else = Row(
-        "PACK-10",
-        Script("packing"),
-        judge_empty_sequences,
-        when=shows(EMPTY_SEQUENCES),
+        "PACK-10", Script("packing"), judge_empty_sequences, when=shows(EMPTY_SEQUENCES)
     )
     """Sequences of length zero are equal neighbours in cu_seqlens, and shift no other."""
 
