@@ -142,23 +142,6 @@ class TestPair:
 
 
 class TestWorkedExamples:
-    def test_tagged_experts_by_hand(self) -> None:
-        """Two linear experts with columns of their own: every output and gradient is one product."""
-        # x = 1 2 | 3 4, expert 0 has gain 3 and the first two columns, expert 1 gain 5 and the others.
-        # Slot 0 goes to expert 1 with weight 1/2, slot 1 to expert 0 with weight 2; dy = 1 10 | 100 1000.
-        found = first.gradients(
-            torch.tensor([[1.0, 2.0, 3.0, 4.0]]),
-            torch.tensor([[1, 0]]),
-            torch.tensor([[0.5, 2.0]]),
-            torch.tensor([[1.0, 10.0, 100.0, 1000.0]]),
-            lambda parameters: first_experts.tagged_experts(2, parameters),
-            {("gain", 0): torch.tensor(3.0), ("gain", 1): torch.tensor(5.0)},
-        )
-        assert [[6.0, 12.0, 7.5, 10.0]] == found.y_TD.tolist()  # 2*3*1, 2*3*2, 5*3/2, 5*4/2
-        assert [[6.0, 60.0, 250.0, 2500.0]] == found.dx_TD.tolist()  # 2*3*dy, then 5/2*dy
-        assert [[21500.0, 63.0]] == found.dweights_TK.tolist()  # 5 (300 + 4000), 3 (1 + 20)
-        assert {("gain", 0): 42.0, ("gain", 1): 2150.0} == {k: v.item() for k, v in found.parameters.items()}
-
     def test_a_swiglu_knows_where_its_weight_is_applied(self) -> None:
         """The weight's place decides output and gradients: x = 2, w = 1/2, gate log 3, up 2, down 5."""
         # f(x) = 10 x silu(x log 3), f'(x) = 10 (silu(a) + a silu'(a)) with a = x log 3.
@@ -227,12 +210,3 @@ class TestOverflow:
                 assert expected.tolist() == found.tolist()
                 marked += expected.flatten().tolist()
         assert 40 < sum(marked) < len(marked) - 40
-
-    def test_a_sum_that_cannot_be_held_may_be_infinite(self) -> None:
-        """Two terms that fit float16, and a sum that does not; of opposite signs, an order of three may overflow."""
-        x, ids = torch.ones(1, 3), torch.tensor([[0, 1]])
-        terms = {0: torch.tensor([4e4, 3e4, 4e4]), 1: torch.tensor([4e4, 3e4, -4e4])}
-        marked = first_overflow.must_be_finite(
-            x, ids, torch.ones(1, 2), lambda rows, e: rows * terms[e].abs(), torch.float16, 2
-        )
-        assert [[False, True, False]] == marked.tolist()

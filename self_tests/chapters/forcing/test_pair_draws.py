@@ -10,14 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from moe_conformance.reference.forcing import draws as first
 from self_tests.chapters.forcing.second import draws as second
 from self_tests.oracles.asked_twice import assert_agree
 from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
-Ints = NDArray[np.int64]
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 
 

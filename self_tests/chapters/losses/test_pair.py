@@ -25,7 +25,6 @@ from self_tests.chapters.routing.test_pair import limits
 from self_tests.oracles.agreement import assert_close, floats
 
 Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 KINDS = get_args(Score)
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 every_kind = pytest.mark.parametrize("kind", KINDS)

@@ -17,7 +17,6 @@ from self_tests.chapters.permute import second
 from self_tests.oracles.agreement import assert_close, floats, ints
 from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
-Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 
