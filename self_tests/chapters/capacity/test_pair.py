@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,14 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from torch import Tensor
 
 from moe_conformance.reference.capacity import drops as first_drops
 from moe_conformance.reference.capacity import limits as first
 from self_tests.chapters.capacity.second import drops as second_drops
 from self_tests.chapters.capacity.second import limits as second
 from self_tests.chapters.capacity.second.drops import Policy
-from self_tests.oracles.agreement import floats
 from self_tests.oracles.asked_twice import assert_agree
+from self_tests.oracles.by_hand import by_hand, rows
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -81,37 +83,6 @@ class TestCapacities:
         factor = data.draw(st.sampled_from([nudged, nudged, 0.0, 0.1, 1 / 3, 0.5, 1.0, 1.25, 2.0, 1e-9]))
         options = {"minimum": data.draw(st.integers(0, 9)), "rounding": data.draw(st.sampled_from(["up", "down"]))}
         assert_agree(first.capacities, second.capacities, tokens, top_k, experts, factor=factor, **options)
-
-    @pytest.mark.parametrize(
-        ("question", "factor", "minimum", "expected"),
-        [
-            ((6, 1, 3), 1.5, 0, [3, 4]),  # 9 / 3: six tokens, three experts, half as many places again
-            ((10, 3, 8), 1.25, 5, [5]),
-            ((8, 3, 4), 1.0, 7, [7]),
-            ((10, 3, 5), 1.0, 7, [7]),  # the minimum covers both
-            ((7, 2, 4), 0.25, 0, [1]),  # 0.875
-            ((0, 2, 4), 1.0, 0, [0]),
-            ((0, 2, 3), 1.0, 2, [2]),
-            ((5, 2, 3), 0.0, 0, [0]),
-            ((3, 1, 3), 5 * (1 + 4 * ROUNDING), 0, [5, 6]),  # x = 5 + 20 roundings, and 4 x is as much and more
-            ((3, 1, 3), 5 * (1 + 5 * ROUNDING), 0, [6]),  # 25 are too many
-            ((3, 1, 3), 5 * (1 - 3 * ROUNDING), 0, [5, 6]),
-            ((3, 1, 3), 5 * (1 - 4 * ROUNDING), 0, [5]),  # 20 off, but 4 x is 80 roundings squared short of 20
-            ((4, 1, 4), 5 * (1 + 4 * ROUNDING), 0, [5, 6]),  # E a power of two, but a has more than 24 bits
-            ((1, 1, 1), 1 + 4 * ROUNDING, 0, [2]),  # a = 2^22 + 1: everything fits float32
-            ((1, 2, 2), 1 + 4 * ROUNDING, 0, [2]),  # and 2 a
-            ((4, 1, 4), 1 + 4 * ROUNDING, 0, [1, 2]),  # but 4 a is 2^24 + 4
-            ((2, 2, 4), 1 + 4 * ROUNDING, 0, [1, 2]),
-            ((2**24 - 2**12, 1, 2**12), 1.0, 0, [2**12 - 1]),
-            ((2**24, 1, 2**12), 1.0, 0, [2**12, 2**12 + 1]),  # a K T is not below 2^24
-            ((1, 1, 2**22 - 1), 2.0**22, 0, [1, 2]),  # x = 1 + 1 / (2^22 - 1), off by 2^-22 of x exactly
-            ((1, 1, 2**22 + 1), 2.0**22, 0, [1, 2]),  # x = 1 - 1 / (2^22 + 1), likewise
-        ],
-    )
-    def test_by_hand(self, question: tuple[int, int, int], factor: float, minimum: int, expected: list[int]) -> None:
-        """Of T tokens, K choices and E experts: the mean number of choices times the factor, rounded up."""
-        found = assert_agree(first.capacities, second.capacities, *question, factor=factor, minimum=minimum)
-        assert expected == found
 
     @pairs_agree
     @given(st.integers(0, 200), st.integers(1, 8), st.integers(0, 60), st.sampled_from([0.3, 1.0, 1.1, 1.25, 7 / 3]))
@@ -210,69 +181,65 @@ class TestDrops:
         stayed = np.where(made.kept_TK, drop.ids_TK, -1)
         assert second.fits(drop.ids_TK, drop.experts, drop.capacity) == second.loads(stayed, drop.experts)
 
-    # Expert 0 is chosen by tokens 0 (slot 1), 1 (slot 0), 2 (slot 1) and 3 (slot 0), with these weights.
-    IDS = np.array([[1, 0], [0, 1], [-1, 0], [0, 2]])
-    WEIGHTS = np.array([[0.0, 0.25], [0.5, 0.0], [0.0, 0.5], [0.125, 0.0]])
 
-    @pytest.mark.parametrize(
-        ("policy", "capacity", "kept", "legal"),
-        [
-            ("any", 2, [0, 3], True),
-            ("any", 2, [0], False),  # a place left and a slot dropped
-            ("any", 2, [0, 1, 2], False),  # more than there are places
-            ("any", 4, [0, 1, 2, 3], True),
-            ("any", 9, [0, 1, 2], False),
-            ("any", 0, [], True),
-            ("weight", 2, [1, 2], True),  # the two of 0.5
-            ("weight", 1, [2], True),  # either of the tied
-            ("weight", 1, [1], True),
-            ("weight", 1, [0], False),
-            ("weight", 3, [0, 1, 2], True),
-            ("weight", 3, [1, 2, 3], False),  # 0.25 dropped before 0.125
-            ("position", 2, [0, 1], True),
-            ("position", 2, [1, 2], False),
-            ("position", 3, [0, 1, 2], True),
-            ("choice", 2, [1, 3], True),  # the first choices of tokens 1 and 3, before the second one of 0
-            ("choice", 2, [0, 1], False),
-            ("choice", 3, [0, 1, 3], True),
-            ("choice", 3, [1, 2, 3], False),
-        ],
-    )
-    def test_by_hand(self, policy: Policy, capacity: int, kept: list[int], legal: bool) -> None:
-        """Worked out from the list of expert 0's four slots; the other experts keep all or, full, none."""
-        kept_TK = np.array([[token in kept and e == 0 for e in row] for token, row in enumerate(self.IDS)])
-        drop = Drop(self.IDS, self.WEIGHTS, np.zeros((4, 2)), kept_TK, 3, capacity)
-        # The slots of experts 1 and 2 weigh 0: by weight they may be absent.
-        assert [legal, True, True] == judged(drop, policy)
+# Expert 0 is chosen by tokens 0 (slot 1), 1 (slot 0), 2 (slot 1) and 3 (slot 0), with these weights. The slots of
+# experts 1 and 2 weigh 0: by weight they may be absent.
+IDS = np.array([[1, 0], [0, 1], [-1, 0], [0, 2]])
+WEIGHTS = np.array([[0.0, 0.25], [0.5, 0.0], [0.0, 0.5], [0.125, 0.0]])
 
-    @pytest.mark.parametrize(
-        ("errors", "legal"),
+
+def of_expert_0(legal_drop: Callable[..., Any], tensor: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Whether the drop of expert 0 is legal, if these tokens keep its slot, and weights may be so wrong."""
+
+    def verdict(kept: list[int], capacity: int, policy: Policy, errors: Sequence[float] = (0.0,) * 4) -> bool:
+        kept_TK = np.array([[token in kept and e == 0 for e in row] for token, row in enumerate(IDS)])
+        errors_TK = np.where(IDS == 0, np.array(errors)[:, None], 0.0)
+        options = {"weights_TK": tensor(WEIGHTS), "errors_TK": tensor(errors_TK)}
+        legal = legal_drop(tensor(kept_TK), tensor(IDS), 3, capacity=capacity, policy=policy, **options).tolist()
+        assert legal[1:] == [True, True]
+        return bool(legal[0])
+
+    return verdict
+
+
+def in_graph(array: Any) -> Tensor:
+    """Weights and errors want gradients: they are judged as the numbers they are."""
+    tensor = torch.from_numpy(array)
+    return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+
+
+test_by_hand = by_hand(
+    *rows(
+        of_expert_0(first_drops.legal_drop, in_graph),
+        of_expert_0(lambda *drop, **options: np.array(second_drops.legal_drop(*drop, **options)), np.array),
+        ("as many as places", ([0, 3], 2, "any"), True),
+        ("a place left and a slot dropped", ([0], 2, "any"), False),
+        ("more than there are places", ([0, 1, 2], 2, "any"), False),
+        ("all", ([0, 1, 2, 3], 4, "any"), True),
+        ("a slot dropped with room for nine", ([0, 1, 2], 9, "any"), False),
+        ("no places", ([], 0, "any"), True),
+        ("the two of 0.5", ([1, 2], 2, "weight"), True),
+        ("one of the tied", ([2], 1, "weight"), True),
+        ("the other one", ([1], 1, "weight"), True),
+        ("one of 0.25", ([0], 1, "weight"), False),
+        ("three by weight", ([0, 1, 2], 3, "weight"), True),
+        ("0.25 dropped before 0.125", ([1, 2, 3], 3, "weight"), False),
+        ("the first two tokens", ([0, 1], 2, "position"), True),
+        ("not the first two tokens", ([1, 2], 2, "position"), False),
+        ("the first three tokens", ([0, 1, 2], 3, "position"), True),
+        ("first choices before second ones", ([1, 3], 2, "choice"), True),
+        ("a second choice before a first one", ([0, 1], 2, "choice"), False),
+        ("first choices, then token 0", ([0, 1, 3], 3, "choice"), True),
+        ("first choices, then token 2", ([1, 2, 3], 3, "choice"), False),
         # 0.25 (token 0) was dropped, 0.125 (token 3) kept. Both 1/16 off: 0.1875 either way, no order is sure.
-        [([0.0, 0.0], False), ([1 / 16, 0.0], False), ([1 / 16, 1 / 32], False), ([1 / 16, 1 / 16], True)],
+        *(
+            (f"0.25 off by {one}, 0.125 by {other}", ([1, 2, 3], 3, "weight", [one, 0.0, 0.0, other]), legal)
+            for one, other, legal in [(1 / 16, 0.0, False), (1 / 16, 1 / 32, False), (1 / 16, 1 / 16, True)]
+        ),
+        # The slot of 1/8 that found room but was not kept is legal only if it may weigh 0, at its error exactly.
+        *(
+            (f"1/8 off by {error} is absent, {policy}", ([0, 1, 2], 4, policy, [0.0, 0.0, 0.0, error]), error >= 1 / 8)
+            for error in (0.0, 3 / 32, 1 / 8, 1 / 4) for policy in POLICIES
+        ),
     )
-    def test_errors_of_both_weights_by_hand(self, errors: list[float], legal: bool) -> None:
-        """A dropped weight surely exceeds a kept one only beyond the errors of both."""
-        errors_TK = np.zeros((4, 2))
-        errors_TK[0, 1], errors_TK[3, 0] = errors
-        kept_TK = np.array([[False, False], [True, False], [False, True], [True, False]])
-        drop = Drop(self.IDS, self.WEIGHTS, errors_TK, kept_TK, 3, 3)
-        assert [legal, True, True] == judged(drop, "weight")
-
-    def test_weights_may_belong_to_a_graph(self) -> None:
-        """Weights and errors that want gradients are judged as the numbers they are."""
-        w_TK, errors_TK = floats(self.WEIGHTS, leaf=True), floats(np.zeros((4, 2)), leaf=True)
-        ids_TK, options = torch.from_numpy(self.IDS), {"capacity": 2, "policy": "weight"}
-        kept_TK = first_drops.keep(ids_TK, 3, weights_TK=w_TK, **options)
-        assert second_drops.keep(self.IDS, 3, weights_TK=self.WEIGHTS, **options).tolist() == kept_TK.tolist()
-        legal_E = first_drops.legal_drop(kept_TK, ids_TK, 3, weights_TK=w_TK, errors_TK=errors_TK, **options)
-        assert [True] * 3 == legal_E.tolist()
-
-    @pytest.mark.parametrize(("error", "legal"), [(0.0, False), (3 / 32, False), (1 / 8, True), (1 / 4, True)])
-    def test_a_weight_that_may_be_zero_may_be_absent(self, error: float, legal: bool) -> None:
-        """The slot of 1/8 that found room but was not kept is legal only if it may weigh 0, at its error exactly."""
-        errors_TK = np.zeros((4, 2))
-        errors_TK[3, 0] = error
-        kept_TK = np.array([[False, True], [True, False], [False, True], [False, False]])
-        drop = Drop(self.IDS, self.WEIGHTS, errors_TK, kept_TK, 3, 4)
-        for policy in POLICIES:
-            assert [legal, True, True] == judged(drop, policy)
+)  # fmt: skip

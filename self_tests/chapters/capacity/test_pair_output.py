@@ -18,10 +18,10 @@ from moe_conformance.reference.capacity import limits as first
 from moe_conformance.reference.routing import routes as first_routing
 from self_tests.chapters.capacity.second import drops as second_drops
 from self_tests.chapters.capacity.second import limits as second
+from self_tests.chapters.capacity.test_pair import ROUNDING
 from self_tests.chapters.routing.second import routes as second_routing
 from self_tests.oracles.agreement import assert_close, floats
-from self_tests.oracles.asked_twice import assert_agree
-from self_tests.oracles.by_hand import by_hand, refusals
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 Floats = NDArray[np.float64]
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
@@ -108,76 +108,91 @@ class TestThroughScores:
 
 
 IDS, KEPT, WEIGHTS = np.array([[1, -1], [0, 1]]), np.array([[True, False], [False, True]]), np.full((2, 2), 0.5)
-BAD = {
-    "id -2": (first.loads, second.loads, (np.array([[-2]]), 3), {}),
-    "id E": (first.loads, second.loads, (np.array([[3]]), 3), {}),
-    "no experts": (first.loads, second.loads, (np.zeros((0, 1), dtype=int), 0), {}),
-    **{
-        f"capacity of {question} {options}": (first.capacities, second.capacities, question, options)
-        for question, options in [
-            ((-1, 1, 2), {"factor": 1.0}),
-            ((5, 0, 2), {"factor": 1.0}),
-            ((5, 3, 2), {"factor": 1.0}),
-            ((5, 1, 2), {"factor": -0.5}),
-            ((5, 1, 2), {"factor": math.nan}),
-            ((5, 1, 2), {"factor": math.inf}),
-            ((5, 1, 2), {"factor": 1.0, "minimum": -1}),
-        ]
-    },
-    "no rank": (first.lossless_capacity, second.lossless_capacity, ([], 3), {}),
-    "minimum -1": (first.lossless_capacity, second.lossless_capacity, ([IDS], 3), {"minimum": -1}),
-    "multiple 0": (first.lossless_capacity, second.lossless_capacity, ([IDS], 3), {"multiple": 0}),
-    "C < 0": (first.fits, second.fits, (IDS, 3, -1), {}),
-    "rows T < 0": (first.padded_rows, second.padded_rows, (-1, 2), {}),
-    "rows C < 0": (first.padded_rows, second.padded_rows, (2, -1), {}),
-    **{
-        f"drop {name}": (first_drops.legal_drop, second_drops.legal_drop, (kept, ids, 3), options)
-        for name, kept, ids, options in [
-            ("kept of another shape", KEPT[:1], IDS, {"capacity": 1, "policy": "any"}),
-            ("id out of range", KEPT, IDS + 2, {"capacity": 1, "policy": "any"}),
-            ("expert twice", KEPT, np.array([[1, 1], [0, 1]]), {"capacity": 1, "policy": "any"}),
-            ("empty slot kept", ~KEPT, IDS, {"capacity": 1, "policy": "any"}),
-            ("no weights", KEPT, IDS, {"capacity": 1, "policy": "weight"}),
-            ("unknown policy", KEPT, IDS, {"capacity": 1, "policy": "wieght"}),
-            ("C < 0", KEPT, IDS, {"capacity": -1, "policy": "any"}),
-            ("errors alone", KEPT, IDS, {"capacity": 1, "policy": "any", "errors_TK": WEIGHTS}),
-            ("weights of another shape", KEPT, IDS, {"capacity": 1, "policy": "weight", "weights_TK": WEIGHTS[:1]}),
-            ("NaN", KEPT, IDS, {"capacity": 1, "policy": "any", "weights_TK": np.where(IDS == 0, math.nan, 0.5)}),
-            (
-                "negative error",
-                KEPT,
-                IDS,
-                {"capacity": 1, "policy": "any", "weights_TK": WEIGHTS, "errors_TK": -WEIGHTS},
-            ),
-            (
-                "error NaN",
-                KEPT,
-                IDS,
-                {"capacity": 1, "policy": "any", "weights_TK": WEIGHTS, "errors_TK": WEIGHTS * math.nan},
-            ),
-        ]
-    },
-    "random keep": (first_drops.keep, second_drops.keep, (IDS, 3), {"capacity": 1, "policy": "any"}),
-    "keep without weights": (first_drops.keep, second_drops.keep, (IDS, 3), {"capacity": 1, "policy": "weight"}),
-    "scale alone": (first_output.after_drop, second_drops.after_drop, (IDS, WEIGHTS, KEPT), {"scale": 2.0}),
-    "weights of no slot": (first_output.after_drop, second_drops.after_drop, (IDS, WEIGHTS[:1], KEPT), {}),
-    "empty kept": (first_output.after_drop, second_drops.after_drop, (IDS, WEIGHTS, ~KEPT), {}),
-}
+NOTHING = np.where(IDS < 0, math.nan, 0.25)
 
 
-class TestRefusals:
-    """What has no answer is refused by both."""
-
+class TestBools:
     def test_kept_is_of_bools(self) -> None:
         """Ones and zeros are no bools for the first oracle, which would combine them bit by bit."""
         with pytest.raises(ValueError, match="bool"):
             first_output.after_drop(torch.from_numpy(IDS), floats(WEIGHTS), torch.from_numpy(KEPT.astype(int)))
 
-    def test_what_stands_in_an_empty_slot_says_nothing(self) -> None:
-        """A NaN as weight or error of an empty slot is no reason to refuse."""
-        nothing = np.where(IDS < 0, math.nan, 0.25)
-        options: dict[str, Any] = {"capacity": 1, "policy": "weight", "weights_TK": nothing, "errors_TK": nothing}
-        assert_agree(first_drops.legal_drop, second_drops.legal_drop, KEPT, IDS, 3, **options)
 
+ANY, HEAVIEST = {"capacity": 1, "policy": "any"}, {"capacity": 1, "policy": "weight"}
 
-test_by_hand = by_hand(*refusals(BAD))  # fmt: skip
+test_by_hand = by_hand(
+    *rows(first.loads, second.loads,
+        ("id -2", (np.array([[-2]]), 3), REFUSED),
+        ("id E", (np.array([[3]]), 3), REFUSED),
+        ("no experts", (np.zeros((0, 1), dtype=int), 0), REFUSED),
+    ),
+    *rows(first.capacities, second.capacities,
+        *(
+            (f"capacity of T, K, E {sizes}", sizes, {"factor": 1.0}, REFUSED)
+            for sizes in [(-1, 1, 2), (5, 0, 2), (5, 3, 2)]
+        ),
+        *((f"a factor of {f}", (5, 1, 2), {"factor": f}, REFUSED) for f in (-0.5, math.nan, math.inf)),
+        ("a minimum of -1", (5, 1, 2), {"factor": 1.0, "minimum": -1}, REFUSED),
+        # Six tokens, three experts, half as many places again: 9 / 3.
+        ("9 / 3, or a little more", (6, 1, 3), {"factor": 1.5}, [3, 4]),
+        ("37.5 / 8 = 4.6875 is more than the minimum", (10, 3, 8), {"factor": 1.25, "minimum": 5}, [5]),
+        ("6 exactly, and a minimum", (8, 3, 4), {"factor": 1.0, "minimum": 7}, [7]),
+        ("the minimum covers 6 and 7", (10, 3, 5), {"factor": 1.0, "minimum": 7}, [7]),
+        ("0.875", (7, 2, 4), {"factor": 0.25}, [1]),
+        ("no token", (0, 2, 4), {"factor": 1.0}, [0]),
+        ("no token, and a minimum", (0, 2, 3), {"factor": 1.0, "minimum": 2}, [2]),
+        ("a factor of 0", (5, 2, 3), {"factor": 0.0}, [0]),
+        # x = 5 + 20 roundings, and 4 x is as much and more; 25 are too many; 4 x is 80 roundings squared short of 20.
+        *(
+            (f"{n} roundings of 5", (3, 1, 3), {"factor": 5 * (1 + n * ROUNDING)}, legal)
+            for n, legal in [(4, [5, 6]), (5, [6]), (-3, [5, 6]), (-4, [5])]
+        ),
+        ("E a power of two, but a has more than 24 bits", (4, 1, 4), {"factor": 5 * (1 + 4 * ROUNDING)}, [5, 6]),
+        # a = 2^22 + 1: everything fits float32, and 2 a, but 4 a is 2^24 + 4.
+        *(
+            (f"1 + 2^-22, T, K, E {sizes}", sizes, {"factor": 1 + 4 * ROUNDING}, legal)
+            for sizes, legal in [((1, 1, 1), [2]), ((1, 2, 2), [2]), ((4, 1, 4), [1, 2]), ((2, 2, 4), [1, 2])]
+        ),
+        ("a K T below 2^24", (2**24 - 2**12, 1, 2**12), {"factor": 1.0}, [2**12 - 1]),
+        ("a K T not below 2^24", (2**24, 1, 2**12), {"factor": 1.0}, [2**12, 2**12 + 1]),
+        # x = 1 + 1 / (2^22 - 1), off by 2^-22 of x exactly, and x = 1 - 1 / (2^22 + 1), likewise.
+        ("2^-22 more", (1, 1, 2**22 - 1), {"factor": 2.0**22}, [1, 2]),
+        ("2^-22 less", (1, 1, 2**22 + 1), {"factor": 2.0**22}, [1, 2]),
+    ),
+    *rows(first.lossless_capacity, second.lossless_capacity,
+        ("a minimum of 5 in threes", ([IDS], 3), {"minimum": 5, "multiple": 3}, 6),
+        ("without tokens", ([IDS[:0], IDS[:0]], 3), 0),
+        ("no rank", ([], 3), REFUSED),
+        ("minimum -1", ([IDS], 3), {"minimum": -1}, REFUSED),
+        ("multiple 0", ([IDS], 3), {"multiple": 0}, REFUSED),
+    ),
+    *rows(first.fits, second.fits, ("C < 0", (IDS, 3, -1), REFUSED)),
+    *rows(first.padded_rows, second.padded_rows, ("rows T < 0", (-1, 2), REFUSED), ("rows C < 0", (2, -1), REFUSED)),
+    *rows(first_drops.legal_drop, second_drops.legal_drop,
+        *(
+            (f"drop: {name}", (kept, ids, 3), options, REFUSED)
+            for name, kept, ids, options in [
+                ("kept of another shape", KEPT[:1], IDS, ANY), ("id out of range", KEPT, IDS + 2, ANY),
+                ("expert twice", KEPT, np.array([[1, 1], [0, 1]]), ANY), ("empty slot kept", ~KEPT, IDS, ANY),
+                ("no weights", KEPT, IDS, HEAVIEST), ("unknown policy", KEPT, IDS, {"capacity": 1, "policy": "wieght"}),
+                ("C < 0", KEPT, IDS, {"capacity": -1, "policy": "any"}),
+                ("errors alone", KEPT, IDS, {**ANY, "errors_TK": WEIGHTS}),
+                ("weights of another shape", KEPT, IDS, {**HEAVIEST, "weights_TK": WEIGHTS[:1]}),
+                ("NaN", KEPT, IDS, {**ANY, "weights_TK": np.where(IDS == 0, math.nan, 0.5)}),
+                ("negative error", KEPT, IDS, {**ANY, "weights_TK": WEIGHTS, "errors_TK": -WEIGHTS}),
+                ("error NaN", KEPT, IDS, {**ANY, "weights_TK": WEIGHTS, "errors_TK": WEIGHTS * math.nan}),
+            ]
+        ),
+        ("what stands in an empty slot says nothing", (KEPT, IDS, 3),
+         {**HEAVIEST, "weights_TK": NOTHING, "errors_TK": NOTHING}, [False, False, True]),
+    ),
+    *rows(first_drops.keep, second_drops.keep,
+        ("random keep", (IDS, 3), ANY, REFUSED),
+        ("keep without weights", (IDS, 3), HEAVIEST, REFUSED),
+    ),
+    *rows(first_output.after_drop, second_drops.after_drop,
+        ("scale alone", (IDS, WEIGHTS, KEPT), {"scale": 2.0}, REFUSED),
+        ("weights of no slot", (IDS, WEIGHTS[:1], KEPT), REFUSED),
+        ("empty kept", (IDS, WEIGHTS, ~KEPT), REFUSED),
+    ),
+)  # fmt: skip
