@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -71,79 +69,29 @@ class TestPair:
                 call(wrong)
 
 
-def same() -> tuple[Tensor, Tensor]:
-    """The tensor itself."""
-    x = torch.zeros(2, 3)
-    return x, x
-
-
-def overlapping() -> tuple[Tensor, Tensor]:
-    """Views that overlap at different offsets."""
-    storage = torch.zeros(12)
-    return storage[2:8].view(2, 3), storage[5:11].view(2, 3)
-
-
-def disjoint() -> tuple[Tensor, Tensor]:
-    """Views of one storage side by side."""
-    storage = torch.zeros(12)
-    return storage[:6].view(2, 3), storage[6:].view(2, 3)
-
-
-def interleaved() -> tuple[Tensor, Tensor]:
-    """Even and odd columns of one storage."""
-    storage = torch.zeros(2, 6)
-    return storage[:, 0::2], storage[:, 1::2]
-
-
-def clones() -> tuple[Tensor, Tensor]:
-    """Memory of their own."""
-    x = torch.zeros(2, 3)
-    return x.clone(), x
-
-
-def numpy_slices() -> tuple[Tensor, Tensor]:
-    """Two storages over slices of one array."""
-    array = np.zeros(10, dtype=np.float32)
-    return torch.from_numpy(array[0:6]).view(2, 3), torch.from_numpy(array[4:10]).view(2, 3)
-
-
-def imported() -> tuple[Tensor, Tensor]:
-    """A storage that was imported over a slice of another."""
-    storage = torch.zeros(10)
-    return torch.from_dlpack(storage.numpy()[4:10]).view(2, 3), storage[:6].view(2, 3)
-
-
-def empty() -> tuple[Tensor, Tensor]:
-    """Nothing and nothing."""
-    return torch.zeros(0, 3), torch.zeros(0, 3)
-
-
-def expanded() -> tuple[Tensor, Tensor]:
-    """One row laid out twice, beside other memory."""
-    return torch.zeros(1, 3).expand(2, 3), torch.zeros(2, 3)
-
-
-# Whether a write through the one shows through the other, and whether rows may be added in place.
-PAIRS: dict[str, tuple[Callable[[], tuple[Tensor, Tensor]], bool, bool]] = {
-    "the same": (same, True, False),
-    "overlapping views": (overlapping, True, False),
-    "disjoint views": (disjoint, False, True),
-    "interleaved columns": (interleaved, False, True),
-    "clones": (clones, False, True),
-    "slices of an array": (numpy_slices, True, False),
-    "an import of a slice": (imported, True, False),
-    "both empty": (empty, False, True),
-    "expanded": (expanded, False, False),
-}
+def real_pairs() -> dict[str, tuple[Tensor, Tensor, bool, bool]]:
+    """Whether a write through the one shows through the other, and whether rows may be added in place."""
+    x, wide, columns, array = torch.zeros(2, 3), torch.zeros(12), torch.zeros(2, 6), np.zeros(10, dtype=np.float32)
+    one, two = torch.from_numpy(array[0:6]).view(2, 3), torch.from_numpy(array[4:10]).view(2, 3)
+    imported = torch.from_dlpack(wide.numpy()[4:10]).view(2, 3)
+    return {
+        "the same": (x, x, True, False),
+        "overlapping views": (wide[2:8].view(2, 3), wide[5:11].view(2, 3), True, False),
+        "disjoint views": (wide[:6].view(2, 3), wide[6:].view(2, 3), False, True),
+        "interleaved columns": (columns[:, 0::2], columns[:, 1::2], False, True),
+        "clones": (x.clone(), x, False, True),
+        "slices of an array": (one, two, True, False),
+        "an import of a slice": (imported, wide[:6].view(2, 3), True, False),
+        "both empty": (torch.zeros(0, 3), torch.zeros(0, 3), False, True),
+        "one row laid out twice": (torch.zeros(1, 3).expand(2, 3), torch.zeros(2, 3), False, False),
+    }
 
 
 class TestRealMemory:
-    @pytest.mark.parametrize(("make", "shared", "lawful"), PAIRS.values(), ids=PAIRS.keys())
-    def test_a_write_shows_where_bytes_are_shared(
-        self, make: Callable[[], tuple[Tensor, Tensor]], shared: bool, lawful: bool
-    ) -> None:
+    @pytest.mark.parametrize("name", real_pairs())
+    def test_a_write_shows_where_bytes_are_shared(self, name: str) -> None:
         """Real tensors, written to element by element: x changes exactly where both oracles see bytes shared."""
-        out, x = make()
+        out, x, shared, lawful = real_pairs()[name]
         a, b = first.view_of(out), first.view_of(x)
         shown = False
         for place in np.ndindex(*out.shape):
@@ -152,10 +100,8 @@ class TestRealMemory:
             shown = shown or not torch.equal(before, x)
         assert shared == shown
         assert (shared, lawful) == (first.share_bytes(a, b), first.in_place_is_lawful(a, b))
-        assert (shared, lawful) == (
-            second.share_bytes(of_second(a), of_second(b)),
-            second.in_place_is_lawful(of_second(a), of_second(b)),
-        )
+        longhand = of_second(a), of_second(b)
+        assert (shared, lawful) == (second.share_bytes(*longhand), second.in_place_is_lawful(*longhand))
 
     def test_tensors_without_data_have_no_address(self) -> None:
         """Meta and fake tensors share nothing, and no pointer of theirs is followed."""
