@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -50,12 +50,6 @@ def rows(first: Callable[..., Any], second: Callable[..., Any], *table: tuple[An
     """Yield the rows of one function: (sentence, arguments, expected), with a dict of options before expected."""
     for sentence, arguments, *options, expected in table:
         yield Row(sentence, first, second, arguments, options[0] if options else {}, expected)
-
-
-def refusals(table: Mapping[str, tuple[Any, ...]]) -> Iterator[Row]:
-    """Yield rows of questions without an answer, by name: (first, second, arguments, options)."""
-    for name, (first, second, arguments, options) in table.items():
-        yield Row(name, first, second, arguments, options, REFUSED)
 
 
 def by_hand(*examples: Row) -> Callable[[Row], None]:

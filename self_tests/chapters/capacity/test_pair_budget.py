@@ -17,7 +17,7 @@ from self_tests.chapters.capacity.second import receive_budget as second
 from self_tests.chapters.exchange.second import deliveries as second_exchange
 from self_tests.chapters.exchange.second.deliveries import Pair
 from self_tests.oracles.asked_twice import assert_agree
-from self_tests.oracles.by_hand import by_hand, refusals, rows
+from self_tests.oracles.by_hand import by_hand, rows
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -125,53 +125,6 @@ class TestBudgets:
 
 IDS = np.array([[1, -1], [0, 1]])
 PAIR = Pair(0, 1, 0, 0, 0)
-BAD = {
-    **{
-        f"buffer for {question} {options}": (
-            first.worst_case_rows,
-            second.worst_case_rows,
-            question,
-            options,
-        )
-        for question, options in [
-            (([], 2, 2), {}),
-            (([3, -1], 2, 2), {}),
-            (([3], 0, 2), {}),
-            (([3], 2, -1), {}),
-            (([3], 2, 2), {"alignment": 0}),
-            (([3], 2, 2), {"alignment": 2, "per_token": True}),
-        ]
-    },
-    "budget -1": (first.over_budget, second.over_budget, ([1], -1), {}),
-    "rows -1": (first.over_budget, second.over_budget, ([1, -1], 5), {}),
-    "alignment 0": (first.over_budget, second.over_budget, ([1], 5), {"alignment": 0}),
-    "wanted of nobody": (first.legal_deliveries, second.legal_deliveries, ([], [PAIR], []), {}),
-    "room for nobody": (first.fitting_slots, second.fitting_slots, ([], [PAIR], []), {}),
-    "given to nobody": (first.legal_deliveries, second.legal_deliveries, ([PAIR], [], []), {}),
-    **{
-        f"slot {change}": (
-            first.delivered_slots,
-            second.delivered_slots,
-            ([PAIR._replace(**change)], [IDS]),
-            {},
-        )
-        for change in [
-            {"source": 1},
-            {"source": -1},
-            {"token": 2},
-            {"token": -1},
-            {"slot": 2},
-            {"slot": -1},
-            {"expert": 1},
-        ]
-    },
-    "empty slot delivered": (
-        first.delivered_slots,
-        second.delivered_slots,
-        ([Pair(0, 0, 1, 0, -1)], [IDS]),
-        {},
-    ),
-}
 
 
 # Rank 0 is wanted by three rows, two for expert 0 and one for expert 1; rank 1 by one row for expert 2.
@@ -230,5 +183,32 @@ test_by_hand = by_hand(
         ("rank 1 alone has room", *got([0, 1], [1, 2], wanted=SHARDS), []),
         ("half a slot is not dropped", *got([0, 1, 2], [2, 2], wanted=SHARDS), []),
     ),
-    *refusals(BAD),
+    *rows(first.worst_case_rows, second.worst_case_rows,
+        *(
+            (f"buffer for {question} {options}", question, options, REFUSED)
+            for question, options in [
+                (([], 2, 2), {}), (([3, -1], 2, 2), {}), (([3], 0, 2), {}), (([3], 2, -1), {}),
+                (([3], 2, 2), {"alignment": 0}), (([3], 2, 2), {"alignment": 2, "per_token": True}),
+            ]
+        ),
+    ),
+    *rows(first.over_budget, second.over_budget,
+        ("a budget of -1", ([1], -1), REFUSED),
+        ("rows -1", ([1, -1], 5), REFUSED),
+        ("alignment 0", ([1], 5), {"alignment": 0}, REFUSED),
+    ),
+    *rows(first.legal_deliveries, second.legal_deliveries,
+        ("wanted of nobody", ([], [PAIR], []), REFUSED),
+        ("given to nobody", ([PAIR], [], []), REFUSED),
+    ),
+    *rows(first.fitting_slots, second.fitting_slots, ("room for nobody", ([], [PAIR], []), REFUSED)),
+    *rows(first.delivered_slots, second.delivered_slots,
+        *(
+            (f"a slot of {change}", ([PAIR._replace(**change)], [IDS]), REFUSED)
+            for change in [
+                {"source": 1}, {"source": -1}, {"token": 2}, {"token": -1}, {"slot": 2}, {"slot": -1}, {"expert": 1},
+            ]
+        ),
+        ("an empty slot delivered", ([Pair(0, 0, 1, 0, -1)], [IDS]), REFUSED),
+    ),
 )  # fmt: skip
