@@ -197,8 +197,10 @@ test_by_hand = by_hand(
         ),
     ),
     *rows(
-        lambda event: first.trained(doubles(NOUGHT), told([event]), rate=0.1),
-        lambda event: second.after(NOUGHT, [event], 0.1),
+        lambda *events: first.trained(doubles(NOUGHT), told(list(events)), rate=0.1),
+        lambda *events: second.after(NOUGHT, list(events), 0.1),
+        ("loads of training count until an update", (Forward("training", [3, 1]), Forward("forced", [0, 9]), Update(),
+         Update(), Forward("training", [0, 1])), ([-0.1, 0.1], [0, 1])),
         ("a forward of another kind", (Forward("test", [1, 2]),), REFUSED),
         ("loads of fewer experts in a forward that would not count", (Forward("evaluation", [1]),), REFUSED),
         ("loads below 0 in a forward that would not count", (Forward("forced", [1, -1]),), REFUSED),

@@ -135,7 +135,7 @@ SHARDS = [Pair(0, token, 0, rank, 0) for token in range(2) for rank in range(2)]
 
 def got(rows_of: list[int], budgets: list[int], alignment: int = 1, wanted: list[Pair] = WANTED) -> tuple[Any, ...]:
     """Some of the wanted rows, and what each rank has room for."""
-    return ([wanted[i] for i in rows_of], wanted, budgets), {"alignment": alignment}
+    return ([wanted[i] for i in rows_of], wanted, budgets), {"alignment": alignment} if alignment > 1 else {}
 
 
 def left(*rows_of: int, wanted: list[Pair] = WANTED) -> list[tuple[int, int, int]]:

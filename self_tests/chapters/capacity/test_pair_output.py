@@ -111,6 +111,12 @@ IDS, KEPT, WEIGHTS = np.array([[1, -1], [0, 1]]), np.array([[True, False], [Fals
 NOTHING = np.where(IDS < 0, math.nan, 0.25)
 
 
+def first_left(*drop: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and weights that a drop leaves."""
+    left = first_output.after_drop(*drop, **options)
+    return left.ids_TK, left.weights_TK
+
+
 class TestBools:
     def test_kept_is_of_bools(self) -> None:
         """Ones and zeros are no bools for the first oracle, which would combine them bit by bit."""
@@ -190,7 +196,8 @@ test_by_hand = by_hand(
         ("random keep", (IDS, 3), ANY, REFUSED),
         ("keep without weights", (IDS, 3), HEAVIEST, REFUSED),
     ),
-    *rows(first_output.after_drop, second_drops.after_drop,
+    *rows(first_left, second_drops.after_drop,
+        ("what is kept weighs as before", (IDS, WEIGHTS, KEPT), ([[1, -1], [-1, 1]], [[0.5, 0.0], [0.0, 0.5]])),
         ("scale alone", (IDS, WEIGHTS, KEPT), {"scale": 2.0}, REFUSED),
         ("weights of no slot", (IDS, WEIGHTS[:1], KEPT), REFUSED),
         ("empty kept", (IDS, WEIGHTS, ~KEPT), REFUSED),

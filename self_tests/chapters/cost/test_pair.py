@@ -172,6 +172,7 @@ test_by_hand = by_hand(
     ),
     # Each expert's rows up to the multiple, and a multiple more for each expert.
     *rows(first_bytes.most_rows, second_bytes.most_rows,
+        ("no padding", ([3, 7],), 12),
         *(
             (f"{rows_N} in multiples of {multiple}", (rows_N, multiple), most)
             for rows_N, multiple, most in [

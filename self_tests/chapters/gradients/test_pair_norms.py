@@ -214,10 +214,10 @@ test_by_hand = by_hand(
         ),
     ),
     *rows(
-        lambda gradients, max_norm, p=2.0: list(first.clipped(tensors(gradients), max_norm, p=p).values()),
-        lambda gradients, max_norm, p=2.0: list(second.clipped(gradients, max_norm, p=p).values()),
+        lambda gradients, *largest, **p: list(first.clipped(tensors(gradients), *largest, **p).values()),
+        lambda *question, **p: list(second.clipped(*question, **p).values()),
         ("a norm of 7, clipped to 3.5", (CLIPPED, 3.5), [[[1.0], [-1.5]], [3.0, 0.0]]),
-        ("the largest is 6, clipped to 3", (CLIPPED, 3.0, INF), [[[1.0], [-1.5]], [3.0, 0.0]]),
+        ("the largest is 6, clipped to 3", (CLIPPED, 3.0), {"p": INF}, [[[1.0], [-1.5]], [3.0, 0.0]]),
         ("norm + eps <= max_norm", (CLIPPED, 7.0), [[[2.0], [-3.0]], [6.0, 0.0]]),
         *((f"what ranks do with {bad} is free", (two([1.0, bad]), 1.0), REFUSED) for bad in (NAN, INF)),
     ),

@@ -164,6 +164,7 @@ test_by_hand = by_hand(
         ),
     ),
     *rows(first.routing_calls, second.routing_calls,
+        ("what is not run again", ("F0 F1 B1 B0", [1, 4]), [(1, 0), (4, 0), (1, 1), (4, 1)]),
         # Passes that are none, come twice or too early, and layers that do not ascend.
         *(
             (f"schedule {schedule!r} of layers {layers}", (schedule, layers), REFUSED)

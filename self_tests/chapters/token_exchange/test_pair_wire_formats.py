@@ -194,19 +194,20 @@ def first_scales(x_RD: Any, scales_RB: Any, block: int, fmt: Format) -> Any:
     return first_errors.legal_scales(x_RD, scales_RB, block, in_first(fmt))
 
 
-def first_values(x_RD: Any, v_RD: Any, scales_RB: Any, block: int, fmt: Format, unit: float = 0.0) -> Any:
+def first_values(x_RD: Any, v_RD: Any, scales_RB: Any, block: int, fmt: Format, *unit: float) -> Any:
     """The first oracle's verdict on values."""
-    return first_errors.legal_values(x_RD, v_RD, scales_RB, block, in_first(fmt), unit=unit)
+    question = x_RD, v_RD, scales_RB, block, in_first(fmt)
+    return first_errors.legal_values(*question, **dict(zip(["unit"], unit, strict=False)))
 
 
 def second_values(*question: Any) -> Any:
     """The longhand's."""
-    return second.legal_values(*question[:5], unit=question[5] if len(question) > 5 else 0.0)
+    return second.legal_values(*question[:5], **dict(zip(["unit"], question[5:], strict=False)))
 
 
-def under(fmt: Format, x: float, v: float, unit: float = 0.0) -> tuple[Any, ...]:
+def under(fmt: Format, x: float, v: float, *unit: float) -> tuple[Any, ...]:
     """One element under the scale 1; its neighbour is off by all that it has, the next block has its own scale."""
-    return np.array([[x, 2.0, 4.0]]), np.array([[v, 9.0, 5.0]]), np.array([[1.0, 2048.0]]), 2, fmt, unit
+    return np.array([[x, 2.0, 4.0]]), np.array([[v, 9.0, 5.0]]), np.array([[1.0, 2048.0]]), 2, fmt, *unit
 
 
 def ones(*shapes: tuple[int, int]) -> tuple[Any, ...]:
