@@ -6,17 +6,18 @@ class of native are detected, those first that come first in the order, and ever
 Two kinds are left out, so that what is stored is the least that is detected: bugs that hang or end ranks run nowhere
 else, and checks that compare a case with equivalent runs are not asked. What is not known counts as not detected.
 
-The order is greedy: next comes what detects most bugs, of those that nothing before detects, for its seconds. Seconds
-of a case are half of the processor time that native's ranks and the checks take: there are two processors.
+The order is greedy: next comes what detects most bugs, of those that nothing before detects, for its seconds. Those of
+a case are those of its runs: its own and the equivalent ones that its checks ask for, which `--report DIR` counts in a
+report of native's quick profile. What a run on so many ranks takes is a figure below; by these the whole profile takes
+what it takes on two processors that have nothing else to do, the start aside.
 
-A run that was ended, or stopped by `--limit SECONDS`, goes on from where it was. `--order` measures nothing and stores
+A run that was ended, or stopped by `--limit SECONDS`, goes on from where it was. `--limit 0` runs nothing and stores
 the order anew.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import time
 import tomllib
 from collections import defaultdict
@@ -40,16 +41,13 @@ from moe_conformance.workloads.selection.power import Place
 from self_tests.checks import Check, checks, judge
 from self_tests.planted_bugs import Plant
 from self_tests.workloads.second_cases import declared, expectations, second
-from tools.select_cases import place_of
+from tools.select_cases import place_of, reported
 
 MATRIX = Path(__file__).parents[1] / "self_tests" / "workloads" / "power.toml"
 SMOKE_S = 10.0
-_NATIVE = "native"
 _DEADLINE_S = 20.0
 _CASES = 10  # beyond those that are known, for one bug
-_REPEATS = 2  # of a case of native whose seconds are measured
-_USUAL_S, _USUAL_OF_MANY_S = {"single": 0.015, "ep2": 0.022}, 0.035
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_RUN_S, _RUN_OF_FOUR_S = {"single": 0.015, "ep2": 0.022}, 0.036  # by layout
 
 
 @dataclass
@@ -71,15 +69,15 @@ class Matrix:
         def rows(table: Mapping[str, str]) -> dict[str, set[Place]]:
             return {name: {places[int(number)] for number in row.split()} for name, row in table.items()}
 
-        seconds = dict(zip(places, stored["seconds"].values(), strict=True))
-        return cls(seconds, rows(stored["detected"]), rows(stored["missed"]))
+        seconds = zip(places, stored["seconds"].values(), strict=True)
+        return cls({place: each for place, each in seconds if each}, rows(stored["detected"]), rows(stored["missed"]))
 
     def store(self) -> None:
-        """Write the file; rows hold the numbers of cases, counted from 0."""
-        places = sorted({*self.seconds, *_union(self.detected), *_union(self.missed)})
+        """Write the file; rows hold the numbers of cases, counted from 0. Cases that no report tells of have 0.0 s."""
+        places = sorted(_union(self.detected) | _union(self.missed))
         numbers = {place: number for number, place in enumerate(places)}
         lines = ["# Which planted bugs cases detect: rows of numbers of cases. Written by tools/power.py.", ""]
-        lines += ["[seconds]", *(f'"{" ".join(each)}" = {self.seconds.get(each, 0.0):.4f}' for each in places)]
+        lines += ["[seconds]", *(f'"{" ".join(each)}" = {self.seconds.get(each, 0.0):.3f}' for each in places)]
         for title, rows in (("detected", self.detected), ("missed", self.missed)):
             lines += ["", f"[{title}]"]
             for name, row in sorted(rows.items()):
@@ -101,8 +99,8 @@ class Matrix:
         return ordered
 
     def seconds_of(self, place: Place) -> float:
-        """Return the seconds of a case; of one that was not measured, what is usual of its number of ranks."""
-        return self.seconds.get(place) or _USUAL_S.get(place[1], _USUAL_OF_MANY_S)
+        """Return the seconds of a case; of one that no report was read of, those of one run."""
+        return self.seconds.get(place) or run_seconds(place)
 
     def within(self, order: Sequence[Place], seconds: float) -> int:
         """Return how many cases of an order fit in that time."""
@@ -117,6 +115,11 @@ class Matrix:
         """Return how many planted bugs are detected in some of these cases."""
         some = set(places)
         return sum(1 for row in self.detected.values() if row & some)
+
+
+def run_seconds(place: Place) -> float:
+    """Return what one run takes on the ranks of a case's layout."""
+    return _RUN_S.get(place[1], _RUN_OF_FOUR_S)
 
 
 def _union(rows: Mapping[str, set[Place]]) -> set[Place]:
@@ -177,12 +180,21 @@ def to_try(matrix: Matrix, name: str, alike: Mapping[str, set[Place]], order: Ma
     return [place for place in ordered[:_CASES] if place not in tried]
 
 
+def latest(matrix: Matrix, order: Mapping[Place, int]) -> list[str]:
+    """Return the names of bugs, those first that the order detects last: of these it says most where else they are."""
+
+    def first(name: str) -> int:
+        return min((order[place] for place in matrix.detected[name] if place in order), default=len(order))
+
+    return sorted(quick_plants(), key=first, reverse=True)
+
+
 # ---- trying ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Trials:
-    """Runs planted bugs, and native itself, on cases of the quick profile."""
+    """Runs planted bugs on cases of the quick profile."""
 
     engine: Engine
 
@@ -201,14 +213,6 @@ class Trials:
             workloads = [self.cases[place].workload for place in some]
             steps |= dict(zip(some, start_many(self.engine, backend, workloads, _DEADLINE_S), strict=True))
         return steps
-
-    def seconds(self, place: Place) -> float:
-        """Return half of the processor time that a case takes: that of the ranks and that of the checks."""
-        list(self._judged(self.start(_NATIVE, [place])[place].outcome()))
-        before = _processor_time()
-        for step in [self.start(_NATIVE, [place])[place] for _ in range(_REPEATS)]:
-            list(self._judged(step.outcome()))
-        return (_processor_time() - before) / _REPEATS / 2
 
     def detects(self, name: str, step: Step) -> bool:
         """Return whether a check refuses what a bug does in a case."""
@@ -239,26 +243,12 @@ def alone() -> tuple[tuple[Check, bool], ...]:
     return tuple(found.values())
 
 
-def _processor_time() -> float:
-    """Return the processor time of this process and all below it."""
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        parents[int(stat.parent.name)] = int(fields[1])
-        ticks[int(stat.parent.name)] = int(fields[11]) + int(fields[12])
-
-    def below(process: int) -> bool:
-        while process in parents:
-            if process == os.getpid():
-                return True
-            process = parents[process]
-        return False
-
-    return sum(used for process, used in ticks.items() if below(process)) * _TICK_S
+def counted(folder: Path) -> dict[Place, float]:
+    """Return the seconds of all cases of a report: those of a run, times the runs that are reported of the case."""
+    runs: dict[Place, int] = defaultdict(int)
+    for ran in reported(folder):
+        runs[ran.place] += ran.runs
+    return {place: count * run_seconds(place) for place, count in runs.items() if count}
 
 
 # ---- the tool --------------------------------------------------------------------------------------------------------
@@ -266,20 +256,15 @@ def _processor_time() -> float:
 
 def measure(matrix: Matrix, until: float) -> bool:
     """Run what is not known yet, storing the matrix now and then; return whether it came to an end in time."""
+    if time.monotonic() > until:
+        return False
     alike: dict[str, set[Place]] = defaultdict(set)
     for name, places in known().items():
         alike[changed(quick_plants()[name])] |= places
     order = {place: number for number, place in enumerate(matrix.order())}
     with Engine(preload=("moe_conformance.scenarios.moe_step", "self_tests.planted_bugs")) as engine:
         trials = Trials(engine)
-        for place in order:
-            if place not in matrix.seconds:
-                if time.monotonic() > until:
-                    return False
-                matrix.seconds[place] = trials.seconds(place)
-        matrix.store()
-        order = {place: number for number, place in enumerate(matrix.order())}
-        asked = [(name, some) for name in quick_plants() if (some := to_try(matrix, name, alike, order))]
+        asked = [(name, some) for name in latest(matrix, order) if (some := to_try(matrix, name, alike, order))]
         ahead: dict[Place, Step] = {}
         for number, (name, some) in enumerate(asked):
             steps = ahead or trials.start(quick_plants()[name].backend, some)
@@ -315,7 +300,7 @@ def main() -> None:
     """Measure what is missing, and store the order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=float, default=float("inf"), help="stop after so many seconds")
-    parser.add_argument("--order", action="store_true", help="measure nothing, and store the order anew")
+    parser.add_argument("--report", type=Path, help="folder of a report of native's quick profile on 4 ranks")
     given = parser.parse_args()
     until = time.monotonic() + given.limit
     torch.set_num_threads(1)  # as in a run
@@ -326,7 +311,9 @@ def main() -> None:
     for name, places in known().items():
         matrix.detected.setdefault(name, set()).update(places)
         matrix.missed.get(name, set()).difference_update(places)
-    whole = given.order or measure(matrix, until)
+    if given.report:
+        matrix.seconds = counted(given.report)
+    whole = measure(matrix, until)
     matrix.store()
     store_order(matrix)
     print("all was tried" if whole else "more is to be tried: run it again")

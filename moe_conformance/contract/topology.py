@@ -57,7 +57,7 @@ class Layout:
         """Expert data parallel size: the number of replicas of every expert."""
         return self.world // (self.etp * self.ep * self.pp)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """Axes larger than one, e.g. `tp2-ep2-edp2`; `single` where there are none."""
         axes = {axis: getattr(self, axis) for axis in ("tp", "cp", "pp", "ep", "etp", "edp")}

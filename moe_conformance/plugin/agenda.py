@@ -94,10 +94,9 @@ def sort(items: list[pytest.Item], examples: Collection[str], power: Mapping[Pla
     urgent = {place for place, item in placed if item.name in examples}
     first = [item for place, item in placed if place in urgent]
     last = [item for item in items if _place(item) is None]
-    others = [each for each in placed if each[0] not in urgent]
-    numbered = [(number, item) for _, item in others if (number := power.get(_named(item))) is not None]
-    powerful = [item for _, item in sorted(numbered, key=lambda each: each[0])]
-    usual = [each for each in others if _named(each[1]) not in power]
+    others = [(power.get(_named(item), inf), place, item) for place, item in placed if place not in urgent]
+    powerful = [item for number, _, item in sorted(others, key=lambda each: each[0]) if number < inf]
+    usual = [(place, item) for number, place, item in others if number == inf]
     items[:] = [*first, *powerful, *_spread(usual), *last]
 
 

@@ -111,9 +111,13 @@ class Plan:
     def _smoke(self) -> Mapping[str, Collection[str]]:
         """Names of the workloads of the smoke profile, by layout."""
         found: dict[str, set[str]] = {}
-        for _, layout, name in power.smoke(self.backend.variants):
+        for _, layout, name in self._first:
             found.setdefault(layout, set()).add(name)
         return found
+
+    @cached_property
+    def _first(self) -> Collection[power.Place]:
+        return power.smoke(self.backend.variants)
 
     @cached_property
     def cells(self) -> tuple[Cell, ...]:
@@ -171,8 +175,8 @@ class Plan:
         on the layouts of the quick profile.
         """
         cell, name = case.cell, case.workload.name
-        if self.profile == SMOKE:
-            return (cell.variant, cell.layout.name, name) in power.smoke(self.backend.variants)
+        if self.profile == SMOKE and (cell.variant, cell.layout.name, name) not in self._first:
+            return False
         if self.virtual or case.id in self.kept or cell_limits(cell.limits, cell.layout):
             return True
         bfloat16 = case.workload.config.dtype == torch.bfloat16 and cell.layout in profiles.quick_layouts()
