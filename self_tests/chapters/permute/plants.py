@@ -229,14 +229,6 @@ class SentinelsCountedFromTheEnd(RowIndex):
         return real_R & (torch.arange(len(index_R)) < real_R.sum())
 
 
-@planted(Expectation("EXCH-19", "row-index", "dispatch", "with sentinel -1 is"), layout=SINGLE)
-class OnlyTooLargeIsASentinel(RowIndex):
-    """T stands for no token, and -1 for the last one."""
-
-    def gather(self, x_TD: Tensor, index_R: Tensor) -> Tensor:
-        return super().gather(x_TD, torch.where(index_R < 0, len(x_TD) - 1, index_R))
-
-
 # ---- segments ------------------------------------------------------------------------------------------------
 
 

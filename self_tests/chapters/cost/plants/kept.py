@@ -46,21 +46,6 @@ class GroupOfEachStep(AllToAllExchange):
 @planted(
     Expectation("COST-07", "repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 4 equal steps with")
 )
-class LeaksFourMebibytes(AllToAllExchange):
-    """Every dispatch makes a buffer of 4 MiB for itself, and a list keeps it."""
-
-    def __init__(self, config: Config, topology: Topology) -> None:
-        super().__init__(config, topology)
-        self._buffers: list[Tensor] = []
-
-    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
-        self._buffers.append(torch.empty(1 << 20))
-        return super().dispatch(x, routing)
-
-
-@planted(
-    Expectation("COST-07", "repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 4 equal steps with")
-)
 class KeepsGraphs(AllToAllExchange):
     """The rows of every dispatch are kept for a statistic that is never taken, and with them their graph."""
 
@@ -114,23 +99,8 @@ class WorstCaseBuffer(AllToAllExchange):
     ),
     layout=EP2_EDP2,
 )
-class ReducesEverywhere(GradientFinisher):
-    """Gradients of experts travel over all ranks, and what comes back is thrown away."""
-
-    def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
-        dist.all_reduce(torch.zeros_like(gradient), group=self.topology.group("world"))
-        return super()._summed(gradient, replicas)
-
-
-@planted(
-    Expectation(
-        *("COST-08", "own-even", "finish"),
-        *("elements by all_reduce on group (0, 1, 2, 3)", "the replicas of its experts are"),
-    ),
-    layout=EP2_EDP2,
-)
 class ReducesEverywhereRowByRow(GradientFinisher):
-    """The same in calls that carry a row each."""
+    """Gradients of experts travel over all ranks in calls that carry a row each, and what comes back is thrown away."""
 
     def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
         for row in torch.zeros_like(gradient).flatten(0, -2):
@@ -192,26 +162,8 @@ class SavesOnTheWayBack(AllToAllExchange):
         "COST-07", "shared-repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 3 equal steps"
     )
 )
-class KeepsLogits(Router):
-    """The logits of every forward are kept for a loss that nobody asks for, and with them their graph and tokens."""
-
-    def __init__(self, config: Config, device: torch.device) -> None:
-        super().__init__(config, device)
-        self._seen: list[Tensor] = []
-
-    def _logits(self, x_TD: Tensor) -> Tensor:
-        logits_TE = super()._logits(x_TD)
-        self._seen.append(logits_TE)
-        return logits_TE
-
-
-@planted(
-    Expectation(
-        "COST-07", "shared-repeated-even", "run", "rank 0 leaves", "bytes allocated after each of 3 equal steps"
-    )
-)
 class KeepsLogitsAlone(Router):
-    """The logits of every forward are kept, without their graph."""
+    """The logits of every forward are kept for a loss that nobody asks for, without their graph."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         super().__init__(config, device)

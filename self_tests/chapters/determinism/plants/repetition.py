@@ -29,17 +29,6 @@ def _dithered(values: Tensor, generator: torch.Generator | None) -> Tensor:
     return values * (1 + moved / 128).to(values.dtype)
 
 
-@planted(
-    Expectation("DET-01", "own-even-bfloat16", "experts", "run in fresh processes", "y of rank 0 token"),
-    layout=EP2_EDP2,
-)
-class RoundingSeededByTheProcess(AllToAllExchange):
-    """Outputs are rounded up or down at random, from a seed that is the number of the process."""
-
-    def combine(self, rows: Tensor, handle: Any) -> Tensor:
-        return _dithered(super().combine(rows, handle), torch.Generator().manual_seed(os.getpid()))
-
-
 @planted(Expectation("DET-01", "route-ties", "route", "run in fresh processes, rank 0 token"))
 class TiesByProcess(Router):
     """Experts that score the same are told apart by chance, from a seed that is the number of the process."""

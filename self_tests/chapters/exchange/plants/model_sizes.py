@@ -58,13 +58,6 @@ class RingOfFive(_Ring):
     places = 5
 
 
-@planted(Expectation("GRAD-01", "six-in-flight-even", "gradient", "of microbatch 0"))
-class RingOfFour(_Ring):
-    """The ring has four places: the fifth combine in flight takes that of the first."""
-
-    places = 4
-
-
 @planted(Expectation("GRAD-01", "one-expert-a-rank-in-flight-even", "gradient", "of microbatch 0"))
 class OneExpertOneBuffer(AllToAllExchange):
     """Where a rank holds one expert there is nothing to sort, and one buffer for the weights of a combine."""

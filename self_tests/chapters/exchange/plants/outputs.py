@@ -151,21 +151,6 @@ class TiesByNumpy(AllToAllExchange):
         return super().dispatch(x, routing)
 
 
-@planted(Expectation("EXCH-32", "in-flight-uneven", "combine", "the output of microbatch 0 on rank 0 was overwritten"))
-class LendsItsOutput(AllToAllExchange):
-    """The output of the next microbatch is written over that of the last one, as into one buffer for all."""
-
-    lent: Tensor | None = None
-
-    def combine(self, rows: Tensor, handle: Any) -> Tensor:
-        y = super().combine(rows, handle)
-        if self.lent is not None:
-            n = min(len(y), len(self.lent))
-            self.lent.data[:n] = y.data[:n]
-        self.lent = y
-        return y
-
-
 @planted(
     Expectation(
         "EXCH-32",

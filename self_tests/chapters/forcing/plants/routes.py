@@ -110,7 +110,10 @@ class EveryTokenBeginsAtTheFirst(ForcedRouter):
 
 
 @planted(
-    Expectation("FORCE-04", "forced-round-robin-small-groups", "route", "the ranks [0, 1] together have the loads [3, ")
+    Expectation(
+        *("FORCE-04", "forced-round-robin-small-groups", "route", "the ranks [0, 1] together have the loads [3, "),
+        "as even as over one; likely cause: a rank does",
+    )
 )
 class RanksBeginAfterTokens(ForcedRouter):
     """A rank begins as many experts behind the one before as that has tokens, and not slots."""
@@ -118,18 +121,6 @@ class RanksBeginAfterTokens(ForcedRouter):
     def _deal(self, tokens: int, device: torch.device) -> Tensor:
         begun_too_far = self.source * tokens * (self.config.top_k - 1)
         return (super()._deal(tokens, device) - begun_too_far) % self.config.experts
-
-
-@planted(
-    Expectation(
-        "FORCE-04", "forced-round-robin-small-groups", "route", "as even as over one; likely cause: a rank does"
-    )
-)
-class RanksBeginAtTheFirst(ForcedRouter):
-    """Every rank begins at the first expert, so that remainders of all ranks meet."""
-
-    def _deal(self, tokens: int, device: torch.device) -> Tensor:
-        return (super()._deal(tokens, device) - self.source * tokens * self.config.top_k) % self.config.experts
 
 
 @planted(
