@@ -39,23 +39,15 @@ class _InARing(torch.autograd.Function):
         return (gradient_PD * fits_P.unsqueeze(1)).to(gradient_PD.dtype), d_weights_P, None, None
 
 
-class _Ring(AllToAllExchange):
-    """The weights of a combine lie in a ring until its backward. Each exchange counts its combines."""
-
-    places: ClassVar[int]
+@planted(Expectation("GRAD-01", "six-in-flight-even", "gradient", "of microbatch 0"))
+class RingOfFive(AllToAllExchange):
+    """What a combine keeps lies in a ring of five places: the sixth combine in flight takes that of the first."""
 
     def _weigh(self, rows_PD: Tensor, weights_P: Tensor) -> Tensor:
         ring, number = self.__dict__.setdefault("ring", {}), self.__dict__.get("number", 0)
         self.number = number + 1
-        weighed: Tensor = _InARing.apply(rows_PD, weights_P, ring, number % self.places)  # type: ignore[no-untyped-call]
+        weighed: Tensor = _InARing.apply(rows_PD, weights_P, ring, number % 5)  # type: ignore[no-untyped-call]
         return weighed
-
-
-@planted(Expectation("GRAD-01", "six-in-flight-even", "gradient", "of microbatch 0"))
-class RingOfFive(_Ring):
-    """The ring has five places: the sixth combine in flight takes that of the first."""
-
-    places = 5
 
 
 @planted(Expectation("GRAD-01", "one-expert-a-rank-in-flight-even", "gradient", "of microbatch 0"))
