@@ -1,4 +1,4 @@
-"""Functions that the tests of the engine run on ranks; most end badly, on purpose."""
+"""Functions that the tests of the engine run on ranks; most cause a fault."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RefusedError(Exception):
 
 
 class BreaksWhileLoading:
-    """A payload that ends the faulty rank's process when it is loaded, and to others is like a lost connection."""
+    """A payload that ends the faulty rank's process while it is loaded, and raises a lost connection on others."""
 
     def __init__(self, faulty: int) -> None:
         self.faulty = faulty
@@ -53,7 +53,7 @@ def echo(context: RankContext, payload: Any) -> Any:
 
 
 def where_am_i(context: RankContext, payload: Any) -> Any:
-    """Returns what the context says, and what torch says of the groups."""
+    """Returns the fields of the context, and the ranks that torch reports for the groups."""
     groups = {name: dist.get_process_group_ranks(group) for name, group in context.groups.items()}
     default = (dist.get_rank(), dist.get_world_size())
     return context.rank, context.world, default, str(context.device), groups
@@ -70,14 +70,14 @@ def sums(context: RankContext, payload: Any) -> dict[str, float]:
 
 
 def same_groups_as_before(context: RankContext, payload: Any) -> bool:
-    """Tells whether each group is the very object of the last job that ran this function here."""
+    """Returns whether every group is the same object as in the previous job."""
     same = all(_groups_seen.get(name) is group for name, group in context.groups.items())
     _groups_seen.update(context.groups)
     return same
 
 
 def pid(context: RankContext, payload: Any) -> tuple[int, int]:
-    """Returns this process and the one that it was forked from."""
+    """Returns the pids of this process and of the fork server."""
     return os.getpid(), os.getppid()
 
 
@@ -88,7 +88,7 @@ def count_jobs(context: RankContext, payload: Any) -> int:
 
 
 def settings(context: RankContext, payload: Any) -> Any:
-    """Returns what the engine promises of a rank's process."""
+    """Returns the settings that the engine makes in a rank's process."""
     with open("/proc/self/oom_score_adj", encoding="ascii") as oom:
         ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         return torch.get_num_threads(), ignored, sys.path, int(oom.read()), os.sched_getscheduler(0)
@@ -100,7 +100,7 @@ def variable(context: RankContext, payload: str) -> str | None:
 
 
 def reduce_megabytes(context: RankContext, megabytes: int) -> float:
-    """Returns an element of a sum that takes a while."""
+    """Returns an element of the sum of large tensors."""
     big = torch.full((megabytes * 2**18,), context.rank + 1.0)
     for _ in range(3):
         dist.all_reduce(big)
@@ -113,7 +113,7 @@ def say(context: RankContext, payload: str) -> None:
 
 
 def warn(context: RankContext, payload: str) -> None:
-    """Warns from one line, as a library does in every step, then prints."""
+    """Warns from one line, as a library may do in every step, then prints."""
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.warn(payload, FutureWarning, stacklevel=1)
@@ -142,7 +142,7 @@ def one_raises(context: RankContext, faulty: int) -> None:
 
 
 def one_raises_and_others_wrap(context: RankContext, faulty: int) -> None:
-    """The faulty rank raises; the others put what they then get into an exception of their own."""
+    """The faulty rank raises; the others raise another exception from the one they get."""
     if context.rank == faulty:
         raise ValueError("the first fault")
     try:
@@ -171,7 +171,7 @@ def leave(context: RankContext, faulty: int) -> None:
 
 
 def exit_hard(context: RankContext, faulty: int) -> None:
-    """The faulty rank's process exits without a word."""
+    """The faulty rank's process exits by os._exit."""
     if context.rank == faulty:
         os._exit(7)
     _meet()
@@ -186,7 +186,7 @@ def kill_oneself(context: RankContext, culprit_and_signal: tuple[int, int]) -> N
 
 
 def kill_the_parent(context: RankContext, payload: Any) -> None:
-    """Kills the process that forks the ranks."""
+    """Kills the fork server."""
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(600)
 
@@ -206,7 +206,7 @@ def spin_before_meeting(context: RankContext, faulty: int) -> None:
 
 
 def skip_meeting(context: RankContext, faulty: int) -> str:
-    """The faulty rank leaves a collective out."""
+    """The faulty rank omits a collective."""
     _meet()
     if context.rank != faulty:
         _meet()
@@ -214,13 +214,13 @@ def skip_meeting(context: RankContext, faulty: int) -> str:
 
 
 def reduce_otherwise(context: RankContext, faulty: int) -> str:
-    """The faulty rank takes the greatest where the others add up; the transport lets everybody return."""
+    """The faulty rank reduces by MAX where the others add; the transport lets all ranks return."""
     dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX if context.rank == faulty else dist.ReduceOp.SUM)
     return "returned"
 
 
 def skip_meeting_in_backward(context: RankContext, faulty: int) -> None:
-    """The faulty rank leaves out a collective that is part of the backward pass."""
+    """The faulty rank omits a collective that is part of the backward pass."""
     x = torch.ones(3, requires_grad=True)
     y = x * 2 if context.rank == faulty else _Met.apply(x)
     y.sum().backward()
@@ -249,7 +249,7 @@ def sleep(context: RankContext, seconds: float) -> str:
 
 
 def make_a_group(context: RankContext, payload: Any) -> tuple[float, float]:
-    """Make a group of ranks 0 and 1, rank 0 later than the others; return when it was begun and when it was there."""
+    """Make a group of ranks 0 and 1, rank 0 later than the others; return when that began and when it ended."""
     if context.rank == 0:
         time.sleep(0.3)
     began = time.monotonic()
@@ -261,7 +261,7 @@ def make_a_group(context: RankContext, payload: Any) -> tuple[float, float]:
 
 
 def make_file(context: RankContext, path: str) -> None:
-    """Make a file, on whichever rank comes first."""
+    """Make a file, on the rank that comes first."""
     Path(path).touch()
 
 
@@ -282,7 +282,7 @@ def sleep_on_a_thread(context: RankContext, payload: Any) -> None:
 
 
 def destroy_the_default_group(context: RankContext, faulty: int) -> None:
-    """The faulty rank destroys what belongs to the engine."""
+    """The faulty rank destroys the default process group."""
     if context.rank == faulty:
         dist.destroy_process_group()
 
@@ -309,14 +309,14 @@ def leave_behind(context: RankContext, what: str) -> None:
 
 
 def keep(context: RankContext, payload: Any) -> None:
-    """Keeps something for later jobs, for which it changes the process."""
+    """Stores something in `kept`, and changes the process."""
     context.kept["server"] = threading.Thread(target=time.sleep, args=(600,), daemon=True, name="server")
     context.kept["server"].start()
     os.environ["SERVED"] = "yes"
 
 
 def print_then_fail(context: RankContext, payload: int) -> None:
-    """Prints that many lines, the last of them from another process, and fails."""
+    """Prints that many lines, the last one from a child process, and raises."""
     for line in range(payload):
         print(f"rank {context.rank} line {line}")
     subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
@@ -371,24 +371,24 @@ def leave_groups(context: RankContext, payload: Any) -> None:
 
 
 def fork_and_return(context: RankContext, payload: Any) -> str:
-    """Goes on in two processes."""
+    """Forks, and returns in both processes."""
     return "parent" if os.fork() else "child"
 
 
 def call_for_ever(context: RankContext, payload: Any) -> None:
-    """Rank 1 goes on with collectives of its own group of one."""
+    """Rank 1 calls collectives on a group of one for ever."""
     alone = dist.new_group([1])
     while context.rank == 1:
         dist.all_reduce(torch.ones(1), group=alone)
 
 
 def own(context: RankContext, payload: Any) -> tuple[Any, Any]:
-    """Returns what all ranks were sent, and what this one alone was."""
+    """Returns the payload and the rank payload."""
     return payload, context.rank_payload
 
 
 def peek_before_the_wait(context: RankContext, payload: Any) -> bool:
-    """Tells whether the result of an asynchronous collective cannot be seen before the wait."""
+    """Returns whether the output of an asynchronous collective is hidden before the wait."""
     x = torch.ones(1)
     work = dist.all_reduce(x, async_op=True)
     assert work is not None

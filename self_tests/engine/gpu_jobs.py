@@ -1,4 +1,4 @@
-"""Functions that the tests of GPU nodes run on ranks; those of CPU machines run them too, where they can."""
+"""Functions that the tests of GPU nodes run on ranks; some run on the CPU too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ left_behind: list[torch.Tensor] = []
 
 
 def say_and_die(context: RankContext, culprit_and_sentence: tuple[int, str]) -> None:
-    """The faulty rank prints a sentence and its process ends; the others wait for it in a collective."""
+    """The faulty rank prints a sentence and exits; the others wait for it in a collective."""
     faulty, sentence = culprit_and_sentence
     if context.rank == faulty:
         print(sentence, flush=True)
@@ -31,7 +31,7 @@ def raise_sentences(context: RankContext, sentences: dict[int, str]) -> None:
 
 
 def exchange(context: RankContext, payload: Any) -> tuple[str, str, list[float], list[float]]:
-    """Returns device, transport, what came where rank r sends w + 1 numbers r to each rank w, and the sum of all r."""
+    """Returns device, transport, what arrives if rank r sends w + 1 numbers r to each rank w, and the sum of all r."""
     group = dist.distributed_c10d._get_default_group()
     transport = type(group._get_backend(context.device)).__name__
     sent = [w + 1 for w in range(context.world)]
@@ -57,7 +57,7 @@ def hold(context: RankContext, where: str) -> None:
 
 
 def multiply(context: RankContext, payload: Any) -> float:
-    """Multiplies matrices, which makes libraries take workspaces."""
+    """Multiplies matrices, for which libraries allocate workspaces."""
     a = torch.eye(64, device=context.device)
     return float((a @ a).sum())
 
@@ -69,7 +69,7 @@ def read_on_the_host(context: RankContext, times: int) -> float:
 
 
 def fail_late(context: RankContext, swallow: bool) -> str:
-    """Has the GPU read outside of a tensor and returns; if asked, after having seen the error and dropped it."""
+    """Makes the GPU read outside of a tensor and returns; optionally after catching the error."""
     x = torch.zeros(3, device=context.device)
     x[torch.tensor([7], device=context.device)]
     if swallow:
@@ -79,7 +79,7 @@ def fail_late(context: RankContext, swallow: bool) -> str:
 
 
 def gather_early(context: RankContext, wait: bool) -> list[float]:
-    """Gathers from a world of one what is 5; looks at the output before `wait()`, or after it."""
+    """All-gathers a 5 in a world of one; reads the output before `wait()`, or after it."""
     x = torch.full((4,), 5.0, device=context.device)
     out = torch.full((4,), -1.0, device=context.device)
     _connect(context)
@@ -93,7 +93,7 @@ def gather_early(context: RankContext, wait: bool) -> list[float]:
 
 
 def gather_aside(context: RankContext, wait: bool) -> list[float]:
-    """Gathers, on a stream of its own, what was just set to 5; that stream waits for it, or does not."""
+    """All-gathers, on another stream, what was just set to 5; that stream waits for it, or does not."""
     x = torch.full((4,), -1.0, device=context.device)
     out = torch.zeros(4, device=context.device)
     aside = torch.cuda.Stream()
@@ -109,6 +109,6 @@ def gather_aside(context: RankContext, wait: bool) -> list[float]:
 
 
 def _connect(context: RankContext) -> None:
-    """Lets NCCL do what it does at the first collective, which takes longer than any delay."""
+    """Calls a first collective, in which NCCL connects, which takes longer than any delay."""
     dist.all_reduce(torch.zeros(1, device=context.device))
     torch.cuda.synchronize()

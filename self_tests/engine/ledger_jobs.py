@@ -1,4 +1,4 @@
-"""Functions that the tests of the ledger run on ranks: calls of every kind, right and wrong uses of them."""
+"""Functions that the tests of the ledger run on ranks: all kinds of calls, and right and wrong uses."""
 
 from __future__ import annotations
 
@@ -170,14 +170,14 @@ def call_on_a_group(context: RankContext, payload: Any) -> None:
 
 
 def never_wait(context: RankContext, payload: Any) -> None:
-    """Rank 1 forgets a handle."""
+    """Rank 1 does not wait for a handle."""
     work = dist.all_reduce(_x(3), async_op=True)
     if context.rank == 0:
         work.wait()
 
 
 def drop_a_functional_result(context: RankContext, payload: Any) -> None:
-    """Nobody uses what a functional collective brings, so that nobody waits for it."""
+    """Drops the result of a functional collective, so that nothing waits for it."""
     functional.all_reduce(_x(3), "sum", dist.group.WORLD)
 
 
@@ -190,12 +190,12 @@ def _gather_early(read: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def read_early_through_a_view(context: RankContext, payload: Any) -> Any:
-    """Sums what has not come."""
+    """Sums a view of an output before the wait."""
     return _gather_early(lambda view: view.sum())
 
 
 def write_early(context: RankContext, payload: Any) -> Any:
-    """Writes where something is still to come."""
+    """Writes into an output before the wait."""
     return _gather_early(lambda view: view.fill_(5.0).numel())
 
 
@@ -214,7 +214,7 @@ class _ReadsEarly(torch.autograd.Function):
 
 
 def read_early_in_backward(context: RankContext, payload: Any) -> Any:
-    """A custom function computes with a gradient that has not come."""
+    """A custom autograd function uses a gradient before the wait."""
     x = _x(4).requires_grad_()
     _ReadsEarly.apply(x).backward(_x(4))
     return x.grad
@@ -229,14 +229,14 @@ def read_raw_functional_early(context: RankContext, payload: Any) -> Any:
 
 
 def read_element_early(context: RankContext, payload: Any) -> Any:
-    """Goes past the tensor that waits by itself."""
+    """Uses the inner tensor of an AsyncCollectiveTensor."""
     tensor = functional.all_reduce(_x(3), "sum", dist.group.WORLD)
     early = tensor.elem + 1
     return early, tensor + 0
 
 
 def read_bools_early(context: RankContext, payload: Any) -> Any:
-    """Reads flags that have not come."""
+    """Reads a bool output before the wait."""
     flags = torch.zeros(2, 2, dtype=torch.bool)
     work = dist.all_gather_into_tensor(flags, torch.ones(1, 2, dtype=torch.bool), async_op=True)
     early = flags.sum()
@@ -245,7 +245,7 @@ def read_bools_early(context: RankContext, payload: Any) -> Any:
 
 
 def read_counts_early(context: RankContext, payload: Any) -> Any:
-    """Reads integers that have not come."""
+    """Reads an integer output before the wait."""
     counts = torch.zeros(2, dtype=torch.int64)
     work = dist.all_to_all_single(counts, torch.ones(2, dtype=torch.int64), async_op=True)
     early = counts.clone()
@@ -254,7 +254,7 @@ def read_counts_early(context: RankContext, payload: Any) -> Any:
 
 
 def change_what_is_sent(context: RankContext, payload: Any) -> Any:
-    """Rank 0 reuses a buffer that is on its way."""
+    """Rank 0 overwrites a buffer that is being sent."""
     sent, received = _x(4), torch.empty(4)
     work = dist.all_to_all_single(received, sent, async_op=True)
     if context.rank == 0:
@@ -264,7 +264,7 @@ def change_what_is_sent(context: RankContext, payload: Any) -> Any:
 
 
 def pass_on_early(context: RankContext, payload: Any) -> Any:
-    """Sends on what has not come."""
+    """Sends an output before the wait."""
     received, gathered = torch.zeros(4), torch.zeros(8)
     work = dist.all_to_all_single(received, _x(4), async_op=True)
     dist.all_gather_into_tensor(gathered, received)
@@ -273,7 +273,7 @@ def pass_on_early(context: RankContext, payload: Any) -> Any:
 
 
 def use_correctly(context: RankContext, payload: Any) -> dict[str, Any]:
-    """Does everything right: overlap, views, buffers in place, roots, messages, polling, futures, functional calls."""
+    """Correct uses: overlap, views, in-place buffers, roots, messages, polling, futures, functional calls."""
     results: dict[str, Any] = {}
     buffer = torch.zeros(2, 3)
     mine = buffer[context.rank : context.rank + 1]

@@ -1,4 +1,4 @@
-"""Processes of a launcher's job, without the launcher: this process is the driver's, the agents are children."""
+"""Starts the processes of a launcher's job without the launcher: this process is the driver, its children are agents."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Processes:
 
     @property
     def driver(self) -> Launch:
-        """This process's place."""
+        """The Launch of this process."""
         launch = launch_of({**self._variables, "RANK": "0", "LOCAL_RANK": "0"})
         assert launch is not None
         return launch

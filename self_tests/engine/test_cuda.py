@@ -40,9 +40,15 @@ def run(engine):
 
 
 def expected_exchange(world):
-    """Returns, per rank, what `exchange` brings: rank + 1 numbers w from every rank w; and the sum of all ranks."""
+    """Returns, per rank, what `exchange` receives (rank + 1 numbers w from every rank w) and the sum of all ranks."""
     total = [float(sum(range(world)))]
-    return [([float(w) for w in range(world) for _ in range(rank + 1)], total) for rank in range(world)]
+    found = []
+    for rank in range(world):
+        received: list[float] = []
+        for source in range(world):
+            received += [float(source)] * (rank + 1)
+        found.append((received, total))
+    return found
 
 
 class TestTransports:

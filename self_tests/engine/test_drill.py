@@ -1,4 +1,4 @@
-"""Every known fault of a rank ends in the right verdict, blame and evidence, and leaves a working engine."""
+"""Every injected fault gets the required verdict, blame and evidence, and the engine works afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BY_NAME = {fault.name: fault for fault in FAULTS}
 
 @pytest.fixture(scope="module")
 def drill():
-    """One engine for all faults: each must leave it as the next needs it."""
+    """One engine for all faults, so that every fault must leave it usable."""
     with Drill(WORLDS) as drill:
         yield drill
 
@@ -27,7 +27,7 @@ def drill():
 class TestFaults:
     @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
     def test_the_engine_says_and_leaves_what_it_must(self, drill, fault):
-        """Verdict, blame, statuses, stacks, ledgers, the next case and what is left over, in a world of 2 and of 4."""
+        """Verdict, blame, statuses, stacks, ledgers, the healthy job and leaks are right in worlds of 2 and of 4."""
         turn = FAULTS.index(fault)  # another faulty rank for each
         wrong = {world: drill.inject(Injection(fault, world, turn)).wrong for world in WORLDS}
         assert dict.fromkeys(WORLDS, ()) == wrong
@@ -65,7 +65,7 @@ class TestExpectations:
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
     )
     def test_an_engine_that_says_otherwise_is_wrong(self, drill, name, change, sentence):
-        """Each expectation is held against the result: change one, and the drill objects."""
+        """Every expectation is compared with the result: if one is changed, the trial reports it."""
         fault = replace(BY_NAME[name], **change)
         wrong = drill.inject(Injection(fault, world=2, turn=1)).wrong
         assert sentence in wrong[0]
@@ -73,7 +73,7 @@ class TestExpectations:
 
 class TestLeaks:
     def test_a_descriptor_is_told_once(self, drill):
-        """One more than before counts, and so does one less."""
+        """A descriptor more than before is reported, and one less too."""
         injection = Injection(BY_NAME["unpicklable result"], 2, 0)
         descriptor = os.open(os.devnull, os.O_RDONLY)
         try:
@@ -85,7 +85,7 @@ class TestLeaks:
         assert 1 == len(drill.inject(injection).wrong)
 
     def test_a_process_and_then_a_zombie_is_told(self, drill):
-        """A process with the mark of the engine is one that a rank has left."""
+        """A process with the engine's mark is reported as a leak, and as a zombie once it has exited."""
         injection = Injection(BY_NAME["unpicklable result"], 2, 0)
         variable, _, value = drill.mark.partition("=")
         process = subprocess.Popen(["sleep", "600"], env={variable: value})
@@ -103,7 +103,7 @@ class TestLeaks:
 
 class TestTable:
     def test_one_playing_names_ranks_and_several_the_rule(self, drill):
-        """Times of several are least, median and greatest."""
+        """The table names the ranks of one trial, and the rule of several, with least, median and greatest times."""
         injection = Injection(BY_NAME["one row more expected"], 2, 0)
         first = replace(drill.inject(injection), report_s=0.5, next_s=0.25)
         second = replace(first, report_s=1.5, wrong=("something",))

@@ -1,4 +1,4 @@
-"""The engine runs functions on ranks, blames the right ones for faults, and works again afterwards."""
+"""The engine runs functions on ranks, blames the right ranks for faults, and works afterwards."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ JOBS = "self_tests.engine.engine_jobs"
 
 @pytest.fixture(scope="module")
 def engine():
-    """One engine for this file: each test also shows that it survived the tests before."""
+    """One engine for this file, so that every test also shows that it survived the tests before."""
     with Engine(preload=(JOBS,)) as engine:
         yield engine
 
 
 @pytest.fixture
 def run(engine):
-    """Runs a function of engine_jobs on ranks, two unless told."""
+    """Runs a function of engine_jobs, on two ranks by default."""
 
     def run(function, payload=None, world=2, groups=None, deadline_s=60.0):
         return engine.run(Job(f"{JOBS}:{function}", payload, world, groups or {}, deadline_s))
@@ -39,7 +39,7 @@ def run(engine):
 
 @pytest.fixture
 def works_again(run):
-    """Asserts, after the test, that the same world still computes."""
+    """Asserts, after the test, that the same world still computes right results."""
     yield
     for world in (2, 4):
         ranks = run("sums", world=world).ranks
@@ -53,7 +53,7 @@ def statuses(result):
 
 class TestValues:
     def test_ranks_have_the_variables_of_torchrun(self, run):
-        """Libraries look for their rank there; the driver's own are not passed on."""
+        """Ranks have torchrun's environment variables; the driver's own values are not inherited."""
         for name, values in {"RANK": ["0", "1"], "LOCAL_RANK": ["0", "1"], "WORLD_SIZE": ["2", "2"]}.items():
             assert values == [rank.value for rank in run("variable", name).ranks]
         assert ["127.0.0.1"] * 2 == [rank.value for rank in run("variable", "MASTER_ADDR").ranks]
@@ -90,7 +90,7 @@ class TestValues:
         assert expected == [rank.value for rank in run("sums", world=4, groups=groups).ranks]
 
     def test_groups_are_kept_for_later_jobs(self, run):
-        """A group named again is the same object, under whatever other groups."""
+        """A group that is named again is the same object, whatever other groups the job has."""
         first = {"kept": ((0, 1),)}
         run("same_groups_as_before", groups=first)
         again = {"new": ((0,), (1,)), **first}
@@ -105,7 +105,7 @@ class TestValues:
         assert 6 == len({pid for pid, _ in before + others} - {os.getpid()})
 
     def test_tensors_of_every_dtype_go_there_and_back(self, run):
-        """Payload and value carry tensors bit for bit."""
+        """Payload and value keep the bits of tensors of every dtype."""
         payload = {dtype: sample(dtype) for dtype in DTYPES} | {"none": torch.ones(0, 2), "zero_d": torch.tensor(5)}
         expected = [(tensor.dtype, tensor.shape, bits(tensor)) for tensor in payload.values()]
         for rank in run("echo", payload).ranks:
@@ -118,7 +118,7 @@ class TestValues:
         assert [True, True] == [torch.equal(payload, rank.value) for rank in run("echo", payload).ranks]
 
     def test_rank_processes_are_set_up_as_promised(self, run):
-        """One thread for computing, deaf to Ctrl-C, the driver's import path, and killed before it when memory ends."""
+        """A rank has one compute thread, ignores SIGINT, has the driver's sys.path and a raised OOM score."""
         with open("/proc/self/oom_score_adj", encoding="ascii") as oom:
             ours = int(oom.read())
         for threads, deaf, path, oom_score, policy in (rank.value for rank in run("settings").ranks):
@@ -128,7 +128,7 @@ class TestValues:
             assert oom_score == max(ours, 800)
 
     def test_work_that_takes_a_while_is_not_taken_for_a_deadlock(self, run):
-        """Ranks that only wait for a large collective are left to finish it."""
+        """Ranks that wait for a large collective are not reported as deadlocked."""
         assert [12.0, 12.0] == [rank.value for rank in run("reduce_megabytes", 48).ranks]
 
 
@@ -152,18 +152,18 @@ class TestExceptions:
         assert f"{JOBS}.RefusedError" == result.ranks[1].error_type
 
     def test_peers_that_lose_the_culprit_before_their_function_is_called_are_secondary(self, run):
-        """The faulty rank may be gone while others still make groups: that is no misuse of the engine."""
+        """The faulty rank may have exited while others still make groups; that raises no EngineError."""
         result = run("echo", BreaksWhileLoading(faulty=1))
         assert [("raised", True), ("died", False)] == statuses(result)
 
     def test_peers_that_need_not_wait_finish(self, run):
-        """A rank's exception does not keep the others from their answer."""
+        """A rank's exception does not keep the other ranks from returning."""
         result = run("one_raises_others_work", 1)
         assert [("ok", False), ("raised", False)] == statuses(result)
         assert "done" == result.ranks[0].value
 
     def test_an_exception_on_all_ranks_is_blamed_on_all(self, run):
-        """Each rank's own exception is told, with its class and plain attributes."""
+        """Every rank's own exception is reported, with its class and plain attributes."""
         result = run("all_raise")
         assert (0, 1) == result.blamed
         for rank in result.ranks:
@@ -174,18 +174,18 @@ class TestExceptions:
             )
 
     def test_sys_exit_is_an_exception(self, run):
-        """A function that calls sys.exit raised SystemExit."""
+        """A function that calls sys.exit is reported as having raised SystemExit."""
         result = run("leave", 0)
         assert ("SystemExit: 3", (0,)) == (result.ranks[0].error, result.blamed)
 
     def test_destroying_the_default_group_is_blamed_on_the_job_that_did(self, run):
-        """It would otherwise break the next job."""
+        """The job that destroys the default group is blamed, and not the next one."""
         result = run("destroy_the_default_group", 0)
         assert [("raised", False), ("ok", False)] == statuses(result)
         assert "destroyed the default process group" in result.ranks[0].error
 
     def test_a_result_that_cannot_be_sent_is_told_in_words(self, run):
-        """The rank whose result cannot be pickled raised; the other's value arrives."""
+        """A rank whose result cannot be pickled is reported as raised; the other rank's value arrives."""
         result = run("return_a_generator", 1)
         assert [("ok", False), ("raised", False)] == statuses(result)
         assert "fine" == result.ranks[0].value
@@ -195,14 +195,14 @@ class TestExceptions:
 @pytest.mark.usefixtures("works_again")
 class TestDeaths:
     def test_a_hard_exit_is_blamed_on_its_rank(self, run):
-        """A process that exits is noticed at once and told with its code."""
+        """A process that exits is detected at once and reported with its exit code."""
         result = run("exit_hard", 1, world=4)
         assert [("raised", True), ("died", False), ("raised", True), ("raised", True)] == statuses(result)
         assert "exited with code 7 before it answered" == result.ranks[1].error
 
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT], ids=lambda n: n.name)
     def test_a_death_by_signal_is_blamed_on_its_rank(self, run, number):
-        """The signal is named; a crash comes with a Python stack."""
+        """The signal is named; for a crash there is a Python stack."""
         result = run("kill_oneself", (0, int(number)))
         assert [("died", False), ("raised", True)] == statuses(result)
         assert f"killed by {number.name}" == result.ranks[0].error
@@ -210,7 +210,7 @@ class TestDeaths:
         assert (number != signal.SIGKILL) == ("in kill_oneself" in stack)
 
     def test_a_death_between_jobs_is_survived(self, run):
-        """A world of which a rank has died is replaced before the next job, also one that comes at once."""
+        """A world of which a rank has exited is replaced before the next job, even if that is sent at once."""
         pid, _ = run("pid").ranks[0].value
         os.kill(pid, signal.SIGKILL)
         while os.path.exists(f"/proc/{pid}"):
@@ -218,7 +218,7 @@ class TestDeaths:
         assert ["again", "again"] == [rank.value for rank in run("echo", "again").ranks]
 
     def test_the_death_of_the_forking_process_is_survived(self, run):
-        """Losing the process that forks the ranks is an EngineError, and the next job has another."""
+        """Losing the fork server raises an EngineError, and the next job has another one."""
         pids = [rank.value[0] for rank in run("pid").ranks]
         with pytest.raises(EngineError, match="killed by SIGKILL"):
             run("kill_the_parent")
@@ -229,7 +229,7 @@ class TestDeaths:
 class TestHangs:
     @pytest.mark.parametrize("function", ["sleep_before_meeting", "spin_before_meeting"])
     def test_a_hang_outside_of_collectives_is_blamed_on_its_rank(self, run, function):
-        """Those who wait for it in a collective are secondary; the stack says where it hangs."""
+        """Ranks that wait for it in a collective are secondary; the stack shows where it hangs."""
         result = run(function, 1, world=4, deadline_s=2.0)
         assert (1,) == result.blamed
         assert [("hung", True), ("hung", False), ("hung", True), ("hung", True)] == statuses(result)
@@ -237,7 +237,7 @@ class TestHangs:
         assert f"in {function}\n" in result.ranks[1].traceback
 
     def test_a_long_wait_is_told_while_it_lasts(self, monkeypatch):
-        """Once, with the rank, the file, the line and the function that it is waited for."""
+        """`notice` is called once, with the rank, file, line and function that the driver waits for."""
         monkeypatch.setattr(job_wait, "_NOTICE_S", 0.2)
         told: list[str] = []
         with Engine(preload=(JOBS,), notice=told.append) as engine:
@@ -251,21 +251,21 @@ class TestHangs:
         )
 
     def test_a_stopped_process_is_blamed_on_its_rank(self, run):
-        """A rank that is stopped hangs; it goes on for as long as it takes to dump its stack."""
+        """A stopped rank is reported as hung; it is resumed only to dump its stack."""
         result = run("stop_oneself", 0, deadline_s=2.0)
         assert [("hung", False), ("hung", True)] == statuses(result)
         assert result.ranks[0].error.startswith("no answer within 2.0 s: stopped by a signal in ")
         assert "in stop_oneself\n" in result.ranks[0].traceback
 
     def test_a_sleeping_thread_is_no_deadlock(self, run):
-        """A rank that waits for a thread of its own could move on at any time: only the deadline ends it."""
+        """A rank that waits for one of its threads could continue at any time: only the deadline ends it."""
         result = run("sleep_on_a_thread", deadline_s=2.0)
         assert (0,) == result.blamed
         assert "no answer within 2.0 s" in result.ranks[0].error
 
     @pytest.mark.parametrize("function", ["skip_meeting", "skip_meeting_in_backward"])
     def test_a_skipped_collective_is_blamed_on_who_returned(self, run, function):
-        """The deadlock is proved long before the deadline; who returned is blamed."""
+        """The deadlock is proved long before the deadline; the rank that returned is blamed."""
         result = run(function, 1, deadline_s=60.0)
         assert [("hung", True), ("ok", False)] == statuses(result)
         assert (False, (1,)) == (result.ok, result.blamed)
@@ -275,13 +275,13 @@ class TestHangs:
         assert result.seconds < 30.0
 
     def test_a_circle_of_waiting_ranks_is_blamed_on_all(self, run):
-        """Where nobody stands out, all who failed are blamed."""
+        """If no rank can be singled out, all ranks that failed are blamed."""
         result = run("wait_for_each_other", deadline_s=60.0)
         assert [("hung", False), ("hung", False)] == statuses(result)
         assert result.seconds < 30.0
 
     def test_a_late_answer_is_never_taken_for_a_later_one(self, run):
-        """What a rank answers after the deadline is lost; the next job gets its own answers."""
+        """An answer after the deadline is dropped; the next job gets its own answers."""
         result = run("sleep", 0.6, deadline_s=0.5)
         assert [("hung", False), ("hung", False)] == statuses(result)
         for expected in ("first", "second"):
@@ -321,12 +321,12 @@ class TestMisuse:
         ids=lambda value: value.replace("\\", "") if isinstance(value, str) else "",
     )
     def test_a_job_that_cannot_run_is_an_error_in_words(self, engine, run, job, sentence):
-        """Misuse raises, says what was wrong, and does no harm."""
+        """A malformed job raises, names what is wrong, and leaves the engine usable."""
         with pytest.raises(EngineError, match=sentence):
             engine.run(job)
         assert ["next", "next"] == [rank.value for rank in run("echo", "next").ranks]
 
     def test_an_unknown_device_is_an_error_in_words(self):
-        """A device is the CPU or a GPU that is there."""
+        """Only "cpu", and "cuda" where there is a GPU, are accepted as devices."""
         with pytest.raises(EngineError, match="must be 'cpu' or 'cuda', not 'tpu'"):
             Engine(device="tpu")

@@ -1,4 +1,4 @@
-"""Delays of a GPU's streams: what is decided without one."""
+"""Delays of CUDA streams: the decisions that can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class TestDelays:
         ],
     )
     def test_one_side_is_late(self, mode, asynchronous, expected):
-        """Only what runs beside the computation can be late for it."""
+        """ "delayed_compute" delays the computation, "delayed_communication" asynchronous collectives only."""
         assert expected == late(mode, asynchronous)
 
     @pytest.mark.parametrize("mode", MODES)
     def test_the_cpu_refuses_delays_and_says_what_to_ask_for(self, mode):
-        """It has no streams; poison does the same there."""
+        """The CPU has no streams; the message names "poisoned" instead."""
         with pytest.raises(EngineError, match=f"'{mode}' delays streams of a GPU; on the CPU use 'poisoned'"):
             check(mode, "cpu")
 
     def test_a_gpu_refuses_poison_and_says_what_to_ask_for(self):
-        """Nothing would be hidden there, and nothing found."""
+        """Buffers are not hidden on a GPU; the message names the delays instead."""
         with pytest.raises(EngineError, match="'poisoned' hides buffers of the CPU; on a GPU use delayed_compute or"):
             check("poisoned", "cuda")
 
@@ -38,16 +38,16 @@ class TestDelays:
         [("plain", "cpu"), ("plain", "cuda"), ("watched", "cpu"), ("watched", "cuda"), ("poisoned", "cpu")],
     )
     def test_other_modes_are_allowed(self, asynchrony, device):
-        """On whichever device they work."""
+        """ "plain" and "watched" are allowed on every device."""
         check(asynchrony, device)
 
     @pytest.mark.parametrize("mode", MODES)
     def test_gpus_allow_delays(self, mode):
-        """Whatever their number."""
+        """All delays are allowed on a GPU."""
         check(mode, "cuda")
 
     def test_an_engine_refuses_a_job_that_its_device_cannot_run(self):
-        """Before any rank starts."""
+        """The job is refused before any rank starts."""
         job = Job("self_tests.engine.engine_jobs:echo", None, 2, {}, asynchrony="delayed_compute")
         with Engine() as engine, pytest.raises(EngineError, match="on the CPU use 'poisoned'"):
             engine.run(job)

@@ -1,4 +1,4 @@
-"""What a rank watches on a GPU, as far as its logic can be seen without one."""
+"""The checks around every job on a GPU, as far as they can be tested without one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MARK = 12345  # a size that no other tensor of this process has
 
 
 def bytes_of_marked_tensors() -> int:
-    """Returns the bytes of the living tensors with MARK elements."""
+    """Returns the bytes of all tensors with MARK elements that are alive."""
     return sum(t.nbytes for t in gc.get_objects() if type(t) is torch.Tensor and t.numel() == MARK)
 
 
 class TestMemory:
     def test_nothing_more_is_nothing_left(self):
-        """A tensor that was there before, or is gone again, is no growth."""
+        """A tensor that existed before, or was freed again, is not reported."""
         before = torch.zeros(MARK)
         baseline = MemoryBaseline(bytes_of_marked_tensors)
         during = torch.zeros(MARK)
@@ -38,7 +38,7 @@ class TestMemory:
         assert held is not None
 
     def test_garbage_in_a_cycle_is_collected_first(self):
-        """A tensor that only a reference cycle holds is nobody's."""
+        """A tensor that only a reference cycle holds is not reported."""
         baseline = MemoryBaseline(bytes_of_marked_tensors)
         cycle: list[object] = [torch.zeros(MARK)]
         cycle.append(cycle)
@@ -46,7 +46,7 @@ class TestMemory:
         assert () == baseline.left()
 
     def test_less_than_before_lowers_the_baseline(self):
-        """What a job frees, a later one may not take in silence."""
+        """What a job frees lowers the baseline, so that a later job that allocates it is reported."""
         held = [torch.zeros(MARK)]
         baseline = MemoryBaseline(bytes_of_marked_tensors)
         held.clear()
@@ -55,7 +55,7 @@ class TestMemory:
         assert (f"{4 * MARK} bytes of device memory",) == baseline.left()
 
     def test_what_is_settled_is_not_left(self):
-        """A job that makes something to last moves the baseline."""
+        """A reset of the baseline makes the present memory the baseline."""
         baseline = MemoryBaseline(bytes_of_marked_tensors)
         held = torch.zeros(MARK)
         baseline.reset()
@@ -65,19 +65,19 @@ class TestMemory:
 
 class TestPoisoned:
     def test_a_late_error_says_that_the_function_had_returned(self):
-        """One line, whatever CUDA adds."""
+        """The message is one line, whatever CUDA appends."""
         late = LateError(RuntimeError("CUDA error: device-side assert triggered\nFor debugging consider"))
         expected = "the function returned, but its GPU work failed: CUDA error: device-side assert triggered"
         assert expected == str(late)
 
     def test_the_cpu_has_nothing_to_wait_for(self):
-        """The check is free there."""
+        """On the CPU the check does nothing."""
         wait_for_gpu(CPU)
 
 
 @pytest.fixture
 def listening():
-    """A counter that listens, as it would on a GPU."""
+    """A counter that counts warnings, as it would on a GPU."""
     with warnings.catch_warnings():
         counter = HostSyncs(torch.device("cuda"))
         counter.start_counting()
@@ -86,19 +86,19 @@ def listening():
 
 
 def synchronise(times: int) -> None:
-    """Warns as torch does when the host waits; each time from the same line."""
+    """Warns as torch does when the host waits; every time from the same line."""
     for _ in range(times):
         warnings.warn(f"{MESSAGE} (Triggered internally at CUDAFunctions.cpp:137.)", UserWarning, stacklevel=1)
 
 
 class TestHostSyncs:
     def test_each_synchronisation_counts(self, listening):
-        """Also from one source line."""
+        """Warnings from one source line are counted every time."""
         synchronise(3)
         assert 3 == listening.count
 
     def test_a_function_that_records_warnings_sees_only_others(self, listening):
-        """What is counted does not mix with what the function is asked about."""
+        """Counted warnings do not appear among those that the function records."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             synchronise(2)
@@ -106,7 +106,7 @@ class TestHostSyncs:
         assert (2, ["another"]) == (listening.count, [str(one.message) for one in caught])
 
     def test_warnings_go_their_way_afterwards(self):
-        """What was replaced to listen is put back."""
+        """The replaced hook is restored."""
         before = warnings._showwarnmsg
         with warnings.catch_warnings():
             counter = HostSyncs(torch.device("cuda"))
@@ -115,7 +115,7 @@ class TestHostSyncs:
         assert before is warnings._showwarnmsg
 
     def test_on_the_cpu_nothing_is_counted(self):
-        """None, not zero: nobody has looked."""
+        """The count is None, and not zero, on the CPU."""
         before = warnings._showwarnmsg
         with HostSyncs(CPU) as counter:
             assert before is warnings._showwarnmsg

@@ -1,4 +1,4 @@
-"""Test processes side by side divide the visible GPUs among them."""
+"""Several test processes divide the visible GPUs among them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TestVisible:
         ],
     )
     def test_it_reads_the_variable_like_cuda(self, text, count, expected):
-        """Order and names are kept; it ends at the first entry that names no device, and a repeated one hides all."""
+        """Order and names are kept; the first entry that names no device ends the list, a repeated one empties it."""
         assert expected == visible(text, count)
 
 
@@ -45,16 +45,16 @@ class TestShare:
         ],
     )
     def test_slices_cover_the_devices_in_order(self, count, workers, expected):
-        """Neighbours stay together; where there are fewer GPUs than processes, they take turns."""
+        """Slices are contiguous; with fewer GPUs than processes they are assigned round-robin."""
         devices = visible(None, count)
         assert expected == [share(devices, worker, workers).variable for worker in range(workers)]
 
     def test_names_are_kept(self):
-        """A UUID is handed on as it is."""
+        """A UUID is passed on unchanged."""
         assert [(UUIDS[0],), (UUIDS[1],)] == [share(UUIDS, worker, 2).devices for worker in range(2)]
 
     def test_a_process_in_place_of_a_lost_one_has_a_slice(self):
-        """Its number is beyond the count of processes."""
+        """A replacement process has a number beyond the count of processes."""
         devices = visible(None, 4)
         assert share(devices, 1, 2).devices == share(devices, 3, 2).devices
 
@@ -69,7 +69,7 @@ class TestShare:
         ],
     )
     def test_words_say_what_a_process_has(self, count, worker, workers, expected):
-        """Alone or shared, and with how many others."""
+        """The sentence says whether the GPU is shared, and with how many processes."""
         assert expected == share(visible(None, count), worker, workers).words
 
 
@@ -85,13 +85,13 @@ class TestWorkers:
         ],
     )
     def test_the_ranks_of_a_worker_see_its_slice(self, monkeypatch, worker, count, devices, expected):
-        """Of the GPUs that the run was given; without workers or GPUs nothing is set."""
+        """The variable is set to the slice of the run's GPUs; without workers or GPUs it is not set."""
         for name, value in (("", worker), ("_COUNT", count)):
             monkeypatch.setenv(f"PYTEST_XDIST_WORKER{name}", value)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
         assert expected == gpus.environment()
 
     def test_the_run_says_who_has_what(self, monkeypatch):
-        """One sentence per worker."""
+        """The run prints one sentence per worker."""
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
         assert ["process 0 has GPU 0 of 3 to itself", "process 1 has GPUs 1, 2 of 3 to itself"] == gpus.sentences(2)

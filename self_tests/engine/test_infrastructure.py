@@ -1,4 +1,4 @@
-"""The machine's faults are told from those of the code under test, by what libraries say of them."""
+"""Faults of the machine are distinguished from those of the code under test, by messages of libraries."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ CODE = [
 class TestClassify:
     @pytest.mark.parametrize(("reason", "text"), MACHINE.items(), ids=MACHINE)
     def test_faults_of_the_machine_are_recognised(self, reason, text):
-        """The answer says what was wrong, and quotes the line that tells."""
+        """The result names the fault and quotes the line that reports it."""
         found = classify(text)
         assert found is not None
         assert found.startswith(reason)
@@ -70,16 +70,16 @@ class TestClassify:
 
     @pytest.mark.parametrize("text", CODE)
     def test_faults_of_the_code_are_not_excused(self, text):
-        """What code can bring about itself, and a lost peer, is not the machine's."""
+        """Errors that code can cause itself, and a lost peer, are not faults of the machine."""
         assert classify(text) is None
 
     def test_a_text_that_tells_of_both_is_the_codes(self):
-        """A fault on the device makes the driver complain in its wake."""
+        """An error on the device makes the driver report errors as a consequence."""
         both = "CUDA error: device-side assert triggered\nNVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
         assert classify(both) is None
 
     def test_the_first_xid_that_is_the_machines_counts(self):
-        """The application's own come in the wake of the machine's, and before."""
+        """Xids that the application causes may precede and follow it."""
         log = "NVRM: Xid (PCI:0000:3b:00): 45, Ch 1\nNVRM: Xid (PCI:0000:3b:00): 63, Row Remapper: new row marked"
         assert "GPU reported Xid 63: NVRM: Xid (PCI:0000:3b:00): 63, Row Remapper: new row marked" == classify(log)
 
@@ -97,22 +97,22 @@ def engine():
 
 class TestJobs:
     def test_an_exception_that_tells_of_the_machine_excuses_its_rank(self, engine):
-        """The rank is at fault, the machine to blame."""
+        """The rank is at fault, and `infrastructure` names the machine's fault."""
         result = engine.run(Job("self_tests.engine.gpu_jobs:raise_sentences", {1: ECC}, 2, {}))
         assert ((1,), f"memory error of a GPU: RuntimeError: {ECC}") == (result.blamed, result.infrastructure)
 
     def test_what_a_lost_rank_printed_tells(self, engine):
-        """A process that dies without an exception may have said why."""
+        """For a process that exits without an exception, its output is classified."""
         result = engine.run(Job("self_tests.engine.gpu_jobs:say_and_die", (0, XID), 2, {}))
         assert ((0,), f"GPU reported Xid 79: {XID}") == (result.blamed, result.infrastructure)
 
     def test_a_rank_with_a_fault_of_its_own_is_not_excused_by_another(self, engine):
-        """Only if the machine explains every rank at fault is it the machine's."""
+        """The job is excused only if the machine explains every blamed rank."""
         result = engine.run(Job("self_tests.engine.gpu_jobs:raise_sentences", {0: ECC, 1: "wrong shape"}, 2, {}))
         assert ((0, 1), None) == (result.blamed, result.infrastructure)
 
     def test_other_failures_and_success_are_nothing_of_the_machine(self, engine):
-        """No reason without a fault of the machine."""
+        """Without a fault of the machine `infrastructure` is None."""
         failed = engine.run(Job("self_tests.engine.gpu_jobs:raise_sentences", {0: "wrong shape"}, 2, {}))
         passed = engine.run(Job("self_tests.engine.gpu_jobs:raise_sentences", {}, 2, {}))
         assert ((False, None), (True, None)) == (

@@ -1,4 +1,4 @@
-"""Early uses of asynchronous collectives are found, each time, and correct code is left alone."""
+"""Early uses of asynchronous collectives are detected in every run, and correct code has no hazard."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def run(engine):
 
 
 def hazards(result):
-    """What each rank did: kinds of hazards, with the operators of the early uses."""
+    """Returns every rank's hazards: their kinds, with the operators of the early uses."""
     return [[(one.kind, one.where.partition("(")[2].rstrip(")")) for one in rank.hazards] for rank in result.ranks]
 
 
 class TestWaits:
     @pytest.mark.parametrize("asynchrony", ["plain", "poisoned", "watched"])
     def test_a_forgotten_handle_is_told(self, run, asynchrony):
-        """The rank that did not wait is blamed; its line is named."""
+        """The rank that did not wait is blamed; the line of its call is named."""
         result = run("never_wait", asynchrony)
         assert (False, (1,)) == (result.ok, result.blamed)
         assert [[], [("never waited", "")]] == hazards(result)
@@ -47,7 +47,7 @@ class TestWaits:
 
     @pytest.mark.parametrize("asynchrony", ["plain", "poisoned", "watched"])
     def test_a_functional_result_that_nobody_uses_needs_no_wait(self, run, asynchrony):
-        """It would be waited for by whoever uses it."""
+        """Using the result of a functional collective would wait for it."""
         assert run("drop_a_functional_result", asynchrony).ok
 
 
@@ -56,26 +56,26 @@ class TestPoison:
         "function", ["read_early_through_a_view", "read_early_in_backward", "read_raw_functional_early"]
     )
     def test_what_is_read_early_is_nan(self, run, function):
-        """Whatever the way to the data."""
+        """An early read gives NaN, in whichever way it is made."""
         for _ in range(3):
             for rank in run(function, "poisoned").ranks:
                 early = rank.value[0] if isinstance(rank.value, tuple) else rank.value
                 assert early.isnan().all()
 
     def test_the_result_is_right_after_the_wait(self, run):
-        """The early use spoils what was made of it and nothing else."""
+        """The early use changes only what was computed from it."""
         for rank in run("read_early_through_a_view", "poisoned").ranks:
             assert torch.equal(torch.tensor([[1.0, 2.0, 3.0], [101.0, 102.0, 103.0]]), rank.value[1])
 
     def test_the_tensor_in_a_waiting_one_is_nan_until_then(self, run):
-        """AsyncCollectiveTensor waits by itself, but not for who takes its inner tensor."""
+        """AsyncCollectiveTensor waits by itself, but not if its inner tensor is used."""
         for rank in run("read_element_early", "poisoned").ranks:
             early, late = rank.value
             assert early.isnan().all()
             assert [102.0, 104.0, 106.0] == late.tolist()
 
     def test_integers_that_are_read_early_are_no_counts(self, run):
-        """They are far below zero."""
+        """Integers that are read early are far below zero."""
         for rank in run("read_counts_early", "poisoned").ranks:
             assert (rank.value < -1_000_000).all()
 
@@ -87,7 +87,7 @@ class TestPoison:
         assert [3.0, 4.0, 103.0, 104.0] == result.ranks[1].value.tolist()
 
     def test_a_write_into_an_output_is_told(self, run):
-        """What is written there is lost at the wait."""
+        """A write into an output before the wait is lost, and reported."""
         result = run("write_early", "poisoned")
         assert [[("output written", "")]] * 2 == hazards(result)
 
@@ -133,7 +133,7 @@ def _line(where):
 class TestCorrectCode:
     @pytest.mark.parametrize("asynchrony", ["poisoned", "watched"])
     def test_correct_uses_bring_the_same_as_without(self, run, asynchrony):
-        """Overlap, views, buffers in place, roots, messages, polling, futures and functional calls."""
+        """Correct uses (overlap, views, in-place buffers, roots, messages, polling, futures) give the same results."""
         plain, other = run("use_correctly", "plain"), run("use_correctly", asynchrony)
         assert (True, True) == (plain.ok, other.ok)
         for expected, rank in zip(plain.ranks, other.ranks, strict=True):
@@ -141,7 +141,7 @@ class TestCorrectCode:
 
     @pytest.mark.parametrize("asynchrony", ["poisoned", "watched"])
     def test_sharded_training_brings_the_same_as_without(self, run, asynchrony):
-        """FSDP gathers into buffers of which a part is its input; DTensor leaves results to wait by themselves."""
+        """FSDP and DTensor steps give the same gradients as in "plain" mode."""
         plain, other = run("train_sharded", "plain"), run("train_sharded", asynchrony)
         assert ([None, None], True) == ([rank.error for rank in other.ranks], plain.ok)
         for expected, rank in zip(plain.ranks, other.ranks, strict=True):
@@ -149,6 +149,6 @@ class TestCorrectCode:
 
     @pytest.mark.parametrize("asynchrony", ["poisoned", "watched"])
     def test_no_kind_of_call_is_a_hazard(self, run, asynchrony):
-        """Each recorded kind of call, used as it should be."""
+        """No recorded kind of call is a hazard if it is used correctly."""
         errors = {name: [rank.error for rank in run("call", asynchrony, name).ranks] for name in CALLS}
         assert {name: [None, None] for name in CALLS} == errors

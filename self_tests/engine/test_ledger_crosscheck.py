@@ -1,4 +1,4 @@
-"""What ledgers disagree about is found, told in words, and blamed on the right ranks."""
+"""Disagreements of ledgers are found, described, and blamed on the right ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_conformance.engine.ledger.table import table
 
 
 def ledger(rank, *calls):
-    """Numbers calls as a rank's recorder would."""
+    """Numbers calls as a rank's recorder does."""
     sequences = {}
     entries = []
     for order, call in enumerate(calls):
@@ -31,7 +31,7 @@ PLAIN = Entry(
 
 
 def entry(op, ranks=(0, 1), **fields):
-    """An entry with little in it."""
+    """An entry with default values."""
     return replace(PLAIN, op=op, ranks=ranks, **{"group": str(ranks), **fields})
 
 
@@ -69,7 +69,7 @@ W4 = (0, 1, 2, 3)
 
 class TestAgreement:
     def test_ranks_that_agree_have_no_disagreement(self):
-        """Uneven exchanges, roots and messages that fit."""
+        """Uneven exchanges, roots and messages that match are no disagreement."""
         zero = [
             exchange([1, 2], [1, 3]),
             reduce(3),
@@ -85,7 +85,7 @@ class TestAgreement:
         assert () == check(zero, one)
 
     def test_even_splits_are_a_share_each(self):
-        """Without splits each rank gets as much as any other; who names the same splits agrees."""
+        """Without splits every rank gets an equal share; a rank that names the same splits agrees."""
         even = exchange([2, 2], [2, 2], in_splits=None, out_splits=None)
         assert () == check([even], [exchange([2, 2], [2, 2])])
         words, blamed = only(check([even], [exchange([1, 3], [1, 3])]))
@@ -93,7 +93,7 @@ class TestAgreement:
         assert "rank 0 sends 2 rows to rank 1, which expects 1 row" in words
 
     def test_lists_of_different_sizes_fit_where_both_sides_say_so(self):
-        """all_gather and reduce_scatter of uneven lists."""
+        """all_gather and reduce_scatter of lists with different sizes match."""
         gather = {"shapes_out": ((2, 3), (5, 3))}
         scatter = {"shapes_in": ((2,), (5,))}
         zero = [
@@ -112,11 +112,11 @@ class TestAgreement:
         ) == only(check(broken, one))
 
     def test_a_group_of_one_agrees_with_itself(self):
-        """There is nobody to disagree with."""
+        """A group of one rank has no disagreement."""
         assert () == check([reduce(3, ranks=(0,)), exchange([4], [4], ranks=(0,))])
 
     def test_groups_are_told_apart_by_name(self):
-        """Two groups of the same ranks have sequences of their own."""
+        """Two groups of the same ranks have separate sequence numbers."""
         calls = [reduce(3, group="a"), reduce(2, group="b")]
         assert () == check(calls, calls[::-1])
 
@@ -136,7 +136,7 @@ class TestSequence:
         assert ("on group (0, 1) call 1: rank 0 calls all_reduce; rank 1 calls barrier", (0, 1)) == (words, blamed)
 
     def test_a_missing_call_is_a_disagreement_unless_the_rank_was_cut_short(self):
-        """Of a rank that raised, nothing is missed."""
+        """A rank that raised may lack calls."""
         calls = [[reduce(3, ranks=W4)] * 2] * 3 + [[reduce(3, ranks=W4)]]
         (found,) = check(*calls)
         assert (
@@ -146,12 +146,12 @@ class TestSequence:
         assert () == check(*calls, cut=(3,))
 
     def test_what_follows_a_skipped_call_is_not_told(self):
-        """All later calls are shifted: one disagreement."""
+        """A skipped call is one disagreement, though all later calls are shifted."""
         calls = [reduce(3), entry("barrier"), reduce(5), entry("barrier")]
         assert 1 == len(check(calls, calls[1:]))
 
     def test_the_earliest_disagreement_comes_first(self):
-        """Whatever the group."""
+        """The earliest disagreement is first, on whichever group it is."""
         pair, all_ = (2, 3), W4
         good = [reduce(3, ranks=all_), reduce(3, ranks=pair), reduce(3, ranks=all_)]
         bad = [reduce(3, ranks=all_), reduce(4, ranks=pair), reduce(7, ranks=all_)]
@@ -163,7 +163,7 @@ class TestSequence:
 
 class TestSizes:
     def test_swapped_splits_are_blamed_on_the_common_rank(self):
-        """Equal totals do not hide them."""
+        """Swapped splits are found although the totals are equal."""
         rows = [exchange([1, 2, 3, 4], [n + 1] * 4, ranks=W4) for n in range(4)]
         swapped = replace(rows[1], in_splits=(1, 2, 4, 3))
         words, blamed = only(check([rows[0]], [swapped], [rows[2]], [rows[3]]))
@@ -174,18 +174,18 @@ class TestSizes:
         assert (expected, (1,)) == (words, blamed)
 
     def test_one_pair_that_disagrees_is_blamed_as_a_pair(self):
-        """Who is wrong cannot be told from one number."""
+        """One pair does not show which of its ranks is wrong."""
         words, blamed = only(check([exchange([2, 4], [2, 2])], [exchange([2, 2], [6, 2])]))
         assert "on group (0, 1) call 1, all_to_all_single: rank 0 sends 4 rows to rank 1, which expects 6 rows" == words
         assert (0, 1) == blamed
 
     def test_rows_of_different_length_are_told_in_elements(self):
-        """As many rows, of another width."""
+        """Equal numbers of rows with different lengths are reported in elements."""
         words, _ = only(check([exchange([2, 2], [2, 2], width=4)], [exchange([2, 2], [2, 2])]))
         assert "rank 0 sends 8 elements to rank 1, which expects 16 elements" in words
 
     def test_splits_that_do_not_sum_are_the_fault_of_their_rank(self):
-        """What contradicts itself needs no second rank to show it."""
+        """An entry that contradicts itself is blamed on its rank alone."""
         bad = replace(exchange([2, 3], [2, 2]), shapes_in=((4, 8),))
         words, blamed = only(check([exchange([2, 2], [2, 3])], [bad]))
         assert ("on group (0, 1) call 1, all_to_all_single: rank 1 sends 4 rows in splits [2, 3]", (1,)) == (
@@ -223,11 +223,11 @@ class TestSizes:
         assert said in words
 
     def test_the_shape_of_what_is_reduced_is_free(self):
-        """As many elements in another shape are the same bytes."""
+        """Equal numbers of elements in other shapes agree."""
         assert () == check([reduce(6)], [reduce(2, 3)])
 
     def test_gathers_and_scatters_are_held_against_the_root(self):
-        """What the root expects of a rank is what that rank gives."""
+        """What the root expects of a rank is compared with what that rank sends."""
         gather = [entry("gather", root=0, shapes_in=((2,),), shapes_out=((2,), (3,)))]
         assert () == check(gather, [entry("gather", root=0, shapes_in=((3,),))])
         words, blamed = only(check(gather, [entry("gather", root=0, shapes_in=((4,),))]))
@@ -248,13 +248,13 @@ class TestSizes:
 
 class TestMessages:
     def test_messages_are_matched_by_route(self):
-        """By source, destination and tag, in order; not by the order of calls."""
+        """Messages are matched by source, destination and tag, in order."""
         zero = [message("send", 1, 2, tag=1), message("send", 1, 3, tag=2), message("send", 1, 4, tag=1)]
         one = [message("recv", 0, 3, tag=2), message("recv", 0, 2, tag=1), message("recv", 0, 4, tag=1)]
         assert () == check(zero, one)
 
     def test_a_message_of_another_size_blames_both(self):
-        """Sizes and dtypes must fit."""
+        """A message of another size or dtype blames both ranks."""
         words, blamed = only(check([message("send", 1, 2)], [message("recv", 0, 3)]))
         expected = (
             "on group (0, 1) message 1 with tag 0: rank 0 sends 2 elements of float32 to rank 1, "
@@ -263,7 +263,7 @@ class TestMessages:
         assert (expected, (0, 1)) == (words, blamed)
 
     def test_a_message_that_nobody_takes_or_sends_is_told(self):
-        """On either side, unless that side was cut short."""
+        """An unmatched send or receive is reported, unless the other side was cut short."""
         words, _ = only(check([message("send", 1, 2)], []))
         assert words.endswith("rank 0 sends 2 elements of float32 to rank 1, which never receives it")
         words, _ = only(check([message("recv", 1, 2)], []))
@@ -272,7 +272,7 @@ class TestMessages:
         assert () == check([message("recv", 1, 2)], [], cut=(1,))
 
     def test_a_receive_from_any_takes_a_message_of_whatever_rank(self):
-        """Only their number can be compared."""
+        """For receives from any rank only the number of messages is compared."""
         ranks = (0, 1, 2)
         send = [message("send", 0, 2, ranks=ranks)]
         receive = [message("recv", None, 2, ranks=ranks), message("recv", None, 2, ranks=ranks)]
@@ -283,7 +283,7 @@ class TestMessages:
 
 class TestTable:
     def test_the_call_stands_in_one_row(self):
-        """Above and below it what each rank called before and after, and a gap where a rank lacks it."""
+        """The rows above and below hold each rank's earlier and later calls, and a gap where a rank lacks the call."""
         zero = [reduce(3), exchange([2, 4], [2, 2]), reduce(3), entry("barrier")]
         one = [reduce(3), exchange([2, 2], [6, 2]), reduce(3), entry("barrier")]
         ledgers = {rank: ledger(rank, *calls) for rank, calls in enumerate((zero, one))}

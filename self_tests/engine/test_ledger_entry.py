@@ -1,4 +1,4 @@
-"""Ledgers are lines that can be read back, whenever their writer was killed."""
+"""Ledgers are lines that can be parsed whenever the rank was killed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEND = Call("send", PAIR, [X], [], None, None, None, None, 3, 0, True)
 
 @pytest.fixture
 def written():
-    """What a recorder wrote: three calls, one of them waited for, and a hazard."""
+    """Returns the lines of a recorder: three calls, one of them waited for, and a hazard."""
     lines: list[bytes] = []
     recorder = Recorder(lines.append)
     first = recorder.issue(EXCHANGE)
@@ -34,7 +34,7 @@ def written():
 
 class TestLines:
     def test_what_is_written_is_read(self, written):
-        """All fields come back."""
+        """All fields are parsed as they were written."""
         first, second, third = decode(written).entries
         assert ("all_to_all_single", (0, 3), 1, (1, 4), (2, 1)) == (
             first.op,
@@ -69,7 +69,7 @@ class TestLines:
         assert expected == str(known)
 
     def test_a_cut_last_line_is_left_out(self, written):
-        """Wherever the file ends, the whole lines are read."""
+        """All complete lines are parsed, wherever the file ends."""
         whole = decode(written)
         for end in range(len(written)):
             lines = written[:end].count(b"\n")
@@ -78,7 +78,7 @@ class TestLines:
             assert (1 <= lines) + (3 <= lines) + (4 <= lines) == len(ledger.entries)
 
     def test_a_blocking_call_has_come_back_once_there_is_another_or_the_job_ended(self):
-        """Until then the rank stands in it; only asynchronous calls have a line for their wait."""
+        """Until then its state is "issued"; only asynchronous calls have a line for their wait."""
         lines: list[bytes] = []
         recorder = Recorder(lines.append)
         recorder.issue(BROADCAST)
@@ -95,13 +95,13 @@ class TestLines:
         assert ("float32 to float64", 40 + 48, 0) == (entry.dtype, entry.bytes_in, entry.bytes_out)
 
     def test_nothing_is_an_empty_ledger(self):
-        """A rank that called nothing has no entries."""
+        """A rank that made no call has no entries."""
         assert ((), ()) == (decode(b"").entries, decode(b"").hazards)
 
 
 class TestWords:
     def test_groups_are_named_by_their_ranks(self):
-        """In full if they are few, by the ends if they are many."""
+        """All ranks are named if they are few, else the first and last."""
         assert "group (0, 2)" == group_words((0, 2))
         assert "group (0 to 511)" == group_words(tuple(range(512)))
         assert "group (0, 2, 4, ... 62; 32 ranks)" == group_words(tuple(range(0, 64, 2)))

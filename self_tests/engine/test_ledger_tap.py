@@ -1,4 +1,4 @@
-"""Every call of a collective is recorded once, whoever makes it and however."""
+"""Every call of a collective is recorded once, from whichever code it is made."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def engine():
 
 @pytest.fixture
 def run(engine):
-    """Runs a function of ledger_jobs on two ranks and asserts that all went well."""
+    """Runs a function of ledger_jobs on two ranks and asserts that the result is ok."""
 
     def run(function, payload=None, world=2, groups=None):
         result = engine.run(Job(f"{JOBS}:{function}", payload, world, groups or {}))
@@ -62,19 +62,19 @@ class TestCoverage:
             assert all("self_tests/engine/ledger_jobs.py:" in entry.where for entry in rank.ledger)
 
     def test_messages_are_recorded_with_their_peers(self, run):
-        """A send names where it goes and a receive from any does not say from where."""
+        """A send records its destination; a receive from any rank records no source."""
         zero, one = run("call", "message").ranks
         assert [("send", 1, 7, None)] == [(e.op, e.peer, e.tag, e.sequence) for e in zero.ledger]
         assert [("recv", None, 7, None)] == [(e.op, e.peer, e.tag, e.sequence) for e in one.ledger]
 
     def test_batches_of_messages_are_recorded_one_by_one(self, run):
-        """Sends and receives of a batch have an entry each."""
+        """Every send and receive of a batch has an entry."""
         for rank in run("call", "batch of messages").ranks:
             other = 1 - rank.rank
             assert [("send", other, 0), ("recv", other, 0)] == [(e.op, e.peer, e.tag) for e in rank.ledger]
 
     def test_the_gradients_of_ddp_are_recorded(self, run):
-        """The reducer in C++ issues its collectives on its own."""
+        """Collectives that DDP's C++ reducer issues are recorded."""
         for rank in run("call", "DDP").ranks:
             assert "all_reduce" == rank.ledger[-1].op
             assert {"waited"} == {entry.state for entry in rank.ledger}
@@ -82,7 +82,7 @@ class TestCoverage:
 
 class TestDetails:
     def test_an_uneven_exchange_is_told_in_full(self, run):
-        """Splits, shapes, dtype and bytes of either side."""
+        """Splits, shapes, dtype and bytes of both sides are recorded."""
         zero, one = (rank.ledger[0] for rank in run("call", "uneven").ranks)
         assert ((1, 2), (1, 2)) == (zero.in_splits, zero.out_splits)
         assert ((2, 2), (2, 2)) == (one.in_splits, one.out_splits)

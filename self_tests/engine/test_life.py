@@ -1,4 +1,4 @@
-"""An engine begins with its preload and environment, and ends without leaving a process behind."""
+"""An engine starts with its preload and environment, and ends without leaving a process behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ os._exit(1)
 
 
 def alive(pid: int) -> bool:
-    """Tells whether a process runs; a zombie does not."""
+    """Returns True if a process runs; False for a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
@@ -47,7 +47,7 @@ def alive(pid: int) -> bool:
 
 
 def survivors(pids: list[int]) -> list[int]:
-    """Returns those still there after up to half a minute."""
+    """Returns the pids that still run after up to half a minute."""
     until = time.monotonic() + 30
     while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < until:
         time.sleep(0.02)
@@ -56,7 +56,7 @@ def survivors(pids: list[int]) -> list[int]:
 
 @pytest.fixture
 def driver():
-    """Starts drivers, each with two ranks and a process that each rank left behind; returns it and all these pids."""
+    """Starts drivers, each with two ranks that left a process behind; returns the driver and all these pids."""
     started = []
 
     def start(ending: str) -> tuple[subprocess.Popen[str], list[int]]:
@@ -74,7 +74,7 @@ def driver():
 
 class TestNoOrphans:
     def test_nothing_is_left_after_close(self, driver):
-        """A closed engine leaves no process behind and has lost nothing of what ranks printed."""
+        """A closed engine leaves no process behind and has printed all output of its ranks."""
         say = 'engine.run(Job("self_tests.engine.engine_jobs:say", "hello", 2, {}))'
         process, pids = driver(f"{say}\nengine.close()\nprint('closed', flush=True)\nsys.stdin.read()")
         lines = [process.stdout.readline().strip() for _ in range(3)]
@@ -83,7 +83,7 @@ class TestNoOrphans:
         assert process.poll() is None
 
     def test_a_warning_is_shown_once(self, driver):
-        """Not by every rank and in every run."""
+        """A warning is printed once, not by every rank and in every run."""
         warn = 'engine.run(Job("self_tests.engine.engine_jobs:warn", "old", 2, {}))'
         process, _ = driver(f"{warn}\n{warn}\nengine.close()\nprint('closed', flush=True)")
         output = process.stdout.read()
@@ -95,7 +95,7 @@ class TestNoOrphans:
         ids=["not closed", "hard exit"],
     )
     def test_nothing_is_left_when_a_driver_ends(self, driver, ending):
-        """Ranks, their children and the forking process are gone, though the engine was never closed."""
+        """Ranks, their children and the fork server end with the driver, though the engine was never closed."""
         _, pids = driver(ending)
         assert 5 == len(pids)
         assert [] == survivors(pids)
@@ -110,7 +110,7 @@ class TestNoOrphans:
         assert [] == survivors(pids)
 
     def test_an_engine_lives_from_its_making_to_its_closing(self):
-        """The end of the thread that made it is no matter; closing twice is allowed, running afterwards is not."""
+        """The thread that made it may end; closing twice is allowed, running afterwards is not."""
         made = []
         thread = threading.Thread(target=lambda: made.append(Engine()))
         thread.start()
@@ -135,7 +135,7 @@ class TestPreload:
         return write
 
     def test_a_preload_that_fails_is_named_with_its_reason(self, module):
-        """The first module that cannot be imported is told, with the traceback."""
+        """The first module that cannot be imported is reported, with the traceback."""
         module("preload_fine", "")
         module("preload_broken", "import preload_fine\nimport no_such_library")
         with pytest.raises(EngineError) as caught:
@@ -147,7 +147,7 @@ class TestPreload:
         assert "preload_broken.py" in details
 
     def test_a_preload_that_ends_the_process_is_named(self, module):
-        """A crash while importing is told with the module and the signal."""
+        """A crash during an import is reported with the module and the signal."""
         module("preload_deadly", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
         with pytest.raises(EngineError, match="ended at 'preload_deadly': killed by SIGKILL"):
             Engine(preload=("preload_deadly",))

@@ -1,4 +1,4 @@
-"""Jobs that are sent together: each has the result that it would have alone."""
+"""Jobs that are sent together have the results that they would have alone."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def run(engine, *jobs):
 
 
 def words(result):
-    """Returns what a result says of every rank."""
+    """Returns status, secondary, left and the called operators of every rank."""
     return [(rank.status, rank.secondary, rank.left, tuple(e.op for e in rank.ledger)) for rank in result.ranks]
 
 
 def pids(result):
-    """Returns the processes of a job `pid`."""
+    """Returns the pids that a job `pid` returned."""
     return [rank.value[0] for rank in result.ranks]
 
 
@@ -70,13 +70,13 @@ class TestWithoutAFault:
         assert [("none", None)] * 2 == [rank.value for rank in second.ranks]
 
     def test_each_is_listened_to_in_its_own_way(self, engine):
-        """The asynchrony of a job is not that of the next."""
+        """The asynchrony mode of a job does not apply to the next one."""
         poisoned = replace(job("peek_before_the_wait"), asynchrony="poisoned")
         values = [[rank.value for rank in result.ranks] for result in run(engine, poisoned, job("sums"), poisoned)]
         assert [[True, True], [{"world": 3.0}] * 2, [True, True]] == values
 
     def test_the_next_ones_run_while_these_are_read(self, engine):
-        """Jobs may be sent before the results of the last ones are taken."""
+        """Jobs may be sent before the previous results are taken."""
         first = engine.start_many([job("echo", number) for number in range(3)])
         second = engine.start_many([job("echo", number) for number in range(3, 6)])
         assert list(range(6)) == [running.result().ranks[1].value for running in (*first, *second)]
@@ -85,7 +85,7 @@ class TestWithoutAFault:
 class TestAFaultInTheMiddle:
     @pytest.mark.parametrize("fault", FAULTS)
     def test_it_is_that_of_its_job_alone(self, engine, fault):
-        """All results are what they are alone; what is left behind and who is blamed too."""
+        """All results, blamed ranks and leftovers are what they are alone."""
         jobs = (job("sums"), fault, job("sums"), job("echo", 3))
         alone = [engine.run(one) for one in jobs]
         together = run(engine, *jobs)
@@ -95,7 +95,7 @@ class TestAFaultInTheMiddle:
         assert not together[1].ok or any(rank.left for rank in together[1].ranks)
 
     def test_jobs_that_ran_ahead_keep_their_results(self, engine):
-        """What was sent behind a batch with a fault has its results, and so has what is sent after it."""
+        """Jobs that were sent after a batch with a fault have their results."""
         faulty = engine.start_many([job("echo", 1), job("one_raises", 0), job("echo", 2)])
         behind = engine.start_many([job("echo", 3), job("one_raises", 1)])
         last = engine.start_many([job("echo", 4)])
@@ -104,7 +104,7 @@ class TestAFaultInTheMiddle:
         assert [1, 2, 3, 4] == [result.ranks[0].value for result in results if result.ok]
 
     def test_each_has_its_own_deadline(self, engine):
-        """Jobs that are too slow together, and not alone, are not hung; one that is has its own deadline."""
+        """Jobs that are too slow only together are not hung; one that hangs has its own deadline."""
         slow = [job("sleep", 0.4, deadline_s=0.9) for _ in range(3)]
         began = time.monotonic()
         hung = job("sleep_before_meeting", 0, deadline_s=1.5)
@@ -114,7 +114,7 @@ class TestAFaultInTheMiddle:
         assert time.monotonic() - began < 60
 
     def test_one_that_cannot_be_loaded_is_told_alone(self, engine):
-        """A function that does not exist is the error of its job."""
+        """A function that does not exist is the error of its job only."""
         first, missing, last = engine.start_many([job("echo", 1), job("no_such_function"), job("echo", 2)])
         assert first.result().ok
         with pytest.raises(EngineError, match="no_such_function"):
@@ -122,24 +122,24 @@ class TestAFaultInTheMiddle:
         assert last.result().ok
 
     def test_a_child_of_a_function_does_not_go_on(self, engine):
-        """A function that forks in the middle is run in one process a rank."""
+        """The child of a function that forks does not run the following jobs."""
         results = run(engine, job("fork_and_return"), job("sums"))
         assert [{"world": 3.0}] * 2 == [rank.value for rank in results[1].ranks]
 
 
 class TestUse:
     def test_jobs_of_two_worlds_are_refused(self, engine):
-        """All jobs of a message are for one world."""
+        """All jobs of a message must have the same world."""
         with pytest.raises(EngineError, match="must have the same number of ranks"):
             engine.start_many([job("echo", 1), job("echo", 1, 4)])
 
     def test_own_values_must_be_one_for_each_rank(self, engine):
-        """One value for two ranks is refused."""
+        """One rank payload for two ranks is refused."""
         with pytest.raises(EngineError, match="`rank_payloads` has 1 values for 2 ranks"):
             engine.start(replace(job("echo"), rank_payloads=(1,)))
 
     def test_ranks_that_are_renewed_drop_what_runs(self, engine):
-        """There will be no result of any of the jobs."""
+        """Renewing the ranks drops all jobs that run."""
         running = engine.start_many([job("echo", 1), job("echo", 2)])
         engine.renew(2)
         for each in running:
@@ -147,7 +147,7 @@ class TestUse:
                 each.result()
 
     def test_finished_jobs_outlive_their_ranks(self, engine):
-        """What has been waited for is there when the ranks are renewed, also what must run again alone."""
+        """Finished results are available after the ranks are renewed, also of jobs that must run again alone."""
         running = engine.start_many([job("echo", 1), job("one_raises", 1), job("echo", 2)])
         assert running[0].result().ok
         for each in running:

@@ -1,4 +1,4 @@
-"""What ranks start ends with them; results too large are refused before they are copied."""
+"""Children of a process are found and inherited; results that are too large are refused before they are copied."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_conformance.engine import processes, wire
 
 class TestChildren:
     def test_only_children_that_run_are_living(self):
-        """A child that has ended and not been waited for is a child, and not living."""
+        """A child that has exited and was not waited for is a child, but not a running one."""
         sleeps = subprocess.Popen(["sleep", "600"])
         ended = subprocess.Popen(["true"], stdout=subprocess.PIPE)
         try:
@@ -28,7 +28,7 @@ class TestChildren:
             ended.communicate()
 
     def test_a_process_adopts_what_its_children_leave(self):
-        """A grandchild in a session of its own becomes a child once its parent has ended."""
+        """A grandchild in another session becomes a child once its parent has exited."""
         script = """
             import os, signal, subprocess, sys
             from moe_conformance.engine import processes
@@ -49,12 +49,12 @@ class TestLimit:
         ids=["one tensor", "several", "no tensor"],
     )
     def test_a_value_beyond_the_limit_is_refused(self, value):
-        """However it is made up; a tensor of which only a part exists is not copied to find out."""
+        """A value beyond the limit is refused; an expanded tensor is not copied to find out."""
         with pytest.raises(wire.TooLargeError, match=r"takes .* GiB, and more than 0\.0 GiB are not sent"):
             wire.dumps(value, limit=4 << 20)
 
     def test_a_value_within_the_limit_is_sent(self):
-        """Up to the limit and without one nothing is refused."""
+        """A value up to the limit is sent, and any value without a limit."""
         value = torch.arange(1 << 18)
         for limit in (None, 3 << 20):
             assert torch.equal(value, wire.loads([bytearray(b) for b in wire.dumps(value, limit)]))

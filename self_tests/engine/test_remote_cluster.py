@@ -1,4 +1,4 @@
-"""Ranks in several processes of a launcher: faults are survived as in one, and a process that is lost ends the run."""
+"""Ranks under the agents of a launcher: faults are handled as locally, and a lost agent ends the run."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def job(function: str, payload: object = None, world: int = 3, **named: object) 
 
 
 def gone(mark: str) -> bool:
-    """Tells whether no process with that mark is left, after up to half a minute."""
+    """Returns True if no process with that mark is left, after up to half a minute."""
     return not survivors(list(marked(mark)))
 
 
 class Launched:
-    """An engine on the processes of one job."""
+    """An engine on the processes of one launch."""
 
     def __init__(self, size: int) -> None:
         self.mark = uuid.uuid4().hex
@@ -40,7 +40,7 @@ class Launched:
         self.engine = Engine(preload=(JOBS,), cluster=self.cluster)
 
     def close(self) -> None:
-        """Ends all of it."""
+        """Ends the engine and all processes."""
         self.engine.close()
         self.cluster.end(0)
         self.processes.end()
@@ -48,7 +48,7 @@ class Launched:
 
 @pytest.fixture(scope="module")
 def three():
-    """Three processes that stay for all tests."""
+    """Three processes for all tests of this file."""
     launched = Launched(3)
     yield launched
     launched.close()
@@ -56,7 +56,7 @@ def three():
 
 @pytest.fixture
 def two():
-    """Two processes of this test alone."""
+    """Two processes for one test."""
     launched = Launched(2)
     yield launched
     launched.close()
@@ -64,44 +64,44 @@ def two():
 
 @pytest.fixture
 def engine(three):
-    """Their engine."""
+    """The engine of the three processes."""
     return three.engine
 
 
 class TestRanks:
     def test_every_process_has_a_rank(self, engine):
-        """Rank r's parent is forked by RANK r's process."""
+        """Rank r's fork server was started by RANK r's process."""
         results = engine.run(job("pid"))
         assert results.ok
         assert 3 == len({parent for _, parent in (rank.value for rank in results.ranks)})
 
     def test_ranks_meet(self, engine):
-        """Collectives of the world and of groups work, and values travel."""
+        """Collectives of the world and of groups work, and values are returned."""
         result = engine.run(job("sums", groups={"pair": ((0, 2),)}))
         assert [{"world": 6.0, "pair": 4.0}, {"world": 6.0}, {"world": 6.0, "pair": 4.0}] == [
             rank.value for rank in result.ranks
         ]
 
     def test_smaller_worlds_use_the_first_processes(self, engine):
-        """Worlds of several sizes live side by side."""
+        """Worlds of several sizes are kept at the same time."""
         parents = [rank.value[1] for rank in engine.run(job("pid")).ranks]
         for world in (1, 2):
             assert parents[:world] == [rank.value[1] for rank in engine.run(job("pid", world=world)).ranks]
 
     def test_a_larger_world_is_refused(self, engine):
-        """The sentence says how many processes there are."""
+        """The message says how many processes there are."""
         with pytest.raises(EngineError, match="does not fit into the 3 processes"):
             engine.run(job("pid", world=4))
         assert engine.run(job("pid")).ok
 
     def test_ranks_do_not_see_the_launcher(self, engine):
-        """RANK and its like describe their world, and what else the launcher sets is not there."""
+        """RANK and WORLD_SIZE describe the rank's world, and the launcher's other variables are not set."""
         expected = {"RANK": ["0", "1", "2"], "WORLD_SIZE": ["3"] * 3, "TORCHELASTIC_USE_AGENT_STORE": [None] * 3}
         for name, values in expected.items():
             assert values == [rank.value for rank in engine.run(job("variable", name)).ranks]
 
     def test_what_ranks_print_is_told_with_their_fault(self, engine):
-        """The fork_server of another process keeps it."""
+        """The output is read from the fork server of another process."""
         result = engine.run(job("print_then_fail", 1))
         assert ["rank 0 line 0\nfrom a child\n", "rank 2 line 0\nfrom a child\n"] == [
             result.ranks[rank].output for rank in (0, 2)
@@ -122,7 +122,7 @@ class TestFaults:
         ],
     )
     def test_a_fault_is_blamed_and_survived(self, engine, faulty, function, status, words):
-        """As in one process: the faulty rank is named, whichever process its rank is in, and the next job runs."""
+        """The faulty rank is named, whichever process it runs under, and the next job runs."""
         result = engine.run(job(function, faulty, deadline_s=2.0 if status == "hung" else 30.0))
         assert (faulty,) == result.blamed
         assert status == result.ranks[faulty].status
@@ -130,14 +130,14 @@ class TestFaults:
         assert engine.run(job("pid")).ok
 
     def test_a_crash_leaves_its_stack(self, engine):
-        """Faulthandler's dump is read from the other process's file."""
+        """Faulthandler's dump is read from the file of another process."""
         result = engine.run(job("kill_oneself", (1, signal.SIGSEGV)))
         assert (1,) == result.blamed
         assert "killed by SIGSEGV" == result.ranks[1].error
         assert "in kill_oneself" in result.ranks[1].traceback
 
     def test_a_skipped_collective_is_proved_without_waiting_for_the_deadline(self, engine):
-        """The threads of all processes are watched, and their stacks told."""
+        """Threads and stacks of all processes are read."""
         began = time.monotonic()
         result = engine.run(job("skip_meeting", 1, deadline_s=30.0))
         assert time.monotonic() - began < 15
@@ -148,7 +148,7 @@ class TestFaults:
 
 class TestPreload:
     def test_a_module_that_one_process_cannot_import_is_told(self, three):
-        """An engine that cannot begin says why, and the next one begins."""
+        """An engine that cannot start says why, and the next one starts."""
         with pytest.raises(EngineError, match="no_such_module"):
             Engine(preload=("no_such_module",), cluster=three.cluster)
         with Engine(preload=(JOBS,), cluster=three.cluster) as another:
@@ -157,7 +157,7 @@ class TestPreload:
 
 class TestLoss:
     def test_a_killed_process_ends_the_run(self, two):
-        """The driver learns it in the middle of a job, says which process, and has no more ranks."""
+        """The driver detects it during a job, names the process, and can start no more ranks."""
         assert two.engine.run(job("pid", world=2)).ok
         running = two.engine.start(job("sleep_before_meeting", 0, world=2))
         began = time.monotonic()
@@ -170,7 +170,7 @@ class TestLoss:
         two.close()
         assert gone(two.mark)
 
-    def test_a_lost_nursery_is_told(self, two):
+    def test_a_lost_fork_server_is_reported(self, two):
         """The agent says why it cannot go on."""
         fork_server = two.engine.run(job("pid", world=2)).ranks[1].value[1]
         os.kill(fork_server, signal.SIGKILL)
@@ -178,7 +178,7 @@ class TestLoss:
             two.engine.run(job("sleep_before_meeting", 0, world=2))
         assert 1 == two.agents[0].wait(30)
 
-    def test_outposts_end_with_the_run(self, two):
+    def test_agents_end_with_the_run(self, two):
         """They print nothing, whatever ranks print, and leave nothing behind."""
         two.engine.run(job("say", "hello", world=2))
         two.cluster.end(3)
@@ -188,7 +188,7 @@ class TestLoss:
         assert gone(two.mark)
 
     def test_a_driver_that_vanishes_is_noticed(self, two):
-        """Without a farewell the agent ends with a failure, and leaves no rank behind."""
+        """Without Shutdown the agent exits with a failure, and leaves no rank behind."""
         pids = two.engine.run(job("pid", world=2)).ranks[1].value
         two.cluster._agents[0].channel.close()
         assert 1 == two.agents[0].wait(30)

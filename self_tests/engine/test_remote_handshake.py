@@ -1,4 +1,4 @@
-"""Nobody gets past the handshake without the secret, and nobody who tries holds the driver up."""
+"""No client gets past the handshake without the secret, and none can block the driver."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def pair():
 
 
 def in_thread(function, *arguments, **named):
-    """Calls a function in a thread; returns the function that waits for its end and returns what it raised."""
+    """Calls a function in a thread; returns a function that waits for it and returns what it raised."""
     errors = []
 
     def run():
@@ -72,13 +72,13 @@ def in_thread(function, *arguments, **named):
 
 
 def calling(end, known=SECRET, subject=CONTROL):
-    """Does the client's half in a thread."""
+    """Runs the client's side of the handshake in a thread."""
     return in_thread(client_handshake, end, known, subject, greeting_s=5.0, limit_s=5.0)
 
 
 class TestHandshake:
     def test_both_ends_that_know_the_secret_are_connected(self, listener, dial):
-        """The server gets a connection under the subject that the client named, and it carries what follows."""
+        """The server gets a connection under the client's subject, and data can be sent over it."""
         end = dial()
         ended = calling(end)
         theirs = listener.wait([CONTROL], 5.0)[CONTROL]
@@ -88,14 +88,14 @@ class TestHandshake:
         theirs.close()
 
     def test_a_client_with_a_wrong_secret_is_refused(self, listener, dial):
-        """It is told nothing but the end of the connection, and the server knows why it sent it away."""
+        """Its connection is closed, and the server records why."""
         ended = calling(dial(), known=b"guessed")
         assert {} == listener.wait([CONTROL], 0.3)
         assert "a client had the wrong secret" == listener.refused
         assert "closed the connection" in str(ended())
 
     def test_a_server_with_a_wrong_secret_is_refused(self, pair):
-        """The client does not go on with a server that asks for a proof and has none itself."""
+        """The client stops at a server that requests a proof and has none itself."""
         ours, theirs = pair
         ended = calling(ours)
         theirs.sendall(ServerHandshake(b"guessed").greeting)
@@ -105,7 +105,7 @@ class TestHandshake:
         assert "has the wrong secret" in str(error)
 
     def test_a_reflected_proof_is_refused(self, pair):
-        """A server that sends the client's own proof back, and its own nonce, proves nothing."""
+        """A server that sends the client's proof and nonce back is refused."""
         ours, theirs = pair
         ended = calling(ours)
         theirs.sendall(ServerHandshake(b"guessed").greeting)
@@ -114,7 +114,7 @@ class TestHandshake:
         assert isinstance(ended(), HandshakeError)
 
     def test_a_client_that_reflects_the_greeting_is_refused(self):
-        """A client that has every proof of a real server, made over the same nonces, is no client."""
+        """A client that has every proof of a real server, over the same nonces, is refused."""
         real, attacked = ServerHandshake(SECRET), ServerHandshake(SECRET)
         attacked._nonce = real._nonce
         left, right = socket.socketpair()
@@ -129,7 +129,7 @@ class TestHandshake:
             attacked.feed(answer[:-32] + real.proof)
 
     def test_what_was_heard_once_is_of_no_use_again(self, pair):
-        """The answer to one greeting is not the answer to another."""
+        """A proof for one greeting is refused for another."""
         ours, theirs = pair
         calling(ours)
         theirs.sendall(ServerHandshake(SECRET).greeting)
@@ -138,7 +138,7 @@ class TestHandshake:
             ServerHandshake(SECRET).feed(answer)
 
     def test_another_subject_under_the_same_proof_is_refused(self, pair):
-        """What a connection is for is part of the proof."""
+        """The subject of a connection is part of the proof."""
         ours, theirs = pair
         keeper = ServerHandshake(SECRET)
         calling(ours)
@@ -149,12 +149,12 @@ class TestHandshake:
             keeper.feed(bytes(answer))
 
     def test_garbage_is_refused_at_its_first_byte(self):
-        """What is no handshake is not listened to any longer than needed."""
+        """Another protocol is refused at the first wrong byte."""
         with pytest.raises(HandshakeError, match="another protocol"):
             ServerHandshake(SECRET).feed(b"G")
 
     def test_a_silent_server_costs_a_limited_time(self, pair):
-        """A client gives a server up that says nothing, or only a part."""
+        """A client stops waiting for a server that sends nothing, or only a part."""
         ours, theirs = pair
         theirs.sendall(b"rank")
         with pytest.raises(HandshakeError, match="took longer"):
@@ -180,7 +180,7 @@ class TestHandshake:
 
 class TestListener:
     def test_silent_slow_and_garbled_clients_hold_nobody_up(self, listener, dial):
-        """A client with the secret gets in while others keep silent, drip, send garbage or send too much."""
+        """A client with the secret is accepted while others are silent, slow, or send garbage."""
         dial()
         dial().sendall(b"ranks")
         dial().sendall(os.urandom(1 << 16))
@@ -193,7 +193,7 @@ class TestListener:
         found[CONTROL].close()
 
     def test_a_silent_client_is_dropped_in_the_end(self, listener, dial, monkeypatch):
-        """A client without a word has a limited time."""
+        """A client that sends nothing is dropped after the time limit."""
         monkeypatch.setattr("moe_conformance.engine.remote.listener._LIMIT_S", 0.05)
         end = dial()
         assert {} == listener.wait([CONTROL], 0.3)
@@ -202,7 +202,7 @@ class TestListener:
         assert b"" == end.recv(4096)[48:]
 
     def test_crowds_make_room_for_the_latest(self, listener, dial, monkeypatch):
-        """More silent clients than are kept do not keep the right one out."""
+        """A right client is accepted after more silent ones than are kept."""
         monkeypatch.setattr("moe_conformance.engine.remote.listener._MOST", 3)
         for _ in range(8):
             dial()
@@ -213,7 +213,7 @@ class TestListener:
         found[CONTROL].close()
 
     def test_clients_for_later_are_kept(self, listener, dial):
-        """Connections come in any order; those that nobody waits for yet stay."""
+        """Connections for subjects that are not waited for yet are kept."""
         early = calling(dial(), subject=OTHER)
         assert {} == listener.wait([CONTROL], 0.3)
         late = calling(dial())
@@ -224,13 +224,13 @@ class TestListener:
             end.close()
 
     def test_waiting_in_vain_ends(self, listener):
-        """Nobody comes, and the wait is over when its time is."""
+        """A wait without a connection ends after its time limit."""
         began = time.monotonic()
         assert {} == listener.wait([CONTROL], 0.1)
         assert 0.1 <= time.monotonic() - began
 
     def test_it_listens_on_its_own_address_alone(self, listener):
-        """Loopback is not all interfaces."""
+        """The listener's address is loopback, not that of all interfaces."""
         assert "127.0.0.1" == listener._listener.getsockname()[0]
 
 
@@ -245,7 +245,7 @@ class TestSecret:
 
     @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
     def test_a_file_that_others_can_open_is_refused(self, tmp_path, mode):
-        """What somebody else could have read or written is no secret."""
+        """A file that other users could have read or written is refused."""
         path = tmp_path / "secret"
         path.write_bytes(b"x" * 64)
         path.chmod(mode)
@@ -253,7 +253,7 @@ class TestSecret:
             secret.read(str(path))
 
     def test_a_file_of_another_user_is_refused(self, tmp_path, monkeypatch):
-        """Somebody else's file is not this job's."""
+        """A file of another user is refused."""
         path = tmp_path / "secret"
         path.write_bytes(b"x" * 64)
         path.chmod(0o600)
@@ -273,7 +273,7 @@ class TestSecret:
                 secret.read(str(refused))
 
     def test_a_short_secret_is_refused(self):
-        """What can be guessed is no secret; the sentence names the variable and the remedy."""
+        """A secret that is too short is refused; the message names the variable and the remedy."""
         assert b"0123456789abcdef" == secret.checked("0123456789abcdef", "SECRET_OF_TEST")
         with pytest.raises(EngineError, match="SECRET_OF_TEST has 5 characters; give at least 16"):
             secret.checked("short", "SECRET_OF_TEST")

@@ -1,4 +1,4 @@
-"""The processes of a launcher read its environment, and find their driver through its store or port."""
+"""A launcher's processes read its environment, and find the driver through its store or port."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SUBJECT_1 = b"1".ljust(SUBJECT)
 
 @pytest.fixture
 def launch():
-    """Makes launches of one run whose store is in this process."""
+    """Returns launches of one run whose store is in this process."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def make(**variables: str) -> rendezvous.Launch:
@@ -44,19 +44,19 @@ def launch():
 
 class TestEnvironment:
     def test_without_a_launcher_there_is_no_launch(self):
-        """A plain process is nobody's rank."""
+        """A process that no launcher has started has no Launch."""
         assert launch_of({}) is None
         assert launch_of({"RANK": "0"}) is None
 
     def test_torchrun_is_read(self):
-        """All that the driver and its processes need is in the variables."""
+        """All fields are read from torchrun's variables."""
         launch = launch_of(TORCHRUN)
         assert (1, 4, 1, 4) == (launch.rank, launch.size, launch.local_rank, launch.local_size)
         assert ("localhost", 29500, True, "0") == (launch.address, launch.port, launch.store, launch.node)
         assert launch.on_one_machine
 
     def test_several_machines_are_told_apart_from_one(self):
-        """Fewer processes here than in all, or no word of it: not one machine."""
+        """A job is on one machine only if the launcher says that all processes are."""
         assert not launch_of({**TORCHRUN, "LOCAL_WORLD_SIZE": "2"}).on_one_machine
         bare = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
         assert not launch_of(bare).on_one_machine
@@ -73,14 +73,14 @@ class TestEnvironment:
         ],
     )
     def test_what_cannot_be_is_refused(self, change, sentence):
-        """The sentence names the variable, or what to do."""
+        """The message names the variable, or what to do."""
         with pytest.raises(EngineError, match=sentence):
             launch_of({**TORCHRUN, **change})
 
 
 class TestRendezvous:
     def meet(self, driver, other, drivers=NOTHING, others=NOTHING):
-        """Lets one process announce itself and another find and call it; returns both ends."""
+        """Lets one process announce itself and another find it and connect; returns both ends."""
         listener, file = announce(driver, drivers)
         ends = []
         try:
@@ -96,7 +96,7 @@ class TestRendezvous:
                 file.remove()
 
     def test_on_one_machine_nothing_need_be_given(self, launch):
-        """The secret goes by a private file, and the listener is on loopback whatever MASTER_ADDR says."""
+        """The secret is passed in a private file, and the listener is on loopback whatever MASTER_ADDR is."""
         ours, theirs, address = self.meet(launch(RANK="0"), launch(RANK="1"))
         with ours, theirs:
             theirs.sendall(b"here")
@@ -104,7 +104,7 @@ class TestRendezvous:
             assert "127.0.0.1" == address
 
     def test_on_several_machines_the_secret_is_given(self, launch):
-        """With the same secret given to all, they meet at MASTER_ADDR."""
+        """With the same secret in all processes, they connect at MASTER_ADDR."""
         apart = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         ours, theirs, _ = self.meet(launch(RANK="0", **apart), launch(RANK="1", **apart), SOMETHING, SOMETHING)
         with ours, theirs:
@@ -124,7 +124,7 @@ class TestRendezvous:
             find_driver(gone, NOTHING)
 
     def test_a_secret_for_the_driver_alone_is_told(self, launch):
-        """The process that was given none says so, instead of trying another."""
+        """The process that has no secret says so, and does not generate one."""
         listener, file = announce(launch(RANK="0"), SOMETHING)
         listener.close()
         assert file is None
@@ -132,7 +132,7 @@ class TestRendezvous:
             find_driver(launch(RANK="1"), NOTHING)
 
     def test_without_a_store_the_driver_listens_at_the_port_of_the_launcher(self):
-        """Plain srun leaves MASTER_PORT to us; a secret is needed, since nothing says that all share a machine."""
+        """Plain srun leaves MASTER_PORT free; a secret is needed, since nothing says that all share a machine."""
         port = str(free_port())
         plain = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         driver, other = (launch_of({"RANK": rank, **plain}) for rank in "01")
@@ -145,19 +145,19 @@ class TestRendezvous:
                 refused(driver, NOTHING)
 
     def test_a_driver_that_does_not_come_is_told(self, launch, monkeypatch):
-        """The wait is limited."""
+        """The wait for the driver ends after the time limit."""
         monkeypatch.setattr(rendezvous, "FIND_LIMIT_S", 0.2)
         with pytest.raises(EngineError, match="RANK 0, was not found"):
             find_driver(launch(RANK="1"), NOTHING)
 
     def test_an_address_of_another_machine_is_refused(self, launch):
-        """RANK 0 must run where MASTER_ADDR says; 192.0.2.1 is nobody's."""
+        """RANK 0 must run on the machine of MASTER_ADDR; 192.0.2.1 is no machine's."""
         elsewhere = launch(RANK="0", MASTER_ADDR="192.0.2.1", LOCAL_WORLD_SIZE="1")
         with pytest.raises(EngineError, match=r"cannot listen at MASTER_ADDR 192\.0\.2\.1"):
             announce(elsewhere, SOMETHING)
 
     def test_the_file_is_private_and_goes_with_the_driver(self, launch):
-        """Nobody but this user reads it, and it is gone after remove()."""
+        """Only this user can read it, and it does not exist after remove()."""
         listener, file = announce(launch(RANK="0"), NOTHING)
         listener.close()
         assert 0o600 == os.stat(file.path).st_mode & 0o777
@@ -167,7 +167,7 @@ class TestRendezvous:
 
 class TestSockets:
     def test_the_interface_of_an_address_is_found(self):
-        """Loopback's name is what gloo must be told."""
+        """The name of the loopback interface is found."""
         assert "lo" == sockets.interface_of("127.0.0.1")
         assert sockets.interface_of("192.0.2.1") is None
 

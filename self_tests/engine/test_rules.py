@@ -1,4 +1,4 @@
-"""The engine's decisions that need no ranks: blame, transport, what a stack says, who moves."""
+"""Decisions of the engine that need no ranks: blame, transport, the meaning of stacks, idle threads."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ class TestBlame:
         ],
     )
     def test_blame_falls_on_those_who_explain_the_others(self, ranks, blamed):
-        """Who raised, died or hangs alone is blamed first, then who returned early, then all who failed."""
+        """Ranks that raised, died or hang alone are blamed first, then those that returned early, then all."""
         results = assign([KINDS[kind](rank) for rank, kind in enumerate(ranks.split())])
         assert blamed == tuple(r.rank for r in results if r.error is not None and not r.secondary)
 
     def test_who_returned_early_is_told_who_waited(self):
-        """The sentence names all waiting ranks."""
+        """The message names all waiting ranks."""
         results = assign([KINDS[kind](rank) for rank, kind in enumerate(("waits", "ok", "waits"))])
         assert "returned while ranks 0, 2 waited in a collective" == results[1].error
 
 
 def placements(*gpus_per_machine: int, ranks: int) -> list[Placement]:
-    """Returns the placements of as many ranks on each of some machines, which have so many GPUs each."""
-    return [
-        Placement(local, tuple(f"machine {machine}/{gpu}" for gpu in range(gpus)))
-        for machine, gpus in enumerate(gpus_per_machine)
-        for local in range(ranks)
-    ]
+    """Returns the placements of `ranks` ranks on each machine."""
+    found = []
+    for machine, gpus in enumerate(gpus_per_machine):
+        names = tuple(f"machine {machine}/{gpu}" for gpu in range(gpus))
+        found += [Placement(local, names) for local in range(ranks)]
+    return found
 
 
 class TestTransport:
@@ -90,14 +90,14 @@ class TestTransport:
         assert ["cpu"] * 3 == assign_devices("cpu", placements(2, ranks=3))[0]
 
     def test_processes_that_see_one_gpu_each_take_it(self):
-        """Where a batch system hides the others, every rank's device is its first."""
+        """Where a batch system hides the other GPUs, every rank's device is its first."""
         own = [Placement(local, (f"machine/{local}",)) for local in range(2)]
         assert (["cuda:0", "cuda:0"], "cpu:gloo,cuda:nccl") == assign_devices("cuda", own)
         same = [Placement(local, ("machine/0",)) for local in range(2)]
         assert (["cuda:0", "cuda:0"], "gloo") == assign_devices("cuda", same)
 
     def test_a_machine_without_a_gpu_is_told(self):
-        """The sentence names the first rank that would have no device."""
+        """The message names the first rank that would have no device."""
         with pytest.raises(EngineError, match="rank 2 would see no GPU"):
             assign_devices("cuda", placements(2, 0, ranks=2))
 
@@ -138,7 +138,7 @@ class TestStacks:
         assert waits == stacks.waits_in_collective(text)
 
     def test_a_wait_without_a_frame_of_torch_is_seen_by_its_line(self, tmp_path):
-        """Waiting on a handle is C++: the caller's line tells."""
+        """Waiting on a Work is C++, and is recognised by the caller's source line."""
         source = tmp_path / "layer.py"
         source.write_text("handle = start()\nhandle.wait()\ncompute()\n")
         assert [False, True, False] == [
@@ -146,13 +146,13 @@ class TestStacks:
         ]
 
     def test_the_place_names_the_call_and_who_made_it(self):
-        """The innermost call, and the innermost frame outside of torch."""
+        """The location names the innermost call, and the innermost frame outside of torch."""
         assert "in all_reduce, from /home/me/layer.py:12" == stacks.location(dumped(C10D, USER))
         assert "it dumped no stack" == stacks.location("")
 
 
-def look(pids: list[int], main_only: bool) -> dict[int, dict[int, processes.ThreadStats]]:
-    """Returns what the threads of some processes have had of a processor."""
+def read_stats(pids: list[int], main_only: bool) -> dict[int, dict[int, processes.ThreadStats]]:
+    """Returns the statistics of the threads of some processes."""
     return {pid: processes.thread_stats(pid, main_only) for pid in pids}
 
 
@@ -177,16 +177,16 @@ class TestIdlePeriod:
             process.communicate()
 
     def test_only_processes_that_do_not_run_are_still(self, child):
-        """A process that waits is still; with one that computes beside it, on whatever thread, the two are not."""
+        """A process that waits is idle; together with one that computes, on whichever thread, it is not."""
         waits = child("input()")
         computes = child("import threading\nthreading.Thread(target=lambda: [n for n in iter(int, 1)]).start()")
-        still, moving = (IdlePeriod(partial(look, pids)) for pids in ([waits], [waits, computes]))
+        still, moving = (IdlePeriod(partial(read_stats, pids)) for pids in ([waits], [waits, computes]))
         time.sleep(0.3)
         assert (True, False) == (still.is_idle(), moving.is_idle())
 
     def test_it_is_still_for_as_long_as_it_was_watched(self, child):
-        """IdlePeriod lasts from its making, and no longer than that."""
-        still = IdlePeriod(partial(look, [child("input()")]))
+        """An idle period begins with its construction."""
+        still = IdlePeriod(partial(read_stats, [child("input()")]))
         time.sleep(0.1)
         assert (True, True, False) == (still.is_idle(), still.lasted(0.1), still.lasted(60.0))
 
@@ -201,7 +201,7 @@ class TestIdlePeriod:
         ids=["had its turns", "waited for them", "waits for its first", "has nothing to do"],
     )
     def test_on_a_crowded_machine_it_has_to_last_longer(self, helper, lasts):
-        """Where threads wait for their turn, it may only be that which keeps the ranks from moving."""
+        """Where threads wait for a processor, ranks may be idle only because of that."""
         main = processes.ThreadStats(ran_ns=1, waited_ns=0, count=1, ready=False)
         looks = iter(["main", "all", "main", "later"])
         told = {
@@ -214,7 +214,7 @@ class TestIdlePeriod:
         assert (True, lasts) == (still.is_idle(), still.lasted(0.05))
 
     def test_a_main_thread_that_waits_for_its_turn_is_about_to_move(self):
-        """It does not count that it has not run yet."""
+        """A main thread that is runnable is not idle, even if it has not run yet."""
         asleep = processes.ThreadStats(ran_ns=1, waited_ns=0, count=1, ready=False)
         looks = iter([asleep, asleep, replace(asleep, ready=True)])
         assert not IdlePeriod(lambda main_only: {0: {1: next(looks)}}).is_idle()
@@ -222,11 +222,11 @@ class TestIdlePeriod:
 
 class TestFaults:
     def test_an_exception_without_a_message_is_its_class(self):
-        """There is no colon without words."""
+        """Without a message there is no colon."""
         assert "KeyError" == faults.one_line(KeyError())
 
     def test_an_exception_whose_message_breaks_is_still_told(self):
-        """A `__str__` that raises costs the message alone."""
+        """If `__str__` raises, the rest of the exception is still reported."""
 
         class OddError(Exception):
             def __str__(self) -> str:
@@ -244,5 +244,5 @@ class TestFaults:
         ],
     )
     def test_exits_are_told_in_words(self, code, words):
-        """Signals have names, but for the real-time ones."""
+        """Signals are named, except real-time ones."""
         assert words == describe_exit(code)

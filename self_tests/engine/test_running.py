@@ -1,4 +1,4 @@
-"""Jobs that are collected later, what ranks print, and what functions leave behind."""
+"""Results that are taken later, what ranks print, and what functions leave behind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def engine():
 
 
 class LateAsker(LocalHost):
-    """Asks what a rank has printed when it has just ended."""
+    """Requests a rank's output when the rank has just exited."""
 
     def _request(self, request):
         if isinstance(request, fork_server.ReadOutput):
@@ -52,7 +52,7 @@ class LateAsker(LocalHost):
 
 
 class Overtaken:
-    """This machine, with such a launcher."""
+    """A cluster of this machine, with a LateAsker."""
 
     def open(self, preload, environment):
         """Imports the preload."""
@@ -60,13 +60,13 @@ class Overtaken:
 
 
 def pids(engine, world=2):
-    """Returns the processes of a world's ranks."""
+    """Returns the pids of a world's ranks."""
     return [rank.value[0] for rank in engine.run(job("pid", world=world)).ranks]
 
 
 class TestLater:
     def test_a_job_runs_while_the_driver_does_other_work(self, engine):
-        """What the ranks answered in time counts, though the driver asks after the deadline."""
+        """Answers in time count, even if the result is taken after the deadline."""
         running = engine.start(job("echo", 7, deadline_s=0.3))
         time.sleep(0.6)
         result = running.result()
@@ -74,7 +74,7 @@ class TestLater:
         assert result is running.result()
 
     def test_a_hang_is_told_when_the_driver_asks_late(self, engine):
-        """A rank that has not answered by its deadline is hung, however late the driver asks."""
+        """A rank without an answer at its deadline is hung, however late the result is taken."""
         running = engine.start(job("spin_before_meeting", 0, deadline_s=0.3))
         time.sleep(0.6)
         result = running.result()
@@ -83,14 +83,14 @@ class TestLater:
 
     @pytest.mark.parametrize("world", [2, 4])
     def test_the_next_job_may_start_before_the_result_is_taken(self, engine, world):
-        """On the same ranks, which then go on at once, or on others; each job has its own result."""
+        """The next job runs at once on the same ranks, or on new ones; every job has its own result."""
         first, second = engine.start(job("echo", 1)), engine.start(job("echo", 2, world))
         assert [2] * world == [rank.value for rank in second.result().ranks]
         assert [1, 1] == [rank.value for rank in first.result().ranks]
 
     @pytest.mark.parametrize(("function", "payload", "status"), FAULTS)
     def test_the_next_job_does_not_suffer_from_the_one_before(self, engine, function, payload, status):
-        """Where that one's ranks are replaced, the next runs on the new ones, however far it had come on the old."""
+        """If the ranks are replaced, the next job runs again on the new ones."""
         before = pids(engine)
         first, second = engine.start(job(function, payload, deadline_s=0.5)), engine.start(job("pid"))
         assert status == [rank.status for rank in first.result().ranks]
@@ -99,7 +99,7 @@ class TestLater:
         assert set(before).isdisjoint(rank.value[0] for rank in after.ranks)
 
     def test_what_cannot_run_is_told_by_its_own_result(self, engine):
-        """And not by the start of the next job."""
+        """A job that cannot be loaded raises when its result is taken, not when the next job starts."""
         first, second = engine.start(job("no_such_function")), engine.start(job("echo", 2))
         with pytest.raises(EngineError, match="no_such_function"):
             first.result()
@@ -115,7 +115,7 @@ class TestLater:
         assert set(before).isdisjoint(pids(engine))
 
     def test_worlds_of_different_sizes_run_at_the_same_time(self, engine, tmp_path):
-        """The ranks of one wait here for what those of another do, whose job starts later."""
+        """Ranks of one world wait for ranks of another, whose job starts later."""
         path = str(tmp_path / "made")
         waiting = engine.start(job("wait_for_file", path, 2))
         assert not waiting.ready
@@ -125,7 +125,7 @@ class TestLater:
 
     @pytest.mark.parametrize(("function", "payload", "status"), FAULTS)
     def test_a_job_of_another_size_does_not_suffer(self, engine, tmp_path, function, payload, status):
-        """What becomes of the ranks of one world leaves those of another at work."""
+        """Replacing the ranks of one world does not affect another world's job."""
         path = str(tmp_path / "made")
         before = pids(engine, 1)
         waiting = engine.start(job("wait_for_file", path, 1))
@@ -136,13 +136,13 @@ class TestLater:
         assert before == pids(engine, 1)
 
     def test_a_group_is_there_when_all_ranks_have_made_it(self, engine):
-        """Those that are not in it wait too: whoever goes on may end, and others must not be connecting then."""
+        """Ranks outside of a group wait for it too, since a rank that continues may exit."""
         ranks = engine.run(job("make_a_group", world=3)).ranks
         assert ["ok"] * 3 == [rank.status for rank in ranks]
         assert max(rank.value[0] for rank in ranks) < min(rank.value[1] for rank in ranks)
 
     def test_worlds_of_every_size_stay_up_together(self, engine):
-        """Going from one size to another and back restarts nothing."""
+        """Changing between world sizes restarts no rank."""
         sizes = (1, 2, 4, 8)
         first = {world: pids(engine, world) for world in sizes}
         assert sum(sizes) == len({pid for world in first.values() for pid in world})
@@ -151,19 +151,19 @@ class TestLater:
 
 class TestPrinting:
     def test_a_failure_tells_what_was_printed(self, engine):
-        """The output of a failing job is with its result, that of processes it started included."""
+        """The result of a failing job holds its output, with that of its child processes."""
         ranks = engine.run(job("print_then_fail", 2)).ranks
         expected = [f"rank {rank} line 0\nrank {rank} line 1\nfrom a child\n" for rank in (0, 1)]
         assert expected == [rank.output for rank in ranks]
 
     def test_a_rank_that_ends_while_it_is_asked_has_told_already(self):
-        """What it printed comes with the news of its end, which may overtake the answer."""
+        """Its output arrives with the report of its exit."""
         with Engine(preload=(JOBS,), cluster=Overtaken()) as engine:
             (rank,) = engine.run(job("print_then_fail", 1, world=1)).ranks
             assert ("raised", "rank 0 line 0\nfrom a child\n") == (rank.status, rank.output)
 
     def test_much_output_is_cut_at_its_beginning(self, engine):
-        """The last 64 KiB are told."""
+        """Only the last 64 KiB are kept."""
         output = engine.run(job("print_then_fail", 20_000, world=1)).ranks[0].output
         assert 1 << 16 == len(output)
         assert output.endswith("rank 0 line 19999\nfrom a child\n")
@@ -178,7 +178,7 @@ class TestPrinting:
 
 class TestEndlessCalls:
     def test_the_ledger_of_a_rank_that_calls_for_ever_is_bounded(self, engine):
-        """It holds the first calls, the rank hangs, and the next job runs."""
+        """It holds the first calls; the rank hangs, and the next job runs."""
         result = engine.run(job("call_for_ever", deadline_s=4.0))
         assert ["ok", "hung"] == [rank.status for rank in result.ranks]
         assert MOST_CALLS >= len(result.ranks[1].ledger) > 100
@@ -198,7 +198,7 @@ class TestLeftovers:
         ],
     )
     def test_what_a_function_leaves_is_told_and_gone(self, engine, what, told):
-        """The job is fine, the rank and its leftover are named, and the next job has other ranks."""
+        """The job is ok, the rank and its leftover are reported, and the next job has other ranks."""
         before = pids(engine)
         result = engine.run(job("leave_behind", what))
         assert (True, [(), (told,)]) == (result.ok, [rank.left for rank in result.ranks])
@@ -211,13 +211,13 @@ class TestLeftovers:
             assert ["parent", "parent"] == values
 
     def test_groups_left_behind_are_told(self, engine):
-        """Process groups that the function made and did not destroy count; the engine's own do not."""
+        """Process groups that the function made and did not destroy are reported; the engine's are not."""
         groups = {"all": ((0, 1),), "each": ((0,), (1,))}
         assert [(), ()] == [rank.left for rank in engine.run(Job(f"{JOBS}:echo", 1, 2, groups)).ranks]
         assert [("2 process groups",)] * 2 == [rank.left for rank in engine.run(job("leave_groups")).ranks]
 
     def test_what_is_kept_on_purpose_is_no_leftover(self, engine):
-        """A job that keeps something may change its process; later jobs find it so, and are held to that."""
+        """A job that adds to `kept` may change its process; later jobs are compared with that."""
         kept = engine.run(job("keep"))
         before = pids(engine)
         assert [(), ()] == [rank.left for rank in kept.ranks]

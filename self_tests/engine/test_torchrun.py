@@ -1,4 +1,4 @@
-"""torchrun -m pytest simply works: one process drives, every process has a rank, and what is lost is told."""
+"""Under torchrun one process is the driver, every process has a rank, and a lost process is reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKEN = "a token of the test, and of no other"
 
 
 def reported(folder: Path) -> dict[str, Any]:
-    """Return result.json."""
+    """Returns the content of result.json."""
     return plugin_runs.result(folder / "report")
 
 
@@ -30,7 +30,7 @@ def asked(backend: str) -> tuple[str, ...]:
 
 class TestOneMachine:
     def test_faults_of_ranks_are_survived_and_told_once(self, tmp_path):
-        """Crashes, hangs and refusals end in the verdicts of a local run, and one process alone prints."""
+        """Crashes, hangs and refusals have the verdicts of a local run, and one process prints."""
         run = torchrun(*asked(TOY), cwd=tmp_path)
         assert 1 == run.status
         assert 1 == run.output.count("test session starts")

@@ -47,6 +47,11 @@ def named(name: str, layout: Layout) -> Workload:
     return next(workload for workload in virtual.corpus("alltoall", layout) if workload.name == name)
 
 
+def foldings(layouts: Sequence[Layout]) -> set[tuple[bool, ...]]:
+    """Which of tp, ep and etp are greater than 1, for every layout."""
+    return {(layout.tp > 1, layout.ep > 1, layout.etp > 1) for layout in layouts}
+
+
 class TestCorpus:
     def test_layouts_are_valid_and_have_names_of_their_own(self) -> None:
         """Every layout can be built, none shares its name with another, and every world has some."""
@@ -59,11 +64,8 @@ class TestCorpus:
     @pytest.mark.parametrize("world", [64, 256])
     def test_every_folding_is_there(self, world: int) -> None:
         """What tp, ep and etp are beside 1 in the full profile, they are on many ranks."""
-        few, many = (
-            {tuple(size > 1 for size in (each.tp, each.ep, each.etp)) for each in layouts}
-            for layouts in (full_layouts(), [each for each in virtual.layouts() if each.world == world])
-        )
-        assert few == many
+        many = [layout for layout in virtual.layouts() if layout.world == world]
+        assert foldings(full_layouts()) == foldings(many)
 
     @pytest.mark.parametrize("layout", [layout for layout in virtual.layouts() if layout.world <= 64], ids=str)
     def test_workloads_are_extreme_where_they_say_so(self, layout: Layout) -> None:
@@ -84,7 +86,10 @@ class TestCorpus:
         """On the widest layouts the first variant runs alone, on those of 256 ranks the others get few tokens."""
         cells = Plan(Native(), "cpu", "virtual", 512).cells
         wide = [case for case in Plan(Native(), "cpu", "virtual", 256).cases if case.cell.layout == EP256]
-        of = {name: {each.workload.name for each in wide if each.cell.variant == name} for name in Native.variants}
+        of: dict[str, set[str]] = {name: set() for name in Native.variants}
+        for case in wide:
+            if case.cell.variant in of:
+                of[case.cell.variant].add(case.workload.name)
         few = {recipe.name for some in virtual.sparse_recipes(EP256) for recipe in some}
         assert [few] * (len(of) - 1) == [names for variant, names in of.items() if variant != "alltoall"]
         assert few < of["alltoall"] == virtual.names()
@@ -99,10 +104,10 @@ class TestChunks:
         config = replace(named("own-many-ranks-uneven", EP64).config, experts=8)
         generator = draw.generator("chunks")
         parameters = draw.expert_parameters(config, generator)
-        batches = [
-            layer.Batch(each.x_TD, each.ids_TK, each.weights_TK, each.upstream)
-            for each in (draw.real_batch(draw.choose(3, config, generator), config, generator) for _ in range(40))
-        ]
+        batches = []
+        for _ in range(40):
+            drawn = draw.real_batch(draw.choose(3, config, generator), config, generator)
+            batches.append(layer.Batch(drawn.x_TD, drawn.ids_TK, drawn.weights_TK, drawn.upstream))
 
         def solve(some: Sequence[layer.Batch]) -> layer.Gradients:
             return layer.gradients(*layer.global_batch(some), swiglu_experts, parameters)

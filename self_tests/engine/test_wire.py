@@ -1,4 +1,4 @@
-"""Values that travel between driver and ranks arrive as they were sent."""
+"""Values that are sent between driver and ranks arrive unchanged."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def travel(value: object) -> object:
-    """Sends a value through the buffers."""
+    """Serialises a value and reads it back."""
     return wire.loads([bytearray(buffer) for buffer in wire.dumps(value)])
 
 
@@ -78,7 +78,7 @@ class TestTensors:
         assert got.is_contiguous()
 
     def test_conjugate_views_arrive_resolved(self):
-        """The lazy conjugation of a complex tensor is carried out."""
+        """The lazy conjugation of a complex tensor is applied."""
         sent = torch.randn(4, dtype=torch.complex64).conj()
         assert torch.equal(sent, travel(sent))
 
@@ -90,19 +90,19 @@ class TestTensors:
         assert (torch.Tensor, False) == (type(got), got.requires_grad)
 
     def test_arrived_tensors_are_writable(self):
-        """What arrives can be written to, as what was sent could."""
+        """Tensors that arrive are writable."""
         got = travel(torch.zeros(3))
         got += 1
         assert [1.0, 1.0, 1.0] == got.tolist()
 
     def test_one_tensor_named_twice_arrives_once(self):
-        """Identity within one value is kept."""
+        """A tensor that occurs twice in a value is one object after loading."""
         tensor = torch.randn(3)
         got = travel({"a": tensor, "b": [tensor]})
         assert got["a"] is got["b"][0]
 
     def test_memory_travels_out_of_band(self):
-        """The tensor's own memory is a buffer; the pickle beside it stays small."""
+        """The tensor's memory is a buffer of its own; the pickle stays small."""
         tensor = torch.randn(1000)
         head, body = wire.dumps(tensor)
         assert tensor.data_ptr() == np.frombuffer(body, np.uint8).ctypes.data
@@ -118,7 +118,7 @@ class TestTensors:
         ids=["sparse", "meta", "subclass"],
     )
     def test_tensors_without_plain_memory_are_refused(self, tensor):
-        """What could not be rebuilt from bytes, dtype and shape is refused in words."""
+        """A tensor that cannot be rebuilt from bytes, dtype and shape is refused with the reason."""
         with pytest.raises(TypeError, match="sent"):
             wire.dumps(tensor)
 
@@ -148,7 +148,7 @@ class TestChannel:
 
     @pytest.mark.parametrize("sizes", [(0,), (1, 0, 3), (70_000,), (5, 3_000_000, 0, 1)], ids=str)
     def test_messages_arrive_whole(self, ends, sizes):
-        """A message keeps the number and the bytes of its buffers, be they empty or larger than the socket's."""
+        """A message keeps the number and the bytes of its buffers, empty or larger than the socket's buffer."""
         left, right = ends
         sent = [np.random.default_rng(size).bytes(size) for size in sizes]
         sender = threading.Thread(target=left.send, args=(sent,))
@@ -167,7 +167,7 @@ class TestChannel:
             right.receive()
 
     def test_what_is_no_message_is_told(self, ends):
-        """Whatever else was written into the other end is neither taken for a length nor for an answer."""
+        """Other bytes are neither read as a length nor as an answer."""
         left, right = ends
         left.socket.sendall(b"some text\n")
         with pytest.raises(wire.GarbledError, match="b'some tex' is not the start of a message"):

@@ -1,4 +1,4 @@
-"""Functions that the tests of virtual ranks run, on real ranks as well where both must do the same."""
+"""Functions that the tests run on virtual ranks, and on real ranks for comparison."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def even_all_to_all(context: RankContext, payload: Any) -> Tensor:
 
 
 def nothing_to_all(context: RankContext, payload: Any) -> Tensor:
-    """Nobody sends anything."""
+    """All splits are 0."""
     W = context.world
     result = torch.empty(0, 3)
     dist.all_to_all_single(result, torch.empty(0, 3), [0] * W, [0] * W)
