@@ -1,4 +1,4 @@
-"""Starts the processes of a launcher's job without the launcher: this process is the driver, its children are agents."""
+"""Starts the processes of a launcher's job without the launcher: this process is the driver, the others are agents."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class TestDelays:
         ],
     )
     def test_one_side_is_late(self, mode, asynchronous, expected):
-        """ "delayed_compute" delays the computation, "delayed_communication" asynchronous collectives only."""
+        """Mode "delayed_compute" delays the computation, "delayed_communication" only asynchronous collectives."""
         assert expected == late(mode, asynchronous)
 
     @pytest.mark.parametrize("mode", MODES)
@@ -38,7 +38,7 @@ class TestDelays:
         [("plain", "cpu"), ("plain", "cuda"), ("watched", "cpu"), ("watched", "cuda"), ("poisoned", "cpu")],
     )
     def test_other_modes_are_allowed(self, asynchrony, device):
-        """ "plain" and "watched" are allowed on every device."""
+        """Modes "plain" and "watched" are allowed on every device."""
         check(asynchrony, device)
 
     @pytest.mark.parametrize("mode", MODES)
