@@ -116,8 +116,8 @@ def _serve_jobs(channel: wire.Channel, spec: RankSpec, ledger: int) -> None:
     """Answers requests until an answer after which the rank must exit."""
     try:
         state = RankState(spec)
-        book = LedgerFile(ledger)
-        tap = Tap(book.write)
+        ledger_file = LedgerFile(ledger)
+        tap = Tap(ledger_file.write)
     except BaseException as error:
         channel.send(wire.dumps(Answer(0, "unprepared", describe(error))))
         return
@@ -125,7 +125,7 @@ def _serve_jobs(channel: wire.Channel, spec: RankSpec, ledger: int) -> None:
     channel.send(wire.dumps(answer))
     while not answer.last:
         message = channel.receive()
-        book.begin()
+        ledger_file.begin()
         answer, values = _run_jobs(state, tap, message)
         flush()
         channel.send([*wire.dumps(answer), *values])

@@ -17,13 +17,13 @@ from .operators import Call, Operator
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _Input:
     visible: torch.Tensor
     copy: torch.Tensor
 
 
 @dataclass(frozen=True)
-class _Awaited:
+class _Output:
     visible: torch.Tensor
     hidden: torch.Tensor
     poison: torch.Tensor  # what `visible` held after the call
@@ -50,25 +50,25 @@ class Poisoned:
         for tensor in call.inputs:
             if id(tensor) not in outputs:
                 tensor.data.copy_(private[id(tensor)])
-        self._sent = [
-            _Sent(data, copy) for (data, copy), t in zip(originals, call.inputs, strict=True) if id(t) not in outputs
+        self._inputs = [
+            _Input(data, copy) for (data, copy), t in zip(originals, call.inputs, strict=True) if id(t) not in outputs
         ]
-        self._awaited = [_Awaited(t.data, private[id(t)], _copy(t)) for t in call.outputs]
+        self._outputs = [_Output(t.data, private[id(t)], _copy(t)) for t in call.outputs]
 
     def undo(self) -> None:
         """Restores the caller's buffers after the call itself has raised."""
-        for awaited in self._awaited:
-            awaited.visible.copy_(awaited.hidden)
+        for output in self._outputs:
+            output.visible.copy_(output.hidden)
 
     def deliver(self) -> list[HazardKind]:
         """Copies the results into the visible buffers; returns the hazards that the caller caused before."""
         kinds: list[HazardKind] = []
-        if any(not _same(sent.visible, sent.copy) for sent in self._sent):
+        if any(not _same(sent.visible, sent.copy) for sent in self._inputs):
             kinds.append("sent data changed")
-        if any(not _same(awaited.visible, awaited.poison) for awaited in self._awaited):
+        if any(not _same(output.visible, output.poison) for output in self._outputs):
             kinds.append("output written")
-        for awaited in self._awaited:
-            awaited.visible.copy_(awaited.hidden)
+        for output in self._outputs:
+            output.visible.copy_(output.hidden)
         return kinds
 
 

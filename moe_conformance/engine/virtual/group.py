@@ -265,7 +265,7 @@ class _CollectiveWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Returns True if it is; polling never ends, since no other rank runs meanwhile."""
+        """Returns True if the call is complete; polling it never ends, since no other rank runs meanwhile."""
         return self._pending.done
 
     def is_success(self) -> bool:
