@@ -120,7 +120,7 @@ def main(descriptor: int) -> NoReturn:
     if not _import_all(channel, (*_ALWAYS_IMPORTED, *setup.preload)):
         os._exit(1)
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # each rank would write it again
+        stream.flush()  # else every rank would print the buffered text too
     gc.collect()
     gc.freeze()  # keeps the garbage collector of the ranks from copying shared pages
     server = _ForkServer(channel, setup.driver)  # from here on, the end of the driver's thread does not matter

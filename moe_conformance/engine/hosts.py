@@ -18,7 +18,7 @@ class HostLostError(EngineError):
 
 
 class MachineLostError(HostLostError):
-    """A machine is lost for good: neither this engine nor another can run ranks there."""
+    """A machine is lost permanently: neither this engine nor another can run ranks there."""
 
 
 @dataclass(frozen=True)

@@ -129,16 +129,16 @@ def start_a_sleeper(context: RankContext, payload: Any) -> int:
 # ---- functions that do not; `faulty` is the rank to blame ----
 
 
-def _meet() -> None:
+def _all_reduce() -> None:
     dist.all_reduce(torch.ones(3))
 
 
 def one_raises(context: RankContext, faulty: int) -> None:
     """The faulty rank raises; the others wait for it in a collective."""
-    _meet()
+    _all_reduce()
     if context.rank == faulty:
         raise ValueError(f"rank {faulty} has\nhad enough")
-    _meet()
+    _all_reduce()
 
 
 def one_raises_and_others_wrap(context: RankContext, faulty: int) -> None:
@@ -146,7 +146,7 @@ def one_raises_and_others_wrap(context: RankContext, faulty: int) -> None:
     if context.rank == faulty:
         raise ValueError("the first fault")
     try:
-        _meet()
+        _all_reduce()
     except RuntimeError as error:
         raise RefusedError("could not exchange") from error
 
@@ -174,7 +174,7 @@ def exit_hard(context: RankContext, faulty: int) -> None:
     """The faulty rank's process exits by os._exit."""
     if context.rank == faulty:
         os._exit(7)
-    _meet()
+    _all_reduce()
 
 
 def kill_oneself(context: RankContext, culprit_and_signal: tuple[int, int]) -> None:
@@ -182,7 +182,7 @@ def kill_oneself(context: RankContext, culprit_and_signal: tuple[int, int]) -> N
     faulty, number = culprit_and_signal
     if context.rank == faulty:
         os.kill(os.getpid(), number)
-    _meet()
+    _all_reduce()
 
 
 def kill_the_parent(context: RankContext, payload: Any) -> None:
@@ -191,25 +191,25 @@ def kill_the_parent(context: RankContext, payload: Any) -> None:
     time.sleep(600)
 
 
-def sleep_before_meeting(context: RankContext, faulty: int) -> None:
+def sleep_before_collective(context: RankContext, faulty: int) -> None:
     """The faulty rank sleeps; the others wait for it in a collective."""
     if context.rank == faulty:
         time.sleep(600)
-    _meet()
+    _all_reduce()
 
 
-def spin_before_meeting(context: RankContext, faulty: int) -> None:
+def spin_before_collective(context: RankContext, faulty: int) -> None:
     """The faulty rank computes for ever, in Python; the others wait on the handle of an asynchronous collective."""
     while context.rank == faulty:
         pass
     dist.all_reduce(torch.ones(3), async_op=True).wait()
 
 
-def skip_meeting(context: RankContext, faulty: int) -> str:
+def skip_collective(context: RankContext, faulty: int) -> str:
     """The faulty rank omits a collective."""
-    _meet()
+    _all_reduce()
     if context.rank != faulty:
-        _meet()
+        _all_reduce()
     return "returned"
 
 
@@ -219,7 +219,7 @@ def reduce_otherwise(context: RankContext, faulty: int) -> str:
     return "returned"
 
 
-def skip_meeting_in_backward(context: RankContext, faulty: int) -> None:
+def skip_collective_in_backward(context: RankContext, faulty: int) -> None:
     """The faulty rank omits a collective that is part of the backward pass."""
     x = torch.ones(3, requires_grad=True)
     y = x * 2 if context.rank == faulty else _Met.apply(x)
@@ -233,7 +233,7 @@ class _Met(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-        _meet()
+        _all_reduce()
         return dy
 
 
@@ -278,7 +278,7 @@ def sleep_on_a_thread(context: RankContext, payload: Any) -> None:
         thread = threading.Thread(target=time.sleep, args=(600,), daemon=True)
         thread.start()
         thread.join()
-    _meet()
+    _all_reduce()
 
 
 def destroy_the_default_group(context: RankContext, faulty: int) -> None:
@@ -291,7 +291,7 @@ def stop_oneself(context: RankContext, faulty: int) -> None:
     """The faulty rank is stopped by a signal and cannot even dump its stack."""
     if context.rank == faulty:
         os.kill(os.getpid(), signal.SIGSTOP)
-    _meet()
+    _all_reduce()
 
 
 def return_a_generator(context: RankContext, faulty: int) -> Any:

@@ -227,7 +227,7 @@ class TestDeaths:
 
 @pytest.mark.usefixtures("works_again")
 class TestHangs:
-    @pytest.mark.parametrize("function", ["sleep_before_meeting", "spin_before_meeting"])
+    @pytest.mark.parametrize("function", ["sleep_before_collective", "spin_before_collective"])
     def test_a_hang_outside_of_collectives_is_blamed_on_its_rank(self, run, function):
         """Ranks that wait for it in a collective are secondary; the stack shows where it hangs."""
         result = run(function, 1, world=4, deadline_s=2.0)
@@ -241,11 +241,11 @@ class TestHangs:
         monkeypatch.setattr(job_wait, "_NOTICE_S", 0.2)
         told: list[str] = []
         with Engine(preload=(JOBS,), notice=told.append) as engine:
-            engine.run(Job(f"{JOBS}:sleep_before_meeting", 1, 2, {}, 2.0))
+            engine.run(Job(f"{JOBS}:sleep_before_collective", 1, 2, {}, 2.0))
         (sentence,) = told
         file = re.escape(engine_jobs.__file__)
         assert re.fullmatch(
-            rf"waiting for rank 0 in {file}:\d+ \(\w+\); rank 1 in {file}:\d+ \(sleep_before_meeting\), "
+            rf"waiting for rank 0 in {file}:\d+ \(\w+\); rank 1 in {file}:\d+ \(sleep_before_collective\), "
             r"after 0 s of 2 s",
             sentence,
         )
@@ -263,7 +263,7 @@ class TestHangs:
         assert (0,) == result.blamed
         assert "no answer within 2.0 s" in result.ranks[0].error
 
-    @pytest.mark.parametrize("function", ["skip_meeting", "skip_meeting_in_backward"])
+    @pytest.mark.parametrize("function", ["skip_collective", "skip_collective_in_backward"])
     def test_a_skipped_collective_is_blamed_on_who_returned(self, run, function):
         """The deadlock is proved long before the deadline; the rank that returned is blamed."""
         result = run(function, 1, deadline_s=60.0)
@@ -271,7 +271,7 @@ class TestHangs:
         assert (False, (1,)) == (result.ok, result.blamed)
         assert result.ranks[1].error.startswith("returned while rank 0 waited in a collective: on group (0, 1) call ")
         assert "waits in a collective that cannot complete: in all_reduce" in result.ranks[0].error
-        assert "in _meet\n" in result.ranks[0].traceback
+        assert "in _all_reduce\n" in result.ranks[0].traceback
         assert result.seconds < 30.0
 
     def test_a_circle_of_waiting_ranks_is_blamed_on_all(self, run):

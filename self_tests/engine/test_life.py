@@ -102,7 +102,7 @@ class TestNoOrphans:
 
     def test_nothing_is_left_when_a_driver_is_killed_during_a_job(self, driver):
         """Ranks that hold the GIL or wait in a collective end with a driver that is killed."""
-        spin = 'engine.run(Job("self_tests.engine.engine_jobs:spin_before_meeting", 0, 2, {}))'
+        spin = 'engine.run(Job("self_tests.engine.engine_jobs:spin_before_collective", 0, 2, {}))'
         process, pids = driver(spin)
         assert [] == [pid for pid in pids if not alive(pid)]
         time.sleep(0.3)

@@ -42,8 +42,8 @@ def pids(result):
 FAULTS = (
     pytest.param(job("one_raises", 1), id="raises"),
     pytest.param(job("exit_hard", 1), id="ends"),
-    pytest.param(job("skip_meeting", 1), id="hangs-in-a-collective"),
-    pytest.param(job("sleep_before_meeting", 1, deadline_s=1.0), id="hangs-until-its-deadline"),
+    pytest.param(job("skip_collective", 1), id="hangs-in-a-collective"),
+    pytest.param(job("sleep_before_collective", 1, deadline_s=1.0), id="hangs-until-its-deadline"),
     pytest.param(job("leave_behind", "variable"), id="leaves-something"),
     pytest.param(job("reduce_otherwise", 1), id="disagrees"),
     pytest.param(job("return_a_generator", 1), id="returns-what-cannot-be-sent"),
@@ -107,7 +107,7 @@ class TestAFaultInTheMiddle:
         """Jobs that are too slow only together are not hung; one that hangs has its own deadline."""
         slow = [job("sleep", 0.4, deadline_s=0.9) for _ in range(3)]
         began = time.monotonic()
-        hung = job("sleep_before_meeting", 0, deadline_s=1.5)
+        hung = job("sleep_before_collective", 0, deadline_s=1.5)
         results = run(engine, *slow, hung)
         assert [True, True, True, False] == [result.ok for result in results]
         assert "no answer within 1.5 s" in results[3].ranks[0].error

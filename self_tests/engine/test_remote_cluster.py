@@ -117,7 +117,7 @@ class TestFaults:
             ("one_raises", "raised", "ValueError"),
             ("exit_hard", "died", "exited with code 7 before it answered"),
             ("leave", "raised", "SystemExit"),
-            ("spin_before_meeting", "hung", "no answer within 2.0 s"),
+            ("spin_before_collective", "hung", "no answer within 2.0 s"),
             ("stop_oneself", "hung", "stopped by a signal"),
         ],
     )
@@ -139,7 +139,7 @@ class TestFaults:
     def test_a_skipped_collective_is_proved_without_waiting_for_the_deadline(self, engine):
         """Threads and stacks of all processes are read."""
         began = time.monotonic()
-        result = engine.run(job("skip_meeting", 1, deadline_s=30.0))
+        result = engine.run(job("skip_collective", 1, deadline_s=30.0))
         assert time.monotonic() - began < 15
         assert (1,) == result.blamed
         assert ["hung", "ok", "hung"] == [rank.status for rank in result.ranks]
@@ -159,7 +159,7 @@ class TestLoss:
     def test_a_killed_process_ends_the_run(self, two):
         """The driver detects it during a job, names the process, and can start no more ranks."""
         assert two.engine.run(job("pid", world=2)).ok
-        running = two.engine.start(job("sleep_before_meeting", 0, world=2))
+        running = two.engine.start(job("sleep_before_collective", 0, world=2))
         began = time.monotonic()
         two.agents[0].kill()
         with pytest.raises(MachineLostError, match="the process of RANK 1 is lost: it has ended"):
@@ -175,7 +175,7 @@ class TestLoss:
         fork_server = two.engine.run(job("pid", world=2)).ranks[1].value[1]
         os.kill(fork_server, signal.SIGKILL)
         with pytest.raises(MachineLostError, match=r"RANK 1 is lost: .*killed by SIGKILL"):
-            two.engine.run(job("sleep_before_meeting", 0, world=2))
+            two.engine.run(job("sleep_before_collective", 0, world=2))
         assert 1 == two.agents[0].wait(30)
 
     def test_agents_end_with_the_run(self, two):

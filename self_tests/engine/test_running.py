@@ -21,7 +21,7 @@ JOBS = "self_tests.engine.engine_jobs"
 FAULTS = (
     pytest.param("one_raises", 0, ["raised", "raised"], id="raises"),
     pytest.param("exit_hard", 1, ["raised", "died"], id="ends"),
-    pytest.param("skip_meeting", 1, ["hung", "ok"], id="hangs"),
+    pytest.param("skip_collective", 1, ["hung", "ok"], id="hangs"),
     pytest.param("leave_behind", "variable", ["ok", "ok"], id="leaves-something"),
     pytest.param("reduce_otherwise", 1, ["ok", "ok"], id="disagrees"),
 )
@@ -75,7 +75,7 @@ class TestLater:
 
     def test_a_hang_is_told_when_the_driver_asks_late(self, engine):
         """A rank without an answer at its deadline is hung, however late the result is taken."""
-        running = engine.start(job("spin_before_meeting", 0, deadline_s=0.3))
+        running = engine.start(job("spin_before_collective", 0, deadline_s=0.3))
         time.sleep(0.6)
         result = running.result()
         assert ["hung", "hung"] == [rank.status for rank in result.ranks]
@@ -108,7 +108,7 @@ class TestLater:
     def test_a_dropped_job_has_no_result(self, engine):
         """Renewing the ranks drops what runs; the next job has new ranks."""
         before = pids(engine)
-        running = engine.start(job("spin_before_meeting", 0))
+        running = engine.start(job("spin_before_collective", 0))
         engine.renew(2)
         with pytest.raises(EngineError, match="has no result: the ranks were renewed before it was taken"):
             running.result()

@@ -23,14 +23,14 @@ def torchrun(*arguments: str, cwd: Path, **variables: str) -> Finished:
 
 def agents(*arguments: str, cwd: Path, **variables: str) -> list[Finished]:
     """Run two agents with one process each, as on two machines."""
-    meeting = ("--rdzv-backend", "static", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
-    apart = ("--nnodes", "2", "--nproc-per-node", "1", *meeting)
+    rendezvous = ("--rdzv-backend", "static", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    two_machines = ("--nnodes", "2", "--nproc-per-node", "1", *rendezvous)
     # In the agent that ends last torchrun logs that the other one, with the store of its rendezvous, is gone.
     variables = {"TORCH_CPP_LOG_LEVEL": "ERROR", "LOGLEVEL": "CRITICAL", **variables}
-    return _together([[*apart, "--node-rank", str(rank), *arguments] for rank in range(2)], cwd, variables)
+    return _together([[*two_machines, "--node-rank", str(rank), *arguments] for rank in range(2)], cwd, variables)
 
 
-def _together(each: list[list[str]], cwd: Path, variables: dict[str, str]) -> list[Finished]:
+def _together(commands: list[list[str]], cwd: Path, variables: dict[str, str]) -> list[Finished]:
     mark = uuid.uuid4().hex
     started = [
         subprocess.Popen(
@@ -41,7 +41,7 @@ def _together(each: list[list[str]], cwd: Path, variables: dict[str, str]) -> li
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for arguments in each
+        for arguments in commands
     ]
     try:
         found = []

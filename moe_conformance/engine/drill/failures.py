@@ -63,7 +63,7 @@ def be_killed(context: RankContext, target: Target) -> None:
     sum_over()
 
 
-def be_killed_while_meeting(context: RankContext, target: Target) -> None:
+def be_killed_in_a_collective(context: RankContext, target: Target) -> None:
     """The faulty rank is killed during a collective, as the kernel does when memory runs out."""
     sum_over()
     if context.rank == target.faulty:

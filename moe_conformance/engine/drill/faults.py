@@ -90,7 +90,7 @@ _FAILURES = (
     _end("os._exit", "exit_hard", "died", "exited with code 7", stacks=False),
     _end("SIGKILL", "be_killed", "died", "killed by SIGKILL", stacks=False),
     Fault(
-        "SIGKILL in the midst of work", "failures:be_killed_while_meeting", ("crash",), "faulty", ("died",),
+        "SIGKILL in the midst of work", "failures:be_killed_in_a_collective", ("crash",), "faulty", ("died",),
         ("raised",), "killed by SIGKILL", ("(all_reduce ?)+", "(all_reduce ?)+"), stacks=False,
     ),
     _end("segmentation fault", "touch_no_memory", "died", "killed by SIGSEGV"),
@@ -125,8 +125,8 @@ def _collective(
 
 _EXCHANGE = ("all_to_all_single", "all_to_all_single")
 
-# How gloo ends splits that do not fit: where a rank does not send to itself what it expects it raises; where one is
-# sent more than it expects it aborts; where it is sent less it goes on with garbage.
+# What gloo does with splits that do not match: a rank that sends itself another number of rows than it expects raises;
+# a rank that is sent more than it expects aborts; a rank that is sent less continues with uninitialised memory.
 _COLLECTIVES = (
     _collective(
         "last collective skipped", "skip_the_last", "hang", "faulty", ("ok",), ("hung",),

@@ -41,7 +41,7 @@ class LedgerFile:
         _LENGTH.pack_into(self._map, 0, end - _LENGTH.size)
 
     def _grown(self, size: int) -> mmap.mmap:
-        os.ftruncate(self._descriptor, size)  # a file in memory takes none before it is written to
+        os.ftruncate(self._descriptor, size)  # pages of a memory file are allocated only when they are written
         return mmap.mmap(self._descriptor, size)
 
 

@@ -92,7 +92,7 @@ class Exited:
 
 @dataclass(frozen=True)
 class Failed:
-    """The agent's last message: why it cannot go on."""
+    """The agent's last message: why it cannot continue."""
 
     reason: str
 

@@ -34,7 +34,7 @@ BACKEND = "virtual"
 
 
 def install(world_state: WorldState) -> None:
-    """Gives every thread of this process its own torch.distributed state, and registers the backend; for good."""
+    """Gives every thread of this process its own torch.distributed state, and registers the backend, permanently."""
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
     os.environ.pop("TORCH_DIST_INIT_BARRIER", None)  # waiting in a store would block all other ranks
