@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -90,7 +91,9 @@ def faults() -> set[Run]:
 
 def planned(item: pytest.Item) -> Run | None:
     """Return what a test will have run, if that can be told from its parameters."""
-    given = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    given: dict[str, Any] = {}
+    if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+        given = item.callspec.params
     if {"plant", "expected"} <= given.keys():
         plant, expected = given["plant"], given["expected"]
         run = Run(plant.backend, variant_for(plant, expected), plant.layout, expected.workload)

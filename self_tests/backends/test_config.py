@@ -80,39 +80,39 @@ class TestOnly:
 
 
 WRONG: dict[str, Callable[[], Any]] = {
-    "weights_applied = 'inputs'; allowed: one of 'native', 'input', 'output'": lambda: Config(weights_applied="inputs"),
-    "wire = 'fp8'; allowed: one of 'plain', 'float8'": lambda: Config(wire="fp8"),
+    "weights_applied = 'inputs'; allowed: one of 'native', 'input', 'output'": lambda: Config(weights_applied="inputs"),  # type: ignore[arg-type]
+    "wire = 'fp8'; allowed: one of 'plain', 'float8'": lambda: Config(wire="fp8"),  # type: ignore[arg-type]
     "experts = -1; allowed: 0 or more": lambda: Config(experts=-1),
     "top_k = 0; allowed: 1 or more": lambda: Config(top_k=0),
-    "top_k = 1.5; allowed: int": lambda: Config(top_k=1.5),
+    "top_k = 1.5; allowed: int": lambda: Config(top_k=1.5),  # type: ignore[arg-type]
     "top_k = True; allowed: int": lambda: Config(top_k=True),
     "hidden = 0; allowed: 1 or more": lambda: Config(hidden=0),
     "ffn = 0; allowed: 1 or more": lambda: Config(ffn=0),
-    "dtype = 'float32'; allowed: dtype": lambda: Config(dtype="float32"),
-    "token_copies = 1; allowed: bool": lambda: Config(token_copies=1),
-    "extra = {}; allowed: tuple[tuple[str, Any], ...]": lambda: Config(extra={}),
+    "dtype = 'float32'; allowed: dtype": lambda: Config(dtype="float32"),  # type: ignore[arg-type]
+    "token_copies = 1; allowed: bool": lambda: Config(token_copies=1),  # type: ignore[arg-type]
+    "extra = {}; allowed: tuple[tuple[str, Any], ...]": lambda: Config(extra={}),  # type: ignore[arg-type]
     "shared = None; allowed: SharedExperts": lambda: Config(shared=None),
     "routing.score = 'softmx'; allowed: one of 'softmax', 'softmax_topk', 'sigmoid', 'sqrtsoftplus'": (
-        lambda: RoutingOptions(score="softmx")
+        lambda: RoutingOptions(score="softmx")  # type: ignore[arg-type]
     ),
     "routing.scale = nan; allowed: float": lambda: RoutingOptions(scale=float("nan")),
-    "routing.groups = (4,); allowed: tuple[int, int] | None": lambda: RoutingOptions(groups=(4,)),
+    "routing.groups = (4,); allowed: tuple[int, int] | None": lambda: RoutingOptions(groups=(4,)),  # type: ignore[arg-type]
     "routing.forced = (('rondom', None),); allowed: tuple[tuple[Literal['random', ": (
-        lambda: RoutingOptions(forced=(("rondom", None),))
+        lambda: RoutingOptions(forced=(("rondom", None),))  # type: ignore[arg-type]
     ),
     "shared.ffn = (8, 0); allowed: 1 or more": lambda: SharedExperts(ffn=(8, 0)),
     "capacity.factor = -0.5; allowed: 0 or more": lambda: Capacity(factor=-0.5),
     "capacity.factor = inf; allowed: float | None": lambda: Capacity(factor=float("inf")),
     "capacity.minimum = -1; allowed: 0 or more": lambda: Capacity(minimum=-1),
-    "capacity.drop_policy = 'probs'; allowed: one of 'weights', 'position'": lambda: Capacity(drop_policy="probs"),
-    "padding.tokens = 'max'; allowed: one of 'no', 'group_max', 'bound'": lambda: Padding(tokens="max"),
+    "capacity.drop_policy = 'probs'; allowed: one of 'weights', 'position'": lambda: Capacity(drop_policy="probs"),  # type: ignore[arg-type]
+    "padding.tokens = 'max'; allowed: one of 'no', 'group_max', 'bound'": lambda: Padding(tokens="max"),  # type: ignore[arg-type]
     "padding.alignment = 0; allowed: 1 or more": lambda: Padding(alignment=0),
     "padding.bound = -1; allowed: 0 or more": lambda: Padding(bound=-1),
     "padding.row_multiple = 0; allowed: 1 or more": lambda: Padding(row_multiple=0),
     "receive_buffer.factor = 0.0; allowed: more than 0": lambda: ReceiveBuffer(factor=0.0),
     "receive_buffer.factor = inf; allowed: float | None": lambda: ReceiveBuffer(factor=float("inf")),
     "receive_buffer.rows = -1; allowed: 0 or more": lambda: ReceiveBuffer(rows=-1),
-    "receive_buffer.overflow = 'raise'; allowed: one of 'refuse', 'drop'": lambda: ReceiveBuffer(overflow="raise"),
+    "receive_buffer.overflow = 'raise'; allowed: one of 'refuse', 'drop'": lambda: ReceiveBuffer(overflow="raise"),  # type: ignore[arg-type]
 }
 
 

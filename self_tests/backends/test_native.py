@@ -154,13 +154,13 @@ class TestRefusals:
         exchange = session(Layout(1)).exchange(Config("local", top_k=1, capacity=Capacity(padded=True, factor=1.0)))
         slots = Routing(torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1), 8)
         with pytest.raises(ValueError, match="4 slots for expert 0, whose capacity is 1"):
-            exchange.dispatch(torch.zeros(4, 32), slots)
+            exchange.dispatch(torch.zeros(4, 32), slots)  # type: ignore[union-attr]
 
     def test_tokens_of_another_dtype_are_refused(self) -> None:
         """Their bytes would be read as other numbers where they arrive."""
         routing = Routing(torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2), 8)
         with pytest.raises(ValueError, match=r"instead of 32 in torch\.float32"):
-            session(Layout(1)).exchange(Config("local")).dispatch(torch.zeros(1, 32, dtype=torch.float64), routing)
+            session(Layout(1)).exchange(Config("local")).dispatch(torch.zeros(1, 32, dtype=torch.float64), routing)  # type: ignore[union-attr]
 
     def test_a_field_of_another_backend_is_not_adapted(self) -> None:
         """Native has no knobs of its own, and says so."""
@@ -241,10 +241,10 @@ class TestTwoMicrobatches:
         """An exchange used for two routings at once gives each its own."""
         exchange = session(Layout(1)).exchange(Config("local", experts=3, hidden=2))
         x_TD, weights_TK = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0], [2.0]])
-        first = exchange.dispatch(x_TD, Routing(torch.tensor([[2], [0]]), weights_TK, 3))
-        second = exchange.dispatch(-x_TD, Routing(torch.tensor([[0], [-1]]), weights_TK, 3))
-        assert [[1.0, 2.0], [6.0, 8.0]] == exchange.combine(first[0].rows_RD, first[1]).tolist()
-        assert [[-1.0, -2.0], [0.0, 0.0]] == exchange.combine(second[0].rows_RD, second[1]).tolist()
+        first = exchange.dispatch(x_TD, Routing(torch.tensor([[2], [0]]), weights_TK, 3))  # type: ignore[union-attr]
+        second = exchange.dispatch(-x_TD, Routing(torch.tensor([[0], [-1]]), weights_TK, 3))  # type: ignore[union-attr]
+        assert [[1.0, 2.0], [6.0, 8.0]] == exchange.combine(first[0].rows_RD, first[1]).tolist()  # type: ignore[union-attr]
+        assert [[-1.0, -2.0], [0.0, 0.0]] == exchange.combine(second[0].rows_RD, second[1]).tolist()  # type: ignore[union-attr]
 
 
 PAIR = Layout(2, ep=2)

@@ -92,7 +92,7 @@ def _statuses(engine: Engine, case: Case) -> set[str]:
     ranks = moe_step(engine, "native", case.workload).ranks
     statuses = {rank.status for rank in ranks}
     if case.workload.calls:
-        return statuses
+        return statuses  # type: ignore[return-value]
     return statuses | {words for rank in ranks for words in _unsaid(case.workload, rank)}
 
 

@@ -93,7 +93,7 @@ def grown_by_another_factor(context: RankContext, layout: Layout) -> float:
         held = Config.experts // layout.ep
         rows_RD, ids_RJ, weights_RJ = torch.ones(held, Config.hidden), torch.arange(held)[:, None], torch.ones(held, 1)
         experts(Delivery.listed(rows_RD, ids_RJ, weights_RJ)).sum().backward()
-        grads = [window.view for window in experts.named(lambda parameter: parameter.grad)]  # type: ignore[arg-type, return-value]
+        grads = [window.view for window in experts.named(lambda parameter: parameter.grad)]
         sums.append(sum(float(grad.double().sum()) for grad in grads))
     return sums[1] / sums[0]
 

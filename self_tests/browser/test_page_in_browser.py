@@ -31,7 +31,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("page")
     verdicts = ("pass", "pass", "pass", "fail", "refused", "waived", "not adapted", "not kept", "crash")
     records = [
-        record(each, verdicts[(row + column) % len(verdicts)], layout, message="wrong" * row)
+        record(each, verdicts[(row + column) % len(verdicts)], layout, message="wrong" * row)  # type: ignore[arg-type]
         for row, each in enumerate(spec.load())
         for column, layout in enumerate(layout_names()[:6])
     ]
@@ -65,7 +65,7 @@ def shown(request: pytest.FixtureRequest, browser: Any, address: str) -> Iterato
 
 
 class TestPage:
-    def test_axe_finds_nothing_serious(self, shown):
+    def test_axe_finds_nothing_serious(self, shown: Any) -> None:
         """Neither in the page nor in the story of a cell."""
         shown.evaluate(Path(AXE).read_text("utf-8"))
         for opened in (False, True):
@@ -74,11 +74,11 @@ class TestPage:
             found = shown.evaluate("() => axe.run()")["violations"]
             assert [] == [each["id"] for each in found if each["impact"] in ("serious", "critical")]
 
-    def test_nothing_is_wider_than_the_window(self, shown):
+    def test_nothing_is_wider_than_the_window(self, shown: Any) -> None:
         """The tables scroll in their own boxes."""
         assert shown.viewport_size["width"] == shown.evaluate("document.documentElement.scrollWidth")
 
-    def test_a_cell_opens_by_keyboard_and_gives_the_focus_back(self, shown):
+    def test_a_cell_opens_by_keyboard_and_gives_the_focus_back(self, shown: Any) -> None:
         """Arrow keys move, Enter opens, Escape closes."""
         shown.locator("#cells button").first.focus()
         for key in ("ArrowDown", "ArrowRight", "Enter"):
@@ -88,7 +88,7 @@ class TestPage:
         shown.keyboard.press("Escape")
         assert f"{second} {layout}" == shown.evaluate("document.activeElement.dataset.story")
 
-    def test_filters_hide_rows(self, shown):
+    def test_filters_hide_rows(self, shown: Any) -> None:
         """By words and by verdict; the count is told."""
         shown.fill("#text", "EXCH-01")
         assert "EXCH-01" in shown.locator("#cells tbody tr:not(.hidden) th").first.text_content()

@@ -74,7 +74,7 @@ class PaddedExchange(nn.Module):
         """Send rows, differentiably."""
         if self.ranks == 1:
             return rows
-        return wait_tensor(all_to_all_single_autograd(rows.contiguous(), to_here, from_here, self.group))
+        return wait_tensor(all_to_all_single_autograd(rows.contiguous(), to_here, from_here, self.group))  # type: ignore[no-any-return]
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor, Plan]:
         """Return the batch (N, C, D), the rows of each expert in it, and the plan for the way back."""
@@ -186,12 +186,12 @@ class AdaptedRouter(Adapted):
 
 class AdaptedExperts(Adapted):
     def __call__(self, delivery: Delivery) -> Tensor:
-        return self.module(delivery.rows_RD.view(delivery.shape))
+        return self.module(delivery.rows_RD.view(delivery.shape))  # type: ignore[no-any-return]
 
 
 class AdaptedLayer(Adapted):
     def __call__(self, x: Tensor) -> Tensor:
-        return self.module(x)
+        return self.module(x)  # type: ignore[no-any-return]
 
 
 class Session(contract.Session):
@@ -217,10 +217,10 @@ class Session(contract.Session):
 
     def layer(self, config: Config) -> AdaptedLayer:
         router, experts, exchange = self.router(config), self.experts(config), self.exchange(config)
-        return AdaptedLayer(MoE(router.module, exchange.inner, experts.module), exchange.inner.first)
+        return AdaptedLayer(MoE(router.module, exchange.inner, experts.module), exchange.inner.first)  # type: ignore[arg-type]
 
     def finish_gradients(self, *built: Parametrised) -> None:
-        for part in (part for surface in built for part in surface.module.modules()):
+        for part in (part for surface in built for part in surface.module.modules()):  # type: ignore[attr-defined]
             if isinstance(part, BatchedExperts):
                 reduce_gradients(part, self.topology.group("edp"))
             elif isinstance(part, Router):

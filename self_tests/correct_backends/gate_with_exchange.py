@@ -6,6 +6,8 @@ The adapter offers the router, with its drops, and the layer; the exchange canno
 # ruff: noqa: D102, I001 - what a method does is in contract.py or in its class; imports in two lines
 from __future__ import annotations
 
+from typing import Any
+
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -25,15 +27,15 @@ class Swap(torch.autograd.Function):
     """Part i of this rank becomes part `rank` of rank i; the backward is the same."""
 
     @staticmethod
-    def forward(ctx, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         swapped = torch.empty(parts.shape, dtype=parts.dtype)
         dist.all_to_all_single(swapped, parts.contiguous(), group=group)
         return swapped
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return Swap.apply(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return Swap.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]
 
 
 class MLP(nn.Module):
@@ -46,7 +48,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(ffn, dim, bias=False, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
 class CapacityMoE(nn.Module):
@@ -122,12 +124,12 @@ class CapacityMoE(nn.Module):
         rows_ECD = F.pad(x_TD[token_EC], (0, 0, 0, places - own))
         W, D = self.group.size(), x_TD.shape[1]
         if W > 1:
-            rows_ECD = Swap.apply(rows_ECD, self.group)
+            rows_ECD = Swap.apply(rows_ECD, self.group)  # type: ignore[no-untyped-call]
         rows_WNCD = rows_ECD.view(W, self.N, places, D)
         out_WNCD = torch.stack([expert(rows_WNCD[:, n]) for n, expert in enumerate(self.experts)], dim=1)
         out_ECD = out_WNCD.flatten(0, 1)
         if W > 1:
-            out_ECD = Swap.apply(out_ECD, self.group)
+            out_ECD = Swap.apply(out_ECD, self.group)  # type: ignore[no-untyped-call]
         weighted_ECD = out_ECD[:, :own] * heaviest_EC.clamp_min(0)[..., None]
         y_TD = weighted_ECD.new_zeros(x_TD.shape).index_add(0, token_EC.flatten(), weighted_ECD.flatten(0, 1))
         return y_TD.to(x_TD.dtype)
@@ -153,7 +155,7 @@ class Layer:
         self.resolved = {"layer": type(module).__name__, "ranks": str(module.group.size())}
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.module(x)
+        return self.module(x)  # type: ignore[no-any-return]
 
     def named(self, read: Read) -> Iterator[Named]:
         for path, parameter in self.module.named_parameters():
@@ -169,7 +171,7 @@ class Layer:
 class Router(Layer):
     """The module's choice alone, as ids with -1 for slots that no expert took."""
 
-    def __call__(self, x: Tensor) -> Routed:
+    def __call__(self, x: Tensor) -> Routed:  # type: ignore[override]
         token_EC, heaviest_EC, logits_TE = self.module.route(x.reshape(-1, x.shape[-1]))
         weights_TE = torch.full_like(logits_TE, -1).scatter(0, token_EC.t(), heaviest_EC.t())
         weights_TK, ids_TK = weights_TE.topk(self.module.K, dim=1)
@@ -188,14 +190,14 @@ class Session(contract.Session):
         config.only("experts", "top_k", "hidden", "ffn", "dtype", "routing.normalise", "capacity.factor",
                     "capacity.padded", "shared.ffn", "shared.gate", "padding.packed")  # fmt: skip
         sizes = config.hidden, config.ffn, config.experts, config.top_k
-        options = {
+        options: dict[str, Any] = {
             "normalise": config.routing.normalise,
             "capacity_factor": config.capacity.factor,
             "dtype": config.dtype,
         }
-        shared = {"shared": config.shared.ffn, "shared_gate": config.shared.gate}
+        shared: dict[str, Any] = {"shared": config.shared.ffn, "shared_gate": config.shared.gate}
         with refusals(ValueError, match="cannot be divided among"):
-            return CapacityMoE(*sizes, self.topology.group("ep"), **options, **shared)
+            return CapacityMoE(*sizes, self.topology.group("ep"), **options, **shared)  # type: ignore[misc]
 
     def layer(self, config: Config) -> Layer:
         return Layer(self.module(config))
@@ -205,7 +207,7 @@ class Session(contract.Session):
 
     def finish_gradients(self, *built: Parametrised) -> None:
         for surface in built:
-            surface.module.reduce_gradients(*map(self.topology.group, ("edp", "tp", "dp_cp")))
+            surface.module.reduce_gradients(*map(self.topology.group, ("edp", "tp", "dp_cp")))  # type: ignore[attr-defined]
 
 
 class Backend:

@@ -37,7 +37,7 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Return this rank's block of the sum."""
-        return ReduceScatter.apply(grads[0], ctx.group), None
+        return ReduceScatter.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]
 
 
 class ReduceScatter(torch.autograd.Function):
@@ -55,7 +55,7 @@ class ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Return the gradients of all blocks."""
-        return AllGather.apply(grads[0], ctx.group), None
+        return AllGather.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]
 
 
 class GatheredMoE:
@@ -75,15 +75,15 @@ class GatheredMoE:
         tokens = x.shape[0]
         longest = self.longest(tokens, x.device)
         pad = (0, 0, 0, longest - tokens)
-        all_x = AllGather.apply(F.pad(x, pad), self.group)
-        all_weights = AllGather.apply(F.pad(weights, pad), self.group)
-        all_ids = AllGather.apply(F.pad(ids, pad, value=-1), self.group)
+        all_x = AllGather.apply(F.pad(x, pad), self.group)  # type: ignore[no-untyped-call]
+        all_weights = AllGather.apply(F.pad(weights, pad), self.group)  # type: ignore[no-untyped-call]
+        all_ids = AllGather.apply(F.pad(ids, pad, value=-1), self.group)  # type: ignore[no-untyped-call]
         total = torch.zeros_like(all_x)
         for expert_id, expert in zip(self.expert_ids, experts, strict=True):
             token, slot = torch.where(all_ids == expert_id)
             out = expert(all_x[token]) * all_weights[token, slot, None]
             total = total.index_add(0, token, out.to(total.dtype))
-        return ReduceScatter.apply(total, self.group)[:tokens]
+        return ReduceScatter.apply(total, self.group)[:tokens]  # type: ignore[no-any-return, no-untyped-call]
 
     def longest(self, tokens: int, device: torch.device) -> int:
         """Return the largest number of tokens of a rank."""
@@ -214,7 +214,7 @@ class GatheredSession(Session):
             if isinstance(part, AdaptedExperts):
                 parameters, groups = list(part.experts.parameters()), ("edp",)
             elif isinstance(part, AdaptedRouter):
-                parameters, groups = list(part.gate.parameters()), ("dp_cp", "tp")
+                parameters, groups = list(part.gate.parameters()), ("dp_cp", "tp")  # type: ignore[assignment]
             for parameter in parameters:
                 for name in groups if parameter.grad is not None else ():  # None: it is frozen
                     dist.all_reduce(parameter.grad, group=self.topology.group(name))

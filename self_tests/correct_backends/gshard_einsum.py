@@ -55,15 +55,15 @@ class AllToAll(torch.autograd.Function):
     """all_to_all of equal parts along the first dimension, which is its own backward."""
 
     @staticmethod
-    def forward(ctx, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         out = torch.empty_like(parts, memory_format=torch.contiguous_format)
         dist.all_to_all_single(out, parts.contiguous(), group=group)
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return AllToAll.apply(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return AllToAll.apply(grad, ctx.group), None  # type: ignore[no-untyped-call]
 
 
 class Dispatcher:
@@ -80,7 +80,7 @@ class Dispatcher:
         if self.factor is None:
             own = max(self.least, int(torch.bincount(ids_TK[ids_TK >= 0], minlength=self.experts).max()))
         else:
-            own = capacity(*ids_TK.shape, self.experts, self.factor, self.least)
+            own = capacity(*ids_TK.shape, self.experts, self.factor, self.least)  # type: ignore[call-arg]
         most = torch.tensor(own)
         if self.ranks > 1:
             dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
@@ -93,14 +93,14 @@ class Dispatcher:
         at_KTEC = F.pad(at_KTEC, (0, most - own))
         rows_ECD = torch.einsum("tec,td->ecd", at_KTEC.sum(dim=0).to(x_TD.dtype), x_TD)
         if self.ranks > 1:
-            rows_ECD = AllToAll.apply(rows_ECD, self.group)
+            rows_ECD = AllToAll.apply(rows_ECD, self.group)  # type: ignore[no-untyped-call]
         return rows_ECD.unflatten(0, (self.ranks, self.held)).transpose(0, 1).flatten(1, 2), at_KTEC
 
     def combine(self, rows_NPD: Tensor, weights_TK: Tensor, at_KTEC: Tensor) -> Tensor:
         """Return the weighted sums of the experts' outputs, computed at least in the dtype of the weights."""
         rows_ECD = rows_NPD.unflatten(1, (self.ranks, at_KTEC.shape[3])).transpose(0, 1).flatten(0, 1)
         if self.ranks > 1:
-            rows_ECD = AllToAll.apply(rows_ECD, self.group)
+            rows_ECD = AllToAll.apply(rows_ECD, self.group)  # type: ignore[no-untyped-call]
         wide = torch.promote_types(rows_ECD.dtype, weights_TK.dtype)
         combine_TEC = torch.where(at_KTEC, weights_TK.t()[..., None, None].to(wide), 0).sum(dim=0)
         return torch.einsum("tec,ecd->td", combine_TEC, rows_ECD.to(wide)).to(rows_NPD.dtype)
@@ -189,14 +189,14 @@ class AdaptedRouter(Adapted):
         ids_TK, weights_TK, logits_TE = self.module(x.reshape(-1, x.shape[-1]))
         config, E = self.config, self.config.experts
         if config.capacity.factor is not None:
-            places = capacity(*ids_TK.shape, E, config.capacity.factor, config.capacity.minimum)
+            places = capacity(*ids_TK.shape, E, config.capacity.factor, config.capacity.minimum)  # type: ignore[call-arg]
             ids_TK = torch.where(place(ids_TK, E, places)[1], ids_TK, -1)
         return Routed(Routing(ids_TK, weights_TK, E), logits_TE)
 
 
 class AdaptedExperts(Adapted):
-    def __call__(self, delivery: Delivery) -> Tensor:
-        return self.module(delivery.rows_RD.view(delivery.shape))
+    def __call__(self, delivery: Delivery) -> Tensor:  # type: ignore[override]
+        return self.module(delivery.rows_RD.view(delivery.shape))  # type: ignore[no-any-return]
 
 
 class Session(contract.Session):
@@ -224,10 +224,10 @@ class Session(contract.Session):
 
     def layer(self, config: Config) -> Adapted:
         gate, dispatcher, experts = self.router(config), self.exchange(config), self.experts(config)
-        return Adapted(MoE(gate.module, dispatcher.inner, experts.module), config, experts.first)
+        return Adapted(MoE(gate.module, dispatcher.inner, experts.module), config, experts.first)  # type: ignore[arg-type]
 
     def finish_gradients(self, *built: Parametrised) -> None:
-        for part in (part for surface in built for part in surface.module.modules()):
+        for part in (part for surface in built for part in surface.module.modules()):  # type: ignore[attr-defined]
             if isinstance(part, Experts):
                 sum_gradients(part, self.topology.group("edp"))
             elif isinstance(part, Gate):

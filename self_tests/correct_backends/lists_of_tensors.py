@@ -88,8 +88,8 @@ class ListDispatcher:
         incoming = torch.empty_like(counts)
         exchange_lists(list(counts), list(incoming), self.group)
         sent, received = counts.sum(1).tolist(), incoming.sum(1).tolist()
-        rows = torch.cat(AllToAll.apply(self.group, received, *x[token].split(sent)))
-        row_weights = torch.cat(AllToAll.apply(self.group, received, *weights.flatten()[pairs].split(sent)))
+        rows = torch.cat(AllToAll.apply(self.group, received, *x[token].split(sent)))  # type: ignore[no-untyped-call]
+        row_weights = torch.cat(AllToAll.apply(self.group, received, *weights.flatten()[pairs].split(sent)))  # type: ignore[no-untyped-call]
         expert = torch.arange(self.per_rank).repeat(len(received)).repeat_interleave(incoming.flatten())
         order = expert.argsort(stable=True)
         handle = Sent(token, len(x), sent, received, order)
@@ -100,7 +100,7 @@ class ListDispatcher:
         if len(rows) != len(handle.order):
             raise ValueError(f"{len(rows)} rows, and {len(handle.order)} were dispatched")
         unsorted = rows[handle.order.argsort()].split(handle.received)
-        back = torch.cat(AllToAll.apply(self.group, handle.sent, *unsorted))
+        back = torch.cat(AllToAll.apply(self.group, handle.sent, *unsorted))  # type: ignore[no-untyped-call]
         return rows.new_zeros(handle.tokens, rows.shape[1]).index_add(0, handle.token, back)
 
 

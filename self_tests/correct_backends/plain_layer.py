@@ -33,7 +33,7 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         """Return the gradient of what was sent."""
-        return AllToAll.apply(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+        return AllToAll.apply(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None  # type: ignore[no-untyped-call]
 
 
 class MoE(nn.Module):
@@ -72,12 +72,12 @@ class MoE(nn.Module):
         to_rank = to_expert.view(-1, self.local).sum(1).tolist()
         from_rank = from_rank.view(-1, self.local)
 
-        received = AllToAll.apply(tokens[token], to_rank, from_rank.sum(1).tolist(), self.group)
+        received = AllToAll.apply(tokens[token], to_rank, from_rank.sum(1).tolist(), self.group)  # type: ignore[no-untyped-call]
         own = torch.arange(self.local).repeat(self.group.size()).repeat_interleave(from_rank.reshape(-1))
         by_expert = own.argsort(stable=True)
         pieces = received[by_expert].split(from_rank.sum(0).tolist())
         out = torch.cat([self.expert(n, piece) for n, piece in enumerate(pieces)])
-        back = AllToAll.apply(out[by_expert.argsort()], from_rank.sum(1).tolist(), to_rank, self.group)
+        back = AllToAll.apply(out[by_expert.argsort()], from_rank.sum(1).tolist(), to_rank, self.group)  # type: ignore[no-untyped-call]
 
         weighted = back * weights.reshape(-1)[order].unsqueeze(1)
         y = torch.zeros_like(tokens).index_add(0, token, weighted.to(tokens.dtype))

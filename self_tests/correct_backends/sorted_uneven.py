@@ -50,7 +50,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(ffn, dim, bias=False, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
 class ExpertLoop(nn.Module):
@@ -73,15 +73,15 @@ class AllToAll(torch.autograd.Function):
     """all_to_all_single over rows; backward sends them back."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.splits, ctx.group = (received, sent), group
         out = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(out, rows.contiguous(), received, sent, group)
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return AllToAll.apply(grad, *reversed(ctx.splits), ctx.group), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return AllToAll.apply(grad, *reversed(ctx.splits), ctx.group), None, None, None  # type: ignore[no-untyped-call]
 
 
 class SortedExchange:
@@ -105,12 +105,12 @@ class SortedExchange:
         sent, received = sent_W.tolist(), received_W.tolist()
         expert_R = ids_S.new_empty(sum(received))
         dist.all_to_all_single(expert_R, ids_S % self.held, received, sent, self.group)
-        return AllToAll.apply(rows_SD, received, sent, self.group), expert_R, (order_S, sent, received)
+        return AllToAll.apply(rows_SD, received, sent, self.group), expert_R, (order_S, sent, received)  # type: ignore[no-untyped-call]
 
     def combine(self, rows_RD: Tensor, weights_TK: Tensor, handle: Sent) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts, at least in the dtype of the weights."""
         (order_S, sent, received), (T, K) = handle, weights_TK.shape
-        back_SD = rows_RD if self.ranks == 1 else AllToAll.apply(rows_RD, sent, received, self.group)
+        back_SD = rows_RD if self.ranks == 1 else AllToAll.apply(rows_RD, sent, received, self.group)  # type: ignore[no-untyped-call]
         back_SD = back_SD.to(torch.promote_types(back_SD.dtype, weights_TK.dtype))
         slots_PD = back_SD.new_zeros(T * K, back_SD.shape[1]).index_copy(0, order_S, back_SD)
         filled_P = torch.zeros(T * K, dtype=torch.bool).index_fill(0, order_S, True)
@@ -187,8 +187,8 @@ class Router(Adapted):
 
 
 class Experts(Adapted):
-    def __call__(self, delivery: Delivery) -> Tensor:
-        return self.module(delivery.rows_RD, delivery.ids_RJ[:, 0])
+    def __call__(self, delivery: Delivery) -> Tensor:  # type: ignore[override]
+        return self.module(delivery.rows_RD, delivery.ids_RJ[:, 0])  # type: ignore[no-any-return]
 
 
 class Session(contract.Session):
@@ -225,7 +225,7 @@ class Session(contract.Session):
         return Adapted(MoE(self._gate(config), self._exchange(config), experts), first)
 
     def finish_gradients(self, *built: Parametrised) -> None:
-        for part in (part for surface in built for part in surface.module.modules()):
+        for part in (part for surface in built for part in surface.module.modules()):  # type: ignore[attr-defined]
             if isinstance(part, ExpertLoop):
                 sum_gradients(part, self.topology.group("edp"))
             elif isinstance(part, TopKGate):

@@ -62,7 +62,7 @@ class RowPerToken(DeepEPManager):
         filled = {"rows_RD": F.pad(delivery.rows_RD, (0, 0, 0, rows - received))}
         filled["ids_RJ"] = F.pad(delivery.ids_RJ, (0, 0, 0, rows - received), value=-1)
         filled["weights_RJ"] = F.pad(delivery.weights_RJ, (0, 0, 0, rows - received))
-        return replace(delivery, **filled, shape=filled["rows_RD"].shape), held
+        return replace(delivery, **filled, shape=filled["rows_RD"].shape), held  # type: ignore[arg-type]
 
     def _take_back(self, rows: Tensor, held: Any) -> Tensor:
         return rows[: len(held.handle.ids_RK)]

@@ -120,7 +120,7 @@ class _Frozen(Router):
 
 class _Copying(BalancingRouters):
     def state_dict(self, *arguments: Any, **how: Any) -> Mapping[str, Tensor]:  # type: ignore[override]
-        return {"biases": torch.stack([each.balance_bias.detach() for each in self.routers])}  # type: ignore[operator,misc]
+        return {"biases": torch.stack([each.balance_bias.detach() for each in self.routers])}  # type: ignore[operator]
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # type: ignore[override]
         for router, bias_E in zip(self.routers, state["biases"], strict=True):

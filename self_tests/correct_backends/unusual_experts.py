@@ -30,7 +30,7 @@ class _Share(torch.autograd.Function):
 
 
 class _Shares(ExpertBiases):
-    replicas = ("edp",)
+    replicas = ("edp",)  # type: ignore[assignment]
 
     def added(self, n: int) -> Tensor | None:
         shared: Tensor = _Share.apply(self.bias_ND[n], self.placement.shards)  # type: ignore[no-untyped-call]
@@ -44,7 +44,7 @@ class BiasInShares(Native):
 
 
 class _OfTheFirst(ExpertBiases):
-    replicas = ("edp",)
+    replicas = ("edp",)  # type: ignore[assignment]
 
     def named(self, read: Read) -> Iterator[Named]:
         if self.placement.shard == 0:

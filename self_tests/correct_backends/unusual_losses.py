@@ -51,7 +51,7 @@ class Returned(Native):
 
 
 class _ReturnedAlone(_Returned):
-    def report(self) -> None:  # type: ignore[override]
+    def report(self) -> None:
         super().report()
 
 

@@ -123,7 +123,7 @@ def warn(context: RankContext, payload: str) -> None:
 def start_a_sleeper(context: RankContext, payload: Any) -> int:
     """Returns the pid of a process that this rank keeps."""
     context.kept["sleeper"] = subprocess.Popen(["sleep", "600"])
-    return context.kept["sleeper"].pid
+    return context.kept["sleeper"].pid  # type: ignore[no-any-return]
 
 
 # ---- functions that do not; `faulty` is the rank to blame ----
@@ -222,7 +222,7 @@ def reduce_otherwise(context: RankContext, faulty: int) -> str:
 def skip_collective_in_backward(context: RankContext, faulty: int) -> None:
     """The faulty rank omits a collective that is part of the backward pass."""
     x = torch.ones(3, requires_grad=True)
-    y = x * 2 if context.rank == faulty else _Met.apply(x)
+    y = x * 2 if context.rank == faulty else _Met.apply(x)  # type: ignore[no-untyped-call]
     y.sum().backward()
 
 

@@ -39,7 +39,7 @@ def _reduce_in_backward() -> None:
             dist.all_reduce(dy)
             return dy * 2
 
-    Reduced.apply(_x(3).requires_grad_()).sum().backward()
+    Reduced.apply(_x(3).requires_grad_()).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _exchange_with_gradient() -> None:
@@ -216,7 +216,7 @@ class _ReadsEarly(torch.autograd.Function):
 def read_early_in_backward(context: RankContext, payload: Any) -> Any:
     """A custom autograd function uses a gradient before the wait."""
     x = _x(4).requires_grad_()
-    _ReadsEarly.apply(x).backward(_x(4))
+    _ReadsEarly.apply(x).backward(_x(4))  # type: ignore[no-untyped-call]
     return x.grad
 
 
@@ -327,4 +327,4 @@ def train_sharded(context: RankContext, payload: Any) -> Any:
     weight = distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, [Shard(0)]).requires_grad_()
     x = distribute_tensor(torch.arange(6.0).reshape(2, 3), mesh, [Replicate()])
     (x @ weight.T).square().sum().backward()
-    return [parameter.grad.full_tensor() for parameter in (*model.parameters(), weight)]
+    return [parameter.grad.full_tensor() for parameter in (*model.parameters(), weight)]  # type: ignore[attr-defined]

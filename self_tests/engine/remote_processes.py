@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from moe_conformance.engine.remote.rendezvous import Launch, UserSecret, launch_of
 from self_tests.plugin.plugin_runs import environment

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from moe_conformance import cli
 from moe_conformance.engine.drill import FAULTS, Drill, table
+from moe_conformance.engine.drill.faults import Fault
 from moe_conformance.engine.drill.injection import Injection, groups
 
 WORLDS = (2, 4)
@@ -18,7 +21,7 @@ BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
 @pytest.fixture(scope="module")
-def drill():
+def drill() -> Iterator[Drill]:
     """One engine for all faults, so that every fault must leave it usable."""
     with Drill(WORLDS) as drill:
         yield drill
@@ -26,13 +29,13 @@ def drill():
 
 class TestFaults:
     @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-    def test_the_engine_says_and_leaves_what_it_must(self, drill, fault):
+    def test_the_engine_says_and_leaves_what_it_must(self, drill: Drill, fault: Fault) -> None:
         """Verdict, blame, statuses, stacks, ledgers, the healthy job and leaks are right in worlds of 2 and of 4."""
         turn = FAULTS.index(fault)  # another faulty rank for each
         wrong = {world: drill.inject(Injection(fault, world, turn)).wrong for world in WORLDS}
         assert dict.fromkeys(WORLDS, ()) == wrong
 
-    def test_each_collective_fault_is_played_on_a_group_too(self):
+    def test_each_collective_fault_is_played_on_a_group_too(self) -> None:
         """In a world of 4 one rank is not in the group."""
         on_groups = [fault for fault in FAULTS if fault.scope == "group"]
         on_the_world = [
@@ -64,7 +67,9 @@ class TestExpectations:
         ],
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
     )
-    def test_an_engine_that_says_otherwise_is_wrong(self, drill, name, change, sentence):
+    def test_an_engine_that_says_otherwise_is_wrong(
+        self, drill: Drill, name: str, change: dict[str, Any], sentence: str
+    ) -> None:
         """Every expectation is compared with the result: if one is changed, the trial reports it."""
         fault = replace(BY_NAME[name], **change)
         wrong = drill.inject(Injection(fault, world=2, turn=1)).wrong
@@ -72,7 +77,7 @@ class TestExpectations:
 
 
 class TestLeaks:
-    def test_a_descriptor_is_told_once(self, drill):
+    def test_a_descriptor_is_told_once(self, drill: Drill) -> None:
         """A descriptor more than before is reported, and one less too."""
         injection = Injection(BY_NAME["unpicklable result"], 2, 0)
         descriptor = os.open(os.devnull, os.O_RDONLY)
@@ -84,7 +89,7 @@ class TestLeaks:
             os.close(descriptor)
         assert 1 == len(drill.inject(injection).wrong)
 
-    def test_a_process_and_then_a_zombie_is_told(self, drill):
+    def test_a_process_and_then_a_zombie_is_told(self, drill: Drill) -> None:
         """A process with the engine's mark is reported as a leak, and as a zombie once it has exited."""
         injection = Injection(BY_NAME["unpicklable result"], 2, 0)
         variable, _, value = drill.mark.partition("=")
@@ -102,7 +107,7 @@ class TestLeaks:
 
 
 class TestTable:
-    def test_one_playing_names_ranks_and_several_the_rule(self, drill):
+    def test_one_playing_names_ranks_and_several_the_rule(self, drill: Drill) -> None:
         """The table names the ranks of one trial, and the rule of several, with least, median and greatest times."""
         injection = Injection(BY_NAME["one row more expected"], 2, 0)
         first = replace(drill.inject(injection), report_s=0.5, next_s=0.25)
@@ -117,7 +122,7 @@ class TestTable:
 
 class TestCommand:
     @pytest.mark.parametrize("ranks", ["3", "2,5", "0", "two", ""])
-    def test_worlds_that_cannot_be_drilled_are_refused(self, ranks):
+    def test_worlds_that_cannot_be_drilled_are_refused(self, ranks: str) -> None:
         """Halves need an even number of ranks."""
         result = CliRunner().invoke(cli.main, ["doctor", "--drill", "--ranks", ranks])
         assert (2, True) == (result.exit_code, "--drill needs even numbers of ranks" in result.output)

@@ -7,11 +7,13 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from moe_conformance.engine import Engine, EngineError, Job, job_wait
+from moe_conformance.engine import Engine, EngineError, Job, JobResult, job_wait
 from self_tests.engine import engine_jobs
 from self_tests.engine.engine_jobs import BreaksWhileLoading
 from self_tests.engine.test_life import survivors
@@ -21,24 +23,26 @@ JOBS = "self_tests.engine.engine_jobs"
 
 
 @pytest.fixture(scope="module")
-def engine():
+def engine() -> Iterator[Engine]:
     """One engine for this file, so that every test also shows that it survived the tests before."""
     with Engine(preload=(JOBS,)) as engine:
         yield engine
 
 
 @pytest.fixture
-def run(engine):
+def run(engine: Engine) -> Callable[..., JobResult]:
     """Runs a function of engine_jobs, on two ranks by default."""
 
-    def run(function, payload=None, world=2, groups=None, deadline_s=60.0):
+    def run(
+        function: str, payload: Any = None, world: int = 2, groups: Any = None, deadline_s: float = 60.0
+    ) -> JobResult:
         return engine.run(Job(f"{JOBS}:{function}", payload, world, groups or {}, deadline_s))
 
     return run
 
 
 @pytest.fixture
-def works_again(run):
+def works_again(run: Callable[..., JobResult]) -> Iterator[None]:
     """Asserts, after the test, that the same world still computes right results."""
     yield
     for world in (2, 4):
@@ -46,28 +50,28 @@ def works_again(run):
         assert [("ok", {"world": world * (world + 1) / 2})] * world == [(r.status, r.value) for r in ranks]
 
 
-def statuses(result):
+def statuses(result: JobResult) -> list[tuple[str, bool]]:
     """Returns (status, secondary) per rank."""
     return [(rank.status, rank.secondary) for rank in result.ranks]
 
 
 class TestValues:
-    def test_ranks_have_the_variables_of_torchrun(self, run):
+    def test_ranks_have_the_variables_of_torchrun(self, run: Callable[..., JobResult]) -> None:
         """Ranks have torchrun's environment variables; the driver's own values are not inherited."""
         for name, values in {"RANK": ["0", "1"], "LOCAL_RANK": ["0", "1"], "WORLD_SIZE": ["2", "2"]}.items():
             assert values == [rank.value for rank in run("variable", name).ranks]
         assert ["127.0.0.1"] * 2 == [rank.value for rank in run("variable", "MASTER_ADDR").ranks]
 
     @pytest.mark.parametrize("world", [1, 2, 4])
-    def test_ranks_know_where_they_are(self, run, world):
+    def test_ranks_know_where_they_are(self, run: Callable[..., JobResult], world: int) -> None:
         """Rank, world, default group and device are right on every rank."""
         result = run("where_am_i", world=world)
-        expected = [(rank, world, (rank, world), "cpu", {}) for rank in range(world)]
+        expected: list[Any] = [(rank, world, (rank, world), "cpu", {}) for rank in range(world)]
         assert (True, ()) == (result.ok, result.blamed)
         assert expected == [rank.value for rank in result.ranks]
         assert list(range(world)) == [rank.rank for rank in result.ranks]
 
-    def test_a_rank_gets_its_group_of_every_partition(self, run):
+    def test_a_rank_gets_its_group_of_every_partition(self, run: Callable[..., JobResult]) -> None:
         """Groups are the named ones, absent where a rank is in none."""
         groups = {"rows": ((0, 1), (2, 3)), "columns": ((0, 2), (1, 3)), "odd": ((1, 3),), "single": ((2,),)}
         expected = [
@@ -78,7 +82,7 @@ class TestValues:
         ]
         assert expected == [rank.value[-1] for rank in run("where_am_i", world=4, groups=groups).ranks]
 
-    def test_groups_communicate(self, run):
+    def test_groups_communicate(self, run: Callable[..., JobResult]) -> None:
         """A collective on a group reaches the ranks of the group."""
         groups = {"rows": ((0, 1), (2, 3)), "columns": ((0, 2), (1, 3))}
         expected = [
@@ -89,7 +93,7 @@ class TestValues:
         ]
         assert expected == [rank.value for rank in run("sums", world=4, groups=groups).ranks]
 
-    def test_groups_are_kept_for_later_jobs(self, run):
+    def test_groups_are_kept_for_later_jobs(self, run: Callable[..., JobResult]) -> None:
         """A group that is named again is the same object, whatever other groups the job has."""
         first = {"kept": ((0, 1),)}
         run("same_groups_as_before", groups=first)
@@ -97,14 +101,14 @@ class TestValues:
         assert [False, False] == [rank.value for rank in run("same_groups_as_before", groups=again).ranks]
         assert [True, True] == [rank.value for rank in run("same_groups_as_before", groups=again).ranks]
 
-    def test_processes_stay_for_the_next_job(self, run):
+    def test_processes_stay_for_the_next_job(self, run: Callable[..., JobResult]) -> None:
         """The same processes run job after job, also if another world works in between."""
         before = [rank.value for rank in run("pid").ranks]
         others = [rank.value for rank in run("pid", world=4).ranks]
         assert before == [rank.value for rank in run("pid").ranks]
         assert 6 == len({pid for pid, _ in before + others} - {os.getpid()})
 
-    def test_tensors_of_every_dtype_go_there_and_back(self, run):
+    def test_tensors_of_every_dtype_go_there_and_back(self, run: Callable[..., JobResult]) -> None:
         """Payload and value keep the bits of tensors of every dtype."""
         payload = {dtype: sample(dtype) for dtype in DTYPES} | {"none": torch.ones(0, 2), "zero_d": torch.tensor(5)}
         expected = [(tensor.dtype, tensor.shape, bits(tensor)) for tensor in payload.values()]
@@ -112,12 +116,12 @@ class TestValues:
             assert list(payload) == list(rank.value)
             assert expected == [(tensor.dtype, tensor.shape, bits(tensor)) for tensor in rank.value.values()]
 
-    def test_large_values_go_there_and_back(self, run):
+    def test_large_values_go_there_and_back(self, run: Callable[..., JobResult]) -> None:
         """Values far larger than a socket's buffer arrive from all ranks."""
         payload = torch.randn(2_000_000)
         assert [True, True] == [torch.equal(payload, rank.value) for rank in run("echo", payload).ranks]
 
-    def test_rank_processes_are_set_up_as_promised(self, run):
+    def test_rank_processes_are_set_up_as_promised(self, run: Callable[..., JobResult]) -> None:
         """A rank has one compute thread, ignores SIGINT, has the driver's sys.path and a raised OOM score."""
         with open("/proc/self/oom_score_adj", encoding="ascii") as oom:
             ours = int(oom.read())
@@ -127,14 +131,14 @@ class TestValues:
             assert {entry or os.getcwd() for entry in sys.path} <= set(path)
             assert oom_score == max(ours, 800)
 
-    def test_work_that_takes_a_while_is_not_taken_for_a_deadlock(self, run):
+    def test_work_that_takes_a_while_is_not_taken_for_a_deadlock(self, run: Callable[..., JobResult]) -> None:
         """Ranks that wait for a large collective are not reported as deadlocked."""
         assert [12.0, 12.0] == [rank.value for rank in run("reduce_megabytes", 48).ranks]
 
 
 @pytest.mark.usefixtures("works_again")
 class TestExceptions:
-    def test_one_exception_is_blamed_on_its_rank(self, run):
+    def test_one_exception_is_blamed_on_its_rank(self, run: Callable[..., JobResult]) -> None:
         """The peers' lost connections are secondary."""
         result = run("one_raises", 2, world=4)
         assert (False, (2,)) == (result.ok, result.blamed)
@@ -144,25 +148,27 @@ class TestExceptions:
         assert "raise ValueError" in faulty.traceback
         assert "moe_conformance/engine" not in faulty.traceback
 
-    def test_a_wrapped_lost_connection_is_secondary(self, run):
+    def test_a_wrapped_lost_connection_is_secondary(self, run: Callable[..., JobResult]) -> None:
         """An exception raised because of a lost connection counts as one."""
         result = run("one_raises_and_others_wrap", 0)
         assert (0,) == result.blamed
         assert [("raised", False), ("raised", True)] == statuses(result)
         assert f"{JOBS}.RefusedError" == result.ranks[1].error_type
 
-    def test_peers_that_lose_the_culprit_before_their_function_is_called_are_secondary(self, run):
+    def test_peers_that_lose_the_culprit_before_their_function_is_called_are_secondary(
+        self, run: Callable[..., JobResult]
+    ) -> None:
         """The faulty rank may have exited while others still make groups; that raises no EngineError."""
         result = run("echo", BreaksWhileLoading(faulty=1))
         assert [("raised", True), ("died", False)] == statuses(result)
 
-    def test_peers_that_need_not_wait_finish(self, run):
+    def test_peers_that_need_not_wait_finish(self, run: Callable[..., JobResult]) -> None:
         """A rank's exception does not keep the other ranks from returning."""
         result = run("one_raises_others_work", 1)
         assert [("ok", False), ("raised", False)] == statuses(result)
         assert "done" == result.ranks[0].value
 
-    def test_an_exception_on_all_ranks_is_blamed_on_all(self, run):
+    def test_an_exception_on_all_ranks_is_blamed_on_all(self, run: Callable[..., JobResult]) -> None:
         """Every rank's own exception is reported, with its class and plain attributes."""
         result = run("all_raise")
         assert (0, 1) == result.blamed
@@ -173,18 +179,18 @@ class TestExceptions:
                 rank.error_attributes,
             )
 
-    def test_sys_exit_is_an_exception(self, run):
+    def test_sys_exit_is_an_exception(self, run: Callable[..., JobResult]) -> None:
         """A function that calls sys.exit is reported as having raised SystemExit."""
         result = run("leave", 0)
         assert ("SystemExit: 3", (0,)) == (result.ranks[0].error, result.blamed)
 
-    def test_destroying_the_default_group_is_blamed_on_the_job_that_did(self, run):
+    def test_destroying_the_default_group_is_blamed_on_the_job_that_did(self, run: Callable[..., JobResult]) -> None:
         """The job that destroys the default group is blamed, and not the next one."""
         result = run("destroy_the_default_group", 0)
         assert [("raised", False), ("ok", False)] == statuses(result)
         assert "destroyed the default process group" in result.ranks[0].error
 
-    def test_a_result_that_cannot_be_sent_is_told_in_words(self, run):
+    def test_a_result_that_cannot_be_sent_is_told_in_words(self, run: Callable[..., JobResult]) -> None:
         """A rank whose result cannot be pickled is reported as raised; the other rank's value arrives."""
         result = run("return_a_generator", 1)
         assert [("ok", False), ("raised", False)] == statuses(result)
@@ -194,14 +200,16 @@ class TestExceptions:
 
 @pytest.mark.usefixtures("works_again")
 class TestDeaths:
-    def test_a_hard_exit_is_blamed_on_its_rank(self, run):
+    def test_a_hard_exit_is_blamed_on_its_rank(self, run: Callable[..., JobResult]) -> None:
         """A process that exits is detected at once and reported with its exit code."""
         result = run("exit_hard", 1, world=4)
         assert [("raised", True), ("died", False), ("raised", True), ("raised", True)] == statuses(result)
         assert "exited with code 7 before it answered" == result.ranks[1].error
 
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT], ids=lambda n: n.name)
-    def test_a_death_by_signal_is_blamed_on_its_rank(self, run, number):
+    def test_a_death_by_signal_is_blamed_on_its_rank(
+        self, run: Callable[..., JobResult], number: signal.Signals
+    ) -> None:
         """The signal is named; for a crash there is a Python stack."""
         result = run("kill_oneself", (0, int(number)))
         assert [("died", False), ("raised", True)] == statuses(result)
@@ -209,7 +217,7 @@ class TestDeaths:
         stack = result.ranks[0].traceback or ""
         assert (number != signal.SIGKILL) == ("in kill_oneself" in stack)
 
-    def test_a_death_between_jobs_is_survived(self, run):
+    def test_a_death_between_jobs_is_survived(self, run: Callable[..., JobResult]) -> None:
         """A world of which a rank has exited is replaced before the next job, even if that is sent at once."""
         pid, _ = run("pid").ranks[0].value
         os.kill(pid, signal.SIGKILL)
@@ -217,7 +225,7 @@ class TestDeaths:
             time.sleep(0.0002)  # at once: the news that it has ended takes longer
         assert ["again", "again"] == [rank.value for rank in run("echo", "again").ranks]
 
-    def test_the_death_of_the_forking_process_is_survived(self, run):
+    def test_the_death_of_the_forking_process_is_survived(self, run: Callable[..., JobResult]) -> None:
         """Losing the fork server raises an EngineError, and the next job has another one."""
         pids = [rank.value[0] for rank in run("pid").ranks]
         with pytest.raises(EngineError, match="killed by SIGKILL"):
@@ -228,7 +236,9 @@ class TestDeaths:
 @pytest.mark.usefixtures("works_again")
 class TestHangs:
     @pytest.mark.parametrize("function", ["sleep_before_collective", "spin_before_collective"])
-    def test_a_hang_outside_of_collectives_is_blamed_on_its_rank(self, run, function):
+    def test_a_hang_outside_of_collectives_is_blamed_on_its_rank(
+        self, run: Callable[..., JobResult], function: str
+    ) -> None:
         """Ranks that wait for it in a collective are secondary; the stack shows where it hangs."""
         result = run(function, 1, world=4, deadline_s=2.0)
         assert (1,) == result.blamed
@@ -236,7 +246,7 @@ class TestHangs:
         assert result.ranks[1].error.startswith(f"no answer within 2.0 s: in {function}, from ")
         assert f"in {function}\n" in result.ranks[1].traceback
 
-    def test_a_long_wait_is_told_while_it_lasts(self, monkeypatch):
+    def test_a_long_wait_is_told_while_it_lasts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """`notice` is called once, with the rank, file, line and function that the driver waits for."""
         monkeypatch.setattr(job_wait, "_NOTICE_S", 0.2)
         told: list[str] = []
@@ -250,21 +260,21 @@ class TestHangs:
             sentence,
         )
 
-    def test_a_stopped_process_is_blamed_on_its_rank(self, run):
+    def test_a_stopped_process_is_blamed_on_its_rank(self, run: Callable[..., JobResult]) -> None:
         """A stopped rank is reported as hung; it is resumed only to dump its stack."""
         result = run("stop_oneself", 0, deadline_s=2.0)
         assert [("hung", False), ("hung", True)] == statuses(result)
         assert result.ranks[0].error.startswith("no answer within 2.0 s: stopped by a signal in ")
         assert "in stop_oneself\n" in result.ranks[0].traceback
 
-    def test_a_sleeping_thread_is_no_deadlock(self, run):
+    def test_a_sleeping_thread_is_no_deadlock(self, run: Callable[..., JobResult]) -> None:
         """A rank that waits for one of its threads could continue at any time: only the deadline ends it."""
         result = run("sleep_on_a_thread", deadline_s=2.0)
         assert (0,) == result.blamed
         assert "no answer within 2.0 s" in result.ranks[0].error
 
     @pytest.mark.parametrize("function", ["skip_collective", "skip_collective_in_backward"])
-    def test_a_skipped_collective_is_blamed_on_who_returned(self, run, function):
+    def test_a_skipped_collective_is_blamed_on_who_returned(self, run: Callable[..., JobResult], function: str) -> None:
         """The deadlock is proved long before the deadline; the rank that returned is blamed."""
         result = run(function, 1, deadline_s=60.0)
         assert [("hung", True), ("ok", False)] == statuses(result)
@@ -274,13 +284,13 @@ class TestHangs:
         assert "in _all_reduce\n" in result.ranks[0].traceback
         assert result.seconds < 30.0
 
-    def test_a_circle_of_waiting_ranks_is_blamed_on_all(self, run):
+    def test_a_circle_of_waiting_ranks_is_blamed_on_all(self, run: Callable[..., JobResult]) -> None:
         """If no rank can be singled out, all ranks that failed are blamed."""
         result = run("wait_for_each_other", deadline_s=60.0)
         assert [("hung", False), ("hung", False)] == statuses(result)
         assert result.seconds < 30.0
 
-    def test_a_late_answer_is_never_taken_for_a_later_one(self, run):
+    def test_a_late_answer_is_never_taken_for_a_later_one(self, run: Callable[..., JobResult]) -> None:
         """An answer after the deadline is dropped; the next job gets its own answers."""
         result = run("sleep", 0.6, deadline_s=0.5)
         assert [("hung", False), ("hung", False)] == statuses(result)
@@ -288,10 +298,10 @@ class TestHangs:
             assert [expected] * 2 == [rank.value for rank in run("echo", expected).ranks]
             time.sleep(0.1)
 
-    def test_ctrl_c_leaves_a_working_engine(self, run):
+    def test_ctrl_c_leaves_a_working_engine(self, run: Callable[..., JobResult]) -> None:
         """An interrupted job is given up with its ranks."""
 
-        def interrupt(*_):
+        def interrupt(*_: object) -> None:
             raise KeyboardInterrupt
 
         before = signal.signal(signal.SIGALRM, interrupt)
@@ -320,13 +330,15 @@ class TestMisuse:
         ],
         ids=lambda value: value.replace("\\", "") if isinstance(value, str) else "",
     )
-    def test_a_job_that_cannot_run_is_an_error_in_words(self, engine, run, job, sentence):
+    def test_a_job_that_cannot_run_is_an_error_in_words(
+        self, engine: Engine, run: Callable[..., JobResult], job: Job, sentence: str
+    ) -> None:
         """A malformed job raises, names what is wrong, and leaves the engine usable."""
         with pytest.raises(EngineError, match=sentence):
             engine.run(job)
         assert ["next", "next"] == [rank.value for rank in run("echo", "next").ranks]
 
-    def test_an_unknown_device_is_an_error_in_words(self):
+    def test_an_unknown_device_is_an_error_in_words(self) -> None:
         """Only "cpu", and "cuda" where there is a GPU, are accepted as devices."""
         with pytest.raises(EngineError, match="must be 'cpu' or 'cuda', not 'tpu'"):
             Engine(device="tpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def bytes_of_marked_tensors() -> int:
 
 
 class TestMemory:
-    def test_nothing_more_is_nothing_left(self):
+    def test_nothing_more_is_nothing_left(self) -> None:
         """A tensor that existed before, or was freed again, is not reported."""
         before = torch.zeros(MARK)
         baseline = MemoryBaseline(bytes_of_marked_tensors)
@@ -29,7 +30,7 @@ class TestMemory:
         assert () == baseline.left()
         assert before is not None
 
-    def test_what_is_left_is_told_once(self):
+    def test_what_is_left_is_told_once(self) -> None:
         """The growth becomes the baseline: the next job is not blamed for it."""
         baseline = MemoryBaseline(bytes_of_marked_tensors)
         held = torch.zeros(MARK, dtype=torch.float64)
@@ -37,7 +38,7 @@ class TestMemory:
         assert () == baseline.left()
         assert held is not None
 
-    def test_garbage_in_a_cycle_is_collected_first(self):
+    def test_garbage_in_a_cycle_is_collected_first(self) -> None:
         """A tensor that only a reference cycle holds is not reported."""
         baseline = MemoryBaseline(bytes_of_marked_tensors)
         cycle: list[object] = [torch.zeros(MARK)]
@@ -45,7 +46,7 @@ class TestMemory:
         del cycle
         assert () == baseline.left()
 
-    def test_less_than_before_lowers_the_baseline(self):
+    def test_less_than_before_lowers_the_baseline(self) -> None:
         """What a job frees lowers the baseline, so that a later job that allocates it is reported."""
         held = [torch.zeros(MARK)]
         baseline = MemoryBaseline(bytes_of_marked_tensors)
@@ -54,7 +55,7 @@ class TestMemory:
         held.append(torch.zeros(MARK))
         assert (f"{4 * MARK} bytes of device memory",) == baseline.left()
 
-    def test_what_is_settled_is_not_left(self):
+    def test_what_is_settled_is_not_left(self) -> None:
         """A reset of the baseline makes the present memory the baseline."""
         baseline = MemoryBaseline(bytes_of_marked_tensors)
         held = torch.zeros(MARK)
@@ -64,19 +65,19 @@ class TestMemory:
 
 
 class TestPoisoned:
-    def test_a_late_error_says_that_the_function_had_returned(self):
+    def test_a_late_error_says_that_the_function_had_returned(self) -> None:
         """The message is one line, whatever CUDA appends."""
         late = LateError(RuntimeError("CUDA error: device-side assert triggered\nFor debugging consider"))
         expected = "the function returned, but its GPU work failed: CUDA error: device-side assert triggered"
         assert expected == str(late)
 
-    def test_the_cpu_has_nothing_to_wait_for(self):
+    def test_the_cpu_has_nothing_to_wait_for(self) -> None:
         """On the CPU the check does nothing."""
         wait_for_gpu(CPU)
 
 
 @pytest.fixture
-def listening():
+def listening() -> Iterator[HostSyncs]:
     """A counter that counts warnings, as it would on a GPU."""
     with warnings.catch_warnings():
         counter = HostSyncs(torch.device("cuda"))
@@ -92,12 +93,12 @@ def synchronise(times: int) -> None:
 
 
 class TestHostSyncs:
-    def test_each_synchronisation_counts(self, listening):
+    def test_each_synchronisation_counts(self, listening: HostSyncs) -> None:
         """Warnings from one source line are counted every time."""
         synchronise(3)
         assert 3 == listening.count
 
-    def test_a_function_that_records_warnings_sees_only_others(self, listening):
+    def test_a_function_that_records_warnings_sees_only_others(self, listening: HostSyncs) -> None:
         """Counted warnings do not appear among those that the function records."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -105,18 +106,18 @@ class TestHostSyncs:
             warnings.warn("another", UserWarning, stacklevel=1)
         assert (2, ["another"]) == (listening.count, [str(one.message) for one in caught])
 
-    def test_warnings_go_their_way_afterwards(self):
+    def test_warnings_go_their_way_afterwards(self) -> None:
         """The replaced hook is restored."""
         before = warnings._showwarnmsg
         with warnings.catch_warnings():
             counter = HostSyncs(torch.device("cuda"))
             counter.start_counting()
             counter.stop_counting()
-        assert before is warnings._showwarnmsg
+        assert before is warnings._showwarnmsg  # type: ignore[attr-defined]
 
-    def test_on_the_cpu_nothing_is_counted(self):
+    def test_on_the_cpu_nothing_is_counted(self) -> None:
         """The count is None, and not zero, on the CPU."""
         before = warnings._showwarnmsg
         with HostSyncs(CPU) as counter:
-            assert before is warnings._showwarnmsg
+            assert before is warnings._showwarnmsg  # type: ignore[attr-defined]
         assert counter.count is None

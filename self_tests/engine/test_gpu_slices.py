@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from moe_conformance.engine.gpu.slices import share, visible
@@ -26,7 +28,7 @@ class TestVisible:
             ("MIG-GPU-8932f937/1/0,MIG-5aa0e1ff", 1, ("MIG-GPU-8932f937/1/0", "MIG-5aa0e1ff")),
         ],
     )
-    def test_it_reads_the_variable_like_cuda(self, text, count, expected):
+    def test_it_reads_the_variable_like_cuda(self, text: str | None, count: int, expected: Any) -> None:
         """Order and names are kept; the first entry that names no device ends the list, a repeated one empties it."""
         assert expected == visible(text, count)
 
@@ -44,16 +46,16 @@ class TestShare:
             (0, 2, ["", ""]),
         ],
     )
-    def test_slices_cover_the_devices_in_order(self, count, workers, expected):
+    def test_slices_cover_the_devices_in_order(self, count: int, workers: int, expected: list[str]) -> None:
         """Slices are contiguous; with fewer GPUs than processes they are assigned round-robin."""
         devices = visible(None, count)
         assert expected == [share(devices, worker, workers).variable for worker in range(workers)]
 
-    def test_names_are_kept(self):
+    def test_names_are_kept(self) -> None:
         """A UUID is passed on unchanged."""
         assert [(UUIDS[0],), (UUIDS[1],)] == [share(UUIDS, worker, 2).devices for worker in range(2)]
 
-    def test_a_process_in_place_of_a_lost_one_has_a_slice(self):
+    def test_a_process_in_place_of_a_lost_one_has_a_slice(self) -> None:
         """A replacement process has a number beyond the count of processes."""
         devices = visible(None, 4)
         assert share(devices, 1, 2).devices == share(devices, 3, 2).devices
@@ -68,7 +70,7 @@ class TestShare:
             (0, 1, 2, "process 1 has no GPU"),
         ],
     )
-    def test_words_say_what_a_process_has(self, count, worker, workers, expected):
+    def test_words_say_what_a_process_has(self, count: int, worker: int, workers: int, expected: str) -> None:
         """The sentence says whether the GPU is shared, and with how many processes."""
         assert expected == share(visible(None, count), worker, workers).words
 
@@ -84,14 +86,16 @@ class TestWorkers:
             ("", "", "0,1", {}),
         ],
     )
-    def test_the_ranks_of_a_worker_see_its_slice(self, monkeypatch, worker, count, devices, expected):
+    def test_the_ranks_of_a_worker_see_its_slice(
+        self, monkeypatch: pytest.MonkeyPatch, worker: str, count: str, devices: str | None, expected: Any
+    ) -> None:
         """The variable is set to the slice of the run's GPUs; without workers or GPUs it is not set."""
         for name, value in (("", worker), ("_COUNT", count)):
             monkeypatch.setenv(f"PYTEST_XDIST_WORKER{name}", value)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
         assert expected == gpus.environment()
 
-    def test_the_run_says_who_has_what(self, monkeypatch):
+    def test_the_run_says_who_has_what(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The run prints one sentence per worker."""
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
         assert ["process 0 has GPU 0 of 3 to itself", "process 1 has GPUs 1, 2 of 3 to itself"] == gpus.sentences(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from moe_conformance.engine import Engine, Job
@@ -61,7 +63,7 @@ CODE = [
 
 class TestClassify:
     @pytest.mark.parametrize(("reason", "text"), MACHINE.items(), ids=MACHINE)
-    def test_faults_of_the_machine_are_recognised(self, reason, text):
+    def test_faults_of_the_machine_are_recognised(self, reason: str, text: str) -> None:
         """The result names the fault and quotes the line that reports it."""
         found = classify(text)
         assert found is not None
@@ -69,16 +71,16 @@ class TestClassify:
         assert found.partition(": ")[2] in text
 
     @pytest.mark.parametrize("text", CODE)
-    def test_faults_of_the_code_are_not_excused(self, text):
+    def test_faults_of_the_code_are_not_excused(self, text: str) -> None:
         """Errors that code can cause itself, and a lost peer, are not faults of the machine."""
         assert classify(text) is None
 
-    def test_a_text_that_tells_of_both_is_the_codes(self):
+    def test_a_text_that_tells_of_both_is_the_codes(self) -> None:
         """An error on the device makes the driver report errors as a consequence."""
         both = "CUDA error: device-side assert triggered\nNVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
         assert classify(both) is None
 
-    def test_the_first_xid_that_is_the_machines_counts(self):
+    def test_the_first_xid_that_is_the_machines_counts(self) -> None:
         """Xids that the application causes may precede and follow it."""
         log = "NVRM: Xid (PCI:0000:3b:00): 45, Ch 1\nNVRM: Xid (PCI:0000:3b:00): 63, Row Remapper: new row marked"
         assert "GPU reported Xid 63: NVRM: Xid (PCI:0000:3b:00): 63, Row Remapper: new row marked" == classify(log)
@@ -89,29 +91,29 @@ XID = "NVRM: Xid (PCI:0000:3b:00): 79, pid=4711, GPU has fallen off the bus."
 
 
 @pytest.fixture(scope="module")
-def engine():
+def engine() -> Iterator[Engine]:
     """One engine for this file."""
     with Engine(preload=("self_tests.engine.gpu_jobs",)) as engine:
         yield engine
 
 
 class TestJobs:
-    def test_an_exception_that_tells_of_the_machine_excuses_its_rank(self, engine):
+    def test_an_exception_that_tells_of_the_machine_excuses_its_rank(self, engine: Engine) -> None:
         """The rank is at fault, and `infrastructure` names the machine's fault."""
         result = engine.run(Job("self_tests.engine.gpu_jobs:raise_sentences", {1: ECC}, 2, {}))
         assert ((1,), f"memory error of a GPU: RuntimeError: {ECC}") == (result.blamed, result.infrastructure)
 
-    def test_what_a_lost_rank_printed_tells(self, engine):
+    def test_what_a_lost_rank_printed_tells(self, engine: Engine) -> None:
         """For a process that exits without an exception, its output is classified."""
         result = engine.run(Job("self_tests.engine.gpu_jobs:say_and_die", (0, XID), 2, {}))
         assert ((0,), f"GPU reported Xid 79: {XID}") == (result.blamed, result.infrastructure)
 
-    def test_a_rank_with_a_fault_of_its_own_is_not_excused_by_another(self, engine):
+    def test_a_rank_with_a_fault_of_its_own_is_not_excused_by_another(self, engine: Engine) -> None:
         """The job is excused only if the machine explains every blamed rank."""
         result = engine.run(Job("self_tests.engine.gpu_jobs:raise_sentences", {0: ECC, 1: "wrong shape"}, 2, {}))
         assert ((0, 1), None) == (result.blamed, result.infrastructure)
 
-    def test_other_failures_and_success_are_nothing_of_the_machine(self, engine):
+    def test_other_failures_and_success_are_nothing_of_the_machine(self, engine: Engine) -> None:
         """Without a fault of the machine `infrastructure` is None."""
         failed = engine.run(Job("self_tests.engine.gpu_jobs:raise_sentences", {0: "wrong shape"}, 2, {}))
         passed = engine.run(Job("self_tests.engine.gpu_jobs:raise_sentences", {}, 2, {}))

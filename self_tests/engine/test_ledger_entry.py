@@ -20,7 +20,7 @@ SEND = Call("send", PAIR, [X], [], None, None, None, None, 3, 0, True)
 
 
 @pytest.fixture
-def written():
+def written() -> bytes:
     """Returns the lines of a recorder: three calls, one of them waited for, and a hazard."""
     lines: list[bytes] = []
     recorder = Recorder(lines.append)
@@ -33,7 +33,7 @@ def written():
 
 
 class TestLines:
-    def test_what_is_written_is_read(self, written):
+    def test_what_is_written_is_read(self, written: bytes) -> None:
         """All fields are parsed as they were written."""
         first, second, third = decode(written).entries
         assert ("all_to_all_single", (0, 3), 1, (1, 4), (2, 1)) == (
@@ -57,7 +57,7 @@ class TestLines:
         assert (None, 3, 0) == (third.sequence, third.peer, third.tag)
         assert f"{os.path.realpath(__file__)}:" in first.where
 
-    def test_a_hazard_is_a_sentence(self, written):
+    def test_a_hazard_is_a_sentence(self, written: bytes) -> None:
         """It names the call, its line, and the line at fault."""
         (hazard,) = decode(written).hazards
         assert ("output touched", 1, "broadcast", (0, 3)) == (hazard.kind, hazard.order, hazard.op, hazard.ranks)
@@ -68,7 +68,7 @@ class TestLines:
         )
         assert expected == str(known)
 
-    def test_a_cut_last_line_is_left_out(self, written):
+    def test_a_cut_last_line_is_left_out(self, written: bytes) -> None:
         """All complete lines are parsed, wherever the file ends."""
         whole = decode(written)
         for end in range(len(written)):
@@ -77,7 +77,7 @@ class TestLines:
             assert whole.entries[1:2] * (lines >= 4) == tuple(e for e in ledger.entries[1:2] if e.state == "waited")
             assert (1 <= lines) + (3 <= lines) + (4 <= lines) == len(ledger.entries)
 
-    def test_a_blocking_call_has_come_back_once_there_is_another_or_the_job_ended(self):
+    def test_a_blocking_call_has_come_back_once_there_is_another_or_the_job_ended(self) -> None:
         """Until then its state is "issued"; only asynchronous calls have a line for their wait."""
         lines: list[bytes] = []
         recorder = Recorder(lines.append)
@@ -87,20 +87,20 @@ class TestLines:
         recorder.end()
         assert ["waited", "waited"] == [entry.state for entry in decode(b"".join(lines)).entries]
 
-    def test_tensors_of_several_dtypes_have_their_own_sizes(self):
+    def test_tensors_of_several_dtypes_have_their_own_sizes(self) -> None:
         """Bytes are counted per tensor, and all dtypes are named."""
         lines: list[bytes] = []
         Recorder(lines.append).issue(EXCHANGE._replace(inputs=[X, Y], outputs=[]))
         (entry,) = decode(b"".join(lines)).entries
         assert ("float32 to float64", 40 + 48, 0) == (entry.dtype, entry.bytes_in, entry.bytes_out)
 
-    def test_nothing_is_an_empty_ledger(self):
+    def test_nothing_is_an_empty_ledger(self) -> None:
         """A rank that made no call has no entries."""
         assert ((), ()) == (decode(b"").entries, decode(b"").hazards)
 
 
 class TestWords:
-    def test_groups_are_named_by_their_ranks(self):
+    def test_groups_are_named_by_their_ranks(self) -> None:
         """All ranks are named if they are few, else the first and last."""
         assert "group (0, 2)" == group_words((0, 2))
         assert "group (0 to 511)" == group_words(tuple(range(512)))
@@ -108,7 +108,7 @@ class TestWords:
 
 
 class TestCounts:
-    def test_calls_and_bytes_are_counted_by_group_and_operator(self, written):
+    def test_calls_and_bytes_are_counted_by_group_and_operator(self, written: bytes) -> None:
         """Each operator on each group has its own count."""
         counts = count(decode(written + b"").entries)
         assert {

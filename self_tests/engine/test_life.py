@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def survivors(pids: list[int]) -> list[int]:
 
 
 @pytest.fixture
-def driver():
+def driver() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], list[int]]]]:
     """Starts drivers, each with two ranks that left a process behind; returns the driver and all these pids."""
     started = []
 
@@ -73,7 +74,9 @@ def driver():
 
 
 class TestNoOrphans:
-    def test_nothing_is_left_after_close(self, driver):
+    def test_nothing_is_left_after_close(
+        self, driver: Callable[[str], tuple[subprocess.Popen[str], list[int]]]
+    ) -> None:
         """A closed engine leaves no process behind and has printed all output of its ranks."""
         say = 'engine.run(Job("self_tests.engine.engine_jobs:say", "hello", 2, {}))'
         process, pids = driver(f"{say}\nengine.close()\nprint('closed', flush=True)\nsys.stdin.read()")
@@ -82,7 +85,7 @@ class TestNoOrphans:
         assert (5, []) == (len(pids), survivors(pids))
         assert process.poll() is None
 
-    def test_a_warning_is_shown_once(self, driver):
+    def test_a_warning_is_shown_once(self, driver: Callable[[str], tuple[subprocess.Popen[str], list[int]]]) -> None:
         """A warning is printed once, not by every rank and in every run."""
         warn = 'engine.run(Job("self_tests.engine.engine_jobs:warn", "old", 2, {}))'
         process, _ = driver(f"{warn}\n{warn}\nengine.close()\nprint('closed', flush=True)")
@@ -94,13 +97,17 @@ class TestNoOrphans:
         ["", FORK_AND_EXIT_HARD],
         ids=["not closed", "hard exit"],
     )
-    def test_nothing_is_left_when_a_driver_ends(self, driver, ending):
+    def test_nothing_is_left_when_a_driver_ends(
+        self, driver: Callable[[str], tuple[subprocess.Popen[str], list[int]]], ending: str
+    ) -> None:
         """Ranks, their children and the fork server end with the driver, though the engine was never closed."""
         _, pids = driver(ending)
         assert 5 == len(pids)
         assert [] == survivors(pids)
 
-    def test_nothing_is_left_when_a_driver_is_killed_during_a_job(self, driver):
+    def test_nothing_is_left_when_a_driver_is_killed_during_a_job(
+        self, driver: Callable[[str], tuple[subprocess.Popen[str], list[int]]]
+    ) -> None:
         """Ranks that hold the GIL or wait in a collective end with a driver that is killed."""
         spin = 'engine.run(Job("self_tests.engine.engine_jobs:spin_before_collective", 0, 2, {}))'
         process, pids = driver(spin)
@@ -109,7 +116,7 @@ class TestNoOrphans:
         process.send_signal(signal.SIGKILL)
         assert [] == survivors(pids)
 
-    def test_an_engine_lives_from_its_making_to_its_closing(self):
+    def test_an_engine_lives_from_its_making_to_its_closing(self) -> None:
         """The thread that made it may end; closing twice is allowed, running afterwards is not."""
         made = []
         thread = threading.Thread(target=lambda: made.append(Engine()))
@@ -125,7 +132,7 @@ class TestNoOrphans:
 
 class TestPreload:
     @pytest.fixture
-    def module(self, tmp_path, monkeypatch):
+    def module(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
         """Writes an importable module."""
         monkeypatch.syspath_prepend(tmp_path)
 
@@ -134,7 +141,7 @@ class TestPreload:
 
         return write
 
-    def test_a_preload_that_fails_is_named_with_its_reason(self, module):
+    def test_a_preload_that_fails_is_named_with_its_reason(self, module: Callable[[str, str], None]) -> None:
         """The first module that cannot be imported is reported, with the traceback."""
         module("preload_fine", "")
         module("preload_broken", "import preload_fine\nimport no_such_library")
@@ -146,13 +153,13 @@ class TestPreload:
         )
         assert "preload_broken.py" in details
 
-    def test_a_preload_that_ends_the_process_is_named(self, module):
+    def test_a_preload_that_ends_the_process_is_named(self, module: Callable[[str, str], None]) -> None:
         """A crash during an import is reported with the module and the signal."""
         module("preload_deadly", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
         with pytest.raises(EngineError, match="ended at 'preload_deadly': killed by SIGKILL"):
             Engine(preload=("preload_deadly",))
 
-    def test_the_environment_is_there_before_the_preload(self, module):
+    def test_the_environment_is_there_before_the_preload(self, module: Callable[[str, str], None]) -> None:
         """A module reads its variable at import; the driver's own environment stays as it was."""
         module(
             "preload_reads",

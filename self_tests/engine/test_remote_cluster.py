@@ -6,6 +6,8 @@ import os
 import signal
 import time
 import uuid
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,7 @@ from self_tests.plugin.plugin_runs import marked
 JOBS = "self_tests.engine.engine_jobs"
 
 
-def job(function: str, payload: object = None, world: int = 3, **named: object) -> Job:
+def job(function: str, payload: object = None, world: int = 3, **named: Any) -> Job:
     """Returns a job of this checkout's functions."""
     return Job(f"{JOBS}:{function}", payload, world, named.pop("groups", {}), **named)
 
@@ -47,7 +49,7 @@ class Launched:
 
 
 @pytest.fixture(scope="module")
-def three():
+def three() -> Iterator[Launched]:
     """Three processes for all tests of this file."""
     launched = Launched(3)
     yield launched
@@ -55,7 +57,7 @@ def three():
 
 
 @pytest.fixture
-def two():
+def two() -> Iterator[Launched]:
     """Two processes for one test."""
     launched = Launched(2)
     yield launched
@@ -63,44 +65,44 @@ def two():
 
 
 @pytest.fixture
-def engine(three):
+def engine(three: Launched) -> Engine:
     """The engine of the three processes."""
     return three.engine
 
 
 class TestRanks:
-    def test_every_process_has_a_rank(self, engine):
+    def test_every_process_has_a_rank(self, engine: Engine) -> None:
         """Rank r's fork server was started by RANK r's process."""
         results = engine.run(job("pid"))
         assert results.ok
         assert 3 == len({parent for _, parent in (rank.value for rank in results.ranks)})
 
-    def test_ranks_meet(self, engine):
+    def test_ranks_meet(self, engine: Engine) -> None:
         """Collectives of the world and of groups work, and values are returned."""
         result = engine.run(job("sums", groups={"pair": ((0, 2),)}))
         assert [{"world": 6.0, "pair": 4.0}, {"world": 6.0}, {"world": 6.0, "pair": 4.0}] == [
             rank.value for rank in result.ranks
         ]
 
-    def test_smaller_worlds_use_the_first_processes(self, engine):
+    def test_smaller_worlds_use_the_first_processes(self, engine: Engine) -> None:
         """Worlds of several sizes are kept at the same time."""
         parents = [rank.value[1] for rank in engine.run(job("pid")).ranks]
         for world in (1, 2):
             assert parents[:world] == [rank.value[1] for rank in engine.run(job("pid", world=world)).ranks]
 
-    def test_a_larger_world_is_refused(self, engine):
+    def test_a_larger_world_is_refused(self, engine: Engine) -> None:
         """The message says how many processes there are."""
         with pytest.raises(EngineError, match="does not fit into the 3 processes"):
             engine.run(job("pid", world=4))
         assert engine.run(job("pid")).ok
 
-    def test_ranks_do_not_see_the_launcher(self, engine):
+    def test_ranks_do_not_see_the_launcher(self, engine: Engine) -> None:
         """RANK and WORLD_SIZE describe the rank's world, and the launcher's other variables are not set."""
         expected = {"RANK": ["0", "1", "2"], "WORLD_SIZE": ["3"] * 3, "TORCHELASTIC_USE_AGENT_STORE": [None] * 3}
         for name, values in expected.items():
             assert values == [rank.value for rank in engine.run(job("variable", name)).ranks]
 
-    def test_what_ranks_print_is_told_with_their_fault(self, engine):
+    def test_what_ranks_print_is_told_with_their_fault(self, engine: Engine) -> None:
         """The output is read from the fork server of another process."""
         result = engine.run(job("print_then_fail", 1))
         assert ["rank 0 line 0\nfrom a child\n", "rank 2 line 0\nfrom a child\n"] == [
@@ -121,7 +123,9 @@ class TestFaults:
             ("stop_oneself", "hung", "stopped by a signal"),
         ],
     )
-    def test_a_fault_is_blamed_and_survived(self, engine, faulty, function, status, words):
+    def test_a_fault_is_blamed_and_survived(
+        self, engine: Engine, faulty: int, function: str, status: str, words: str
+    ) -> None:
         """The faulty rank is named, whichever process it runs under, and the next job runs."""
         result = engine.run(job(function, faulty, deadline_s=2.0 if status == "hung" else 30.0))
         assert (faulty,) == result.blamed
@@ -129,14 +133,14 @@ class TestFaults:
         assert words in result.ranks[faulty].error
         assert engine.run(job("pid")).ok
 
-    def test_a_crash_leaves_its_stack(self, engine):
+    def test_a_crash_leaves_its_stack(self, engine: Engine) -> None:
         """Faulthandler's dump is read from the file of another process."""
         result = engine.run(job("kill_oneself", (1, signal.SIGSEGV)))
         assert (1,) == result.blamed
         assert "killed by SIGSEGV" == result.ranks[1].error
         assert "in kill_oneself" in result.ranks[1].traceback
 
-    def test_a_skipped_collective_is_proved_without_waiting_for_the_deadline(self, engine):
+    def test_a_skipped_collective_is_proved_without_waiting_for_the_deadline(self, engine: Engine) -> None:
         """Threads and stacks of all processes are read."""
         began = time.monotonic()
         result = engine.run(job("skip_collective", 1, deadline_s=30.0))
@@ -147,7 +151,7 @@ class TestFaults:
 
 
 class TestPreload:
-    def test_a_module_that_one_process_cannot_import_is_told(self, three):
+    def test_a_module_that_one_process_cannot_import_is_told(self, three: Launched) -> None:
         """An engine that cannot start says why, and the next one starts."""
         with pytest.raises(EngineError, match="no_such_module"):
             Engine(preload=("no_such_module",), cluster=three.cluster)
@@ -156,7 +160,7 @@ class TestPreload:
 
 
 class TestLoss:
-    def test_a_killed_process_ends_the_run(self, two):
+    def test_a_killed_process_ends_the_run(self, two: Launched) -> None:
         """The driver detects it during a job, names the process, and can start no more ranks."""
         assert two.engine.run(job("pid", world=2)).ok
         running = two.engine.start(job("sleep_before_collective", 0, world=2))
@@ -187,14 +191,14 @@ class TestLoss:
         two.close()
         assert gone(two.mark)
 
-    def test_a_driver_that_vanishes_is_noticed(self, two):
+    def test_a_driver_that_vanishes_is_noticed(self, two: Launched) -> None:
         """Without Shutdown the agent exits with a failure, and leaves no rank behind."""
         pids = two.engine.run(job("pid", world=2)).ranks[1].value
         two.cluster._agents[0].channel.close()
         assert 1 == two.agents[0].wait(30)
         assert [] == survivors(pids)
 
-    def test_a_terminated_process_leaves_no_rank(self, two):
+    def test_a_terminated_process_leaves_no_rank(self, two: Launched) -> None:
         """SIGTERM, which torchrun sends to all when one has ended, ends the ranks too."""
         pids = two.engine.run(job("pid", world=2)).ranks[1].value
         two.agents[0].terminate()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -45,12 +47,12 @@ class TestBlame:
             ("lost ok", (0,)),
         ],
     )
-    def test_blame_falls_on_those_who_explain_the_others(self, ranks, blamed):
+    def test_blame_falls_on_those_who_explain_the_others(self, ranks: str, blamed: tuple[int, ...]) -> None:
         """Ranks that raised, died or hang alone are blamed first, then those that returned early, then all."""
         results = assign([KINDS[kind](rank) for rank, kind in enumerate(ranks.split())])
         assert blamed == tuple(r.rank for r in results if r.error is not None and not r.secondary)
 
-    def test_who_returned_early_is_told_who_waited(self):
+    def test_who_returned_early_is_told_who_waited(self) -> None:
         """The message names all waiting ranks."""
         results = assign([KINDS[kind](rank) for rank, kind in enumerate(("waits", "ok", "waits"))])
         assert "returned while ranks 0, 2 waited in a collective" == results[1].error
@@ -79,29 +81,31 @@ class TestTransport:
             ("cuda", 4, (4, 2), "gloo"),
         ],
     )
-    def test_nccl_only_where_each_rank_has_a_gpu(self, device, ranks, gpus, transport):
+    def test_nccl_only_where_each_rank_has_a_gpu(
+        self, device: str, ranks: int, gpus: tuple[int, ...], transport: str
+    ) -> None:
         """NCCL refuses two ranks on one GPU, on whichever machine."""
         assert transport == assign_devices(device, placements(*gpus, ranks=ranks))[1]
 
-    def test_ranks_of_a_machine_share_its_gpus_in_turn(self):
+    def test_ranks_of_a_machine_share_its_gpus_in_turn(self) -> None:
         """The number on the machine counts, not the rank."""
         assert ["cuda:0", "cuda:1", "cuda:0"] == assign_devices("cuda", placements(2, ranks=3))[0]
         assert ["cuda:0", "cuda:1"] * 2 == assign_devices("cuda", placements(4, 4, ranks=2))[0]
         assert ["cpu"] * 3 == assign_devices("cpu", placements(2, ranks=3))[0]
 
-    def test_processes_that_see_one_gpu_each_take_it(self):
+    def test_processes_that_see_one_gpu_each_take_it(self) -> None:
         """Where a batch system hides the other GPUs, every rank's device is its first."""
         own = [Placement(local, (f"machine/{local}",)) for local in range(2)]
         assert (["cuda:0", "cuda:0"], "cpu:gloo,cuda:nccl") == assign_devices("cuda", own)
         same = [Placement(local, ("machine/0",)) for local in range(2)]
         assert (["cuda:0", "cuda:0"], "gloo") == assign_devices("cuda", same)
 
-    def test_a_machine_without_a_gpu_is_told(self):
+    def test_a_machine_without_a_gpu_is_told(self) -> None:
         """The message names the first rank that would have no device."""
         with pytest.raises(EngineError, match="rank 2 would see no GPU"):
             assign_devices("cuda", placements(2, 0, ranks=2))
 
-    def test_gpus_of_a_machine_are_named_as_their_process_sees_them(self):
+    def test_gpus_of_a_machine_are_named_as_their_process_sees_them(self) -> None:
         """A slice of the machine's GPUs keeps their names and its own order."""
         assert [2, 0] == [int(name.rpartition("/")[2]) for name in visible_gpus("2,0")]
         assert () == visible_gpus("")
@@ -133,11 +137,11 @@ class TestStacks:
         ],
         ids=["collective", "operator", "hook of torch", "elsewhere", "empty", "helper", "backward", "computing"],
     )
-    def test_the_innermost_telling_frame_decides(self, text, waits):
+    def test_the_innermost_telling_frame_decides(self, text: str, waits: bool) -> None:
         """A rank waits in a collective if its main thread, or the backward it waits for, is in torch.distributed."""
         assert waits == stacks.waits_in_collective(text)
 
-    def test_a_wait_without_a_frame_of_torch_is_seen_by_its_line(self, tmp_path):
+    def test_a_wait_without_a_frame_of_torch_is_seen_by_its_line(self, tmp_path: Path) -> None:
         """Waiting on a Work is C++, and is recognised by the caller's source line."""
         source = tmp_path / "layer.py"
         source.write_text("handle = start()\nhandle.wait()\ncompute()\n")
@@ -145,7 +149,7 @@ class TestStacks:
             stacks.waits_in_collective(dumped(f"{source} {line} forward")) for line in (1, 2, 3)
         ]
 
-    def test_the_place_names_the_call_and_who_made_it(self):
+    def test_the_place_names_the_call_and_who_made_it(self) -> None:
         """The location names the innermost call, and the innermost frame outside of torch."""
         assert "in all_reduce, from /home/me/layer.py:12" == stacks.location(dumped(C10D, USER))
         assert "it dumped no stack" == stacks.location("")
@@ -158,7 +162,7 @@ def read_stats(pids: list[int], main_only: bool) -> dict[int, dict[int, processe
 
 class TestIdlePeriod:
     @pytest.fixture
-    def child(self):
+    def child(self) -> Iterator[Callable[[str], int]]:
         """Starts a Python process and returns its pid once it runs the code."""
         started = []
 
@@ -176,7 +180,7 @@ class TestIdlePeriod:
             process.kill()
             process.communicate()
 
-    def test_only_processes_that_do_not_run_are_still(self, child):
+    def test_only_processes_that_do_not_run_are_still(self, child: Callable[[str], int]) -> None:
         """A process that waits is idle; together with one that computes, on whichever thread, it is not."""
         waits = child("input()")
         computes = child("import threading\nthreading.Thread(target=lambda: [n for n in iter(int, 1)]).start()")
@@ -184,7 +188,7 @@ class TestIdlePeriod:
         time.sleep(0.3)
         assert (True, False) == (still.is_idle(), moving.is_idle())
 
-    def test_it_is_still_for_as_long_as_it_was_watched(self, child):
+    def test_it_is_still_for_as_long_as_it_was_watched(self, child: Callable[[str], int]) -> None:
         """An idle period begins with its construction."""
         still = IdlePeriod(partial(read_stats, [child("input()")]))
         time.sleep(0.1)
@@ -200,7 +204,7 @@ class TestIdlePeriod:
         ],
         ids=["had its turns", "waited for them", "waits for its first", "has nothing to do"],
     )
-    def test_on_a_crowded_machine_it_has_to_last_longer(self, helper, lasts):
+    def test_on_a_crowded_machine_it_has_to_last_longer(self, helper: processes.ThreadStats, lasts: bool) -> None:
         """Where threads wait for a processor, ranks may be idle only because of that."""
         main = processes.ThreadStats(ran_ns=1, waited_ns=0, count=1, ready=False)
         looks = iter(["main", "all", "main", "later"])
@@ -213,7 +217,7 @@ class TestIdlePeriod:
         time.sleep(0.05)
         assert (True, lasts) == (still.is_idle(), still.lasted(0.05))
 
-    def test_a_main_thread_that_waits_for_its_turn_is_about_to_move(self):
+    def test_a_main_thread_that_waits_for_its_turn_is_about_to_move(self) -> None:
         """A main thread that is runnable is not idle, even if it has not run yet."""
         asleep = processes.ThreadStats(ran_ns=1, waited_ns=0, count=1, ready=False)
         looks = iter([asleep, asleep, replace(asleep, ready=True)])
@@ -221,11 +225,11 @@ class TestIdlePeriod:
 
 
 class TestFaults:
-    def test_an_exception_without_a_message_is_its_class(self):
+    def test_an_exception_without_a_message_is_its_class(self) -> None:
         """Without a message there is no colon."""
         assert "KeyError" == faults.one_line(KeyError())
 
-    def test_an_exception_whose_message_breaks_is_still_told(self):
+    def test_an_exception_whose_message_breaks_is_still_told(self) -> None:
         """If `__str__` raises, the rest of the exception is still reported."""
 
         class OddError(Exception):
@@ -243,6 +247,6 @@ class TestFaults:
             (-35, "killed by signal 35"),
         ],
     )
-    def test_exits_are_told_in_words(self, code, words):
+    def test_exits_are_told_in_words(self, code: int, words: str) -> None:
         """Signals are named, except real-time ones."""
         assert words == describe_exit(code)

@@ -29,7 +29,7 @@ def asked(backend: str) -> tuple[str, ...]:
 
 
 class TestOneMachine:
-    def test_faults_of_ranks_are_survived_and_told_once(self, tmp_path):
+    def test_faults_of_ranks_are_survived_and_told_once(self, tmp_path: Path) -> None:
         """Crashes, hangs and refusals have the verdicts of a local run, and one process prints."""
         run = torchrun(*asked(TOY), cwd=tmp_path)
         assert 1 == run.status
@@ -43,7 +43,7 @@ class TestOneMachine:
         assert "pass" == verdicts["test_outputs[right-ep2-even]"]
         assert "fail" == verdicts["test_outputs[wrong-ep2-even]"]
 
-    def test_a_killed_process_ends_the_run_and_what_was_found_is_kept(self, tmp_path):
+    def test_a_killed_process_ends_the_run_and_what_was_found_is_kept(self, tmp_path: Path) -> None:
         """Torchrun ends all processes when it misses one; the report is written first."""
         run = torchrun(*asked(DESERTER), cwd=tmp_path)
         assert 0 != run.status
@@ -60,7 +60,9 @@ class TestOneMachine:
             (("--moe-ranks", "4"), "4 ranks are more than the 2 processes that were launched"),
         ],
     )
-    def test_what_cannot_go_together_is_refused_once(self, tmp_path, arguments, sentence):
+    def test_what_cannot_go_together_is_refused_once(
+        self, tmp_path: Path, arguments: tuple[str, ...], sentence: str
+    ) -> None:
         """RANK 0's process says why; the others end with it."""
         run = torchrun(*asked(RIGHT), *arguments, cwd=tmp_path)
         assert 0 != run.status
@@ -68,20 +70,20 @@ class TestOneMachine:
 
 
 class TestSeveralMachines:
-    def test_agents_run_together(self, tmp_path):
+    def test_agents_run_together(self, tmp_path: Path) -> None:
         """With a token in common, the processes of both agents are ranks; the driver's agent alone prints."""
         first, second = agents(*asked(RIGHT), cwd=tmp_path, MOE_CONFORMANCE_TOKEN=TOKEN)
         assert (0, 0) == (first.status, second.status), first.output + second.output
         assert "" == second.output
         assert "pass" == plugin_runs.verdicts(reported(tmp_path))["test_outputs[right-ep2-even]"]
 
-    def test_without_a_token_the_sentence_says_what_to_set(self, tmp_path):
+    def test_without_a_token_the_sentence_says_what_to_set(self, tmp_path: Path) -> None:
         """Processes of several machines have no private file in common; `moe-conformance run` says so too."""
         first, second = agents("-m", "moe_conformance.cli", "run", cwd=tmp_path)
         assert 0 not in (first.status, second.status)
         assert "set MOE_CONFORMANCE_TOKEN to the same text for all" in first.output
 
-    def test_a_lost_machine_ends_the_run_and_what_was_found_is_kept(self, tmp_path):
+    def test_a_lost_machine_ends_the_run_and_what_was_found_is_kept(self, tmp_path: Path) -> None:
         """The driver's agent does not know; the driver does, and says which process it was."""
         first, second = agents(*asked(DESERTER), cwd=tmp_path, MOE_CONFORMANCE_TOKEN=TOKEN)
         assert 0 not in (first.status, second.status)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 import socket
 import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,14 +46,14 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def travel(value: object) -> object:
+def travel(value: object) -> Any:
     """Serialises a value and reads it back."""
     return wire.loads([bytearray(buffer) for buffer in wire.dumps(value)])
 
 
 class TestTensors:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_every_dtype_arrives_bit_for_bit(self, dtype):
+    def test_every_dtype_arrives_bit_for_bit(self, dtype: torch.dtype) -> None:
         """A tensor of any dtype keeps dtype, shape and bits."""
         sent = sample(dtype)
         got = travel(sent)
@@ -59,7 +61,7 @@ class TestTensors:
 
     @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1, 1)], ids=str)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool], ids=str)
-    def test_degenerate_shapes_arrive(self, shape, dtype):
+    def test_degenerate_shapes_arrive(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Tensors without dimensions or elements keep their shape and dtype."""
         sent = torch.ones(shape).to(dtype)
         got = travel(sent)
@@ -70,38 +72,38 @@ class TestTensors:
         [lambda t: t.t(), lambda t: t[:, ::2], lambda t: t[1], lambda t: t.expand(2, 3, 5), lambda t: t.flip(0)],
         ids=["transposed", "strided", "row", "expanded", "flipped"],
     )
-    def test_views_arrive_contiguous(self, view):
+    def test_views_arrive_contiguous(self, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """A view arrives with the same elements, contiguous."""
         sent = view(torch.randn(3, 5))
         got = travel(sent)
         assert torch.equal(sent, got)
         assert got.is_contiguous()
 
-    def test_conjugate_views_arrive_resolved(self):
+    def test_conjugate_views_arrive_resolved(self) -> None:
         """The lazy conjugation of a complex tensor is applied."""
         sent = torch.randn(4, dtype=torch.complex64).conj()
         assert torch.equal(sent, travel(sent))
 
-    def test_gradients_stay_behind(self):
+    def test_gradients_stay_behind(self) -> None:
         """A parameter arrives as a plain tensor that requires no gradient."""
         sent = torch.nn.Parameter(torch.randn(3))
         got = travel(sent)
         assert torch.equal(sent.detach(), got)
         assert (torch.Tensor, False) == (type(got), got.requires_grad)
 
-    def test_arrived_tensors_are_writable(self):
+    def test_arrived_tensors_are_writable(self) -> None:
         """Tensors that arrive are writable."""
         got = travel(torch.zeros(3))
         got += 1
         assert [1.0, 1.0, 1.0] == got.tolist()
 
-    def test_one_tensor_named_twice_arrives_once(self):
+    def test_one_tensor_named_twice_arrives_once(self) -> None:
         """A tensor that occurs twice in a value is one object after loading."""
         tensor = torch.randn(3)
         got = travel({"a": tensor, "b": [tensor]})
         assert got["a"] is got["b"][0]
 
-    def test_memory_travels_out_of_band(self):
+    def test_memory_travels_out_of_band(self) -> None:
         """The tensor's memory is a buffer of its own; the pickle stays small."""
         tensor = torch.randn(1000)
         head, body = wire.dumps(tensor)
@@ -117,21 +119,21 @@ class TestTensors:
         ],
         ids=["sparse", "meta", "subclass"],
     )
-    def test_tensors_without_plain_memory_are_refused(self, tensor):
+    def test_tensors_without_plain_memory_are_refused(self, tensor: torch.Tensor) -> None:
         """A tensor that cannot be rebuilt from bytes, dtype and shape is refused with the reason."""
         with pytest.raises(TypeError, match="sent"):
             wire.dumps(tensor)
 
 
 class TestOtherValues:
-    def test_nested_values_arrive(self):
+    def test_nested_values_arrive(self) -> None:
         """Containers, arrays and strings travel beside tensors."""
         array = np.arange(6.0).reshape(2, 3)
         got = travel({"rows": [1, (2.5, None)], "array": array, "dtype": torch.bfloat16, "bytes": b"\0x"})
         assert (array == got.pop("array")).all()
         assert {"rows": [1, (2.5, None)], "dtype": torch.bfloat16, "bytes": b"\0x"} == got
 
-    def test_what_cannot_be_pickled_raises(self):
+    def test_what_cannot_be_pickled_raises(self) -> None:
         """A local function has no name to pickle."""
         with pytest.raises((pickle.PicklingError, AttributeError)):
             wire.dumps(lambda: 1)
@@ -139,7 +141,7 @@ class TestOtherValues:
 
 class TestChannel:
     @pytest.fixture
-    def ends(self):
+    def ends(self) -> Iterator[tuple[wire.Channel, wire.Channel]]:
         """Two channels, joined."""
         left, right = map(wire.Channel, socket.socketpair())
         yield left, right
@@ -147,7 +149,7 @@ class TestChannel:
         right.close()
 
     @pytest.mark.parametrize("sizes", [(0,), (1, 0, 3), (70_000,), (5, 3_000_000, 0, 1)], ids=str)
-    def test_messages_arrive_whole(self, ends, sizes):
+    def test_messages_arrive_whole(self, ends: tuple[wire.Channel, wire.Channel], sizes: tuple[int, ...]) -> None:
         """A message keeps the number and the bytes of its buffers, empty or larger than the socket's buffer."""
         left, right = ends
         sent = [np.random.default_rng(size).bytes(size) for size in sizes]
@@ -157,7 +159,7 @@ class TestChannel:
         sender.join(timeout=10)
         assert sent == [bytes(buffer) for buffer in got]
 
-    def test_a_closed_end_is_an_end_of_file(self, ends):
+    def test_a_closed_end_is_an_end_of_file(self, ends: tuple[wire.Channel, wire.Channel]) -> None:
         """Receiving from a closed channel raises EOFError, after what was sent before."""
         left, right = ends
         left.send([b"last words"])
@@ -166,7 +168,7 @@ class TestChannel:
         with pytest.raises(EOFError):
             right.receive()
 
-    def test_what_is_no_message_is_told(self, ends):
+    def test_what_is_no_message_is_told(self, ends: tuple[wire.Channel, wire.Channel]) -> None:
         """Other bytes are neither read as a length nor as an answer."""
         left, right = ends
         left.socket.sendall(b"some text\n")

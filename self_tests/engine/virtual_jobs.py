@@ -210,7 +210,7 @@ def sharded_tensor(context: RankContext, payload: Any) -> list[Tensor]:
     context.kept["line"] = made  # so that its groups are not left behind
     tensor = DTensor.from_local(_rows(context, 2, 4), made, [Shard(0)])
     whole = tensor.redistribute(made, [Replicate()])
-    return [whole.to_local(), (tensor @ whole.T).to_local()]
+    return [whole.to_local(), (tensor @ whole.T).to_local()]  # type: ignore[attr-defined]
 
 
 SAME = (

@@ -13,8 +13,8 @@ from moe_conformance.contract.topology import Layout
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
 from self_tests.judging.simulated_routers import Formula, route_workload, simulate_routers
 
-BIASED = {"routing.score": "sigmoid", "routing.balance_bias": True}
-GROUPED = {**BIASED, "experts": 16, "top_k": 4, "routing.groups": (4, 2), "routing.normalise": True}
+BIASED: dict[str, Any] = {"routing.score": "sigmoid", "routing.balance_bias": True}
+GROUPED: dict[str, Any] = {**BIASED, "experts": 16, "top_k": 4, "routing.groups": (4, 2), "routing.normalise": True}
 
 
 def run(formula: Formula | None = None, layout: Layout | None = None, **fields: Any) -> Outcome:

@@ -24,7 +24,7 @@ def drawn(*shape: int, seed: int) -> Tensor:
 def measure(ids_TK: Tensor, weights_at: WeightsAt, columns: dict[int, int]) -> Gradients:
     """Measure the layer with some routing; the experts are as wide as asked for."""
     sizes = {"gate": lambda F: (F, HIDDEN), "up": lambda F: (F, HIDDEN), "down": lambda F: (HIDDEN, F)}
-    parameters = {(name, e): drawn(*size(F), seed=e) for e, F in columns.items() for name, size in sizes.items()}
+    parameters = {(name, e): drawn(*size(F), seed=e) for e, F in columns.items() for name, size in sizes.items()}  # type: ignore[no-untyped-call]
     x_TD, dy_TD, w_TK = (drawn(TOKENS, D, seed=seed) for seed, D in ((100, HIDDEN), (101, HIDDEN), (102, 1)))
     rounding, sharing = Rounding(2**-8, 2**-24), Sharing(etp=2, places=PLACES, sums=3)
     return magnitudes(

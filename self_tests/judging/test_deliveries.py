@@ -189,7 +189,7 @@ class TestCounts:
     def test_padding_may_be_counted(self) -> None:
         """A claim may include rows of zeros, all of them or none."""
         padded = broken(ROUTING, padding=3)
-        assert [4, 5, 4, 3] == padded.ranks[1].microbatches[0].exchange.handed[0].counts_N.tolist()  # type: ignore[union-attr]
+        assert [4, 5, 4, 3] == padded.ranks[1].microbatches[0].exchange.handed[0].counts_N.tolist()
         assert 8 == judged(judge_counts, padded).elements
 
     def test_rows_of_zeros_in_the_place_of_tokens_are_told(self) -> None:

@@ -38,7 +38,7 @@ class Scaled(torch.autograd.Function):
 
 def backward_times(factor: float) -> object:
     """A change that shows in the gradient alone."""
-    return lambda rank, tensor: Scaled.apply(tensor, factor)
+    return lambda rank, tensor: Scaled.apply(tensor, factor)  # type: ignore[no-untyped-call]
 
 
 class TestOutGradients:
@@ -186,7 +186,7 @@ class TestDx:
         """Dx of two tokens in each other's place."""
         outcome = broken(ROUTING)
         grad = outcome.ranks[0].microbatches[0].dx_TD.value
-        swapped = Grad(exchange(0, 1)(grad))  # type: ignore[arg-type]
+        swapped = Grad(exchange(0, 1)(grad))
         fault = caught(judge_dx, edit(outcome, 0, lambda seen: replace(seen, dx_TD=swapped)))
         assert "dx of rank 0 token 0 is that of rank 0 token 1, which has the value of this one" in str(fault)
         assert (0,) == fault.ranks

@@ -22,9 +22,9 @@ class TestNames:
     )
 
     @pytest.mark.parametrize("likened", ["quick", "full"])
-    def test_equivalent_runs_of_one_name_are_one_run(self, likened):
+    def test_equivalent_runs_of_one_name_are_one_run(self, likened: str) -> None:
         """The checks of a case share a run by its name: it is the same run whichever check asks for it first."""
-        work = replace(workload(drop=True), likened=likened)
+        work = replace(workload(drop=True), likened=likened)  # type: ignore[arg-type]
         named: dict[str, list[Twin]] = {}
         for twin in chain([determinism.deterministic(work)], *(make(work) for make in self.MADE)):
             named.setdefault(twin.how, []).append(twin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -240,7 +241,7 @@ class TestForm:
             ({"y": None}, "is None"),
         ],
     )
-    def test_another_shape_or_dtype_is_told(self, fields: dict[str, object], words: str) -> None:
+    def test_another_shape_or_dtype_is_told(self, fields: dict[str, Any], words: str) -> None:
         """The output has the form of x."""
         fault = caught(judge_form, edit(broken(ROUTING), 0, lambda seen: replace(seen, **fields)))
         assert isinstance(fault, WrongForm)
@@ -269,7 +270,7 @@ class TestForm:
     def test_outputs_of_another_shape_are_not_compared(self) -> None:
         """An output with a row too few is a wrong form before it is a wrong output."""
         outcome = broken(ROUTING)
-        short = outcome.ranks[0].microbatches[0].y[1:]  # type: ignore[index]
+        short = outcome.ranks[0].microbatches[0].y[1:]
         assert isinstance(caught(judge_outputs, edit(outcome, 0, lambda seen: replace(seen, y=short))), WrongForm)
 
 

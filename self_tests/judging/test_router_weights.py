@@ -155,7 +155,7 @@ class TestWrongWeights:
     def test_form(self) -> None:
         """Weights that are missing or of another shape are a matter of form."""
         for value in (None, torch.zeros(24, 3)):
-            outcome = edit(run(), 0, lambda seen, value=value: rerouted(seen, weights_TK=value))
+            outcome = edit(run(), 0, lambda seen, value=value: rerouted(seen, weights_TK=value))  # type: ignore[misc]
             assert isinstance(caught(judge_router_weights, outcome), WrongForm)
 
 
@@ -220,7 +220,7 @@ class TestWrongGradients:
 
     def test_one_rank_only(self) -> None:
         """Only the rank that ends with something else is to blame."""
-        outcome = run(Formula(finish=lambda rank, gradients: sum(gradients) if rank else 3 * sum(gradients)))
+        outcome = run(Formula(finish=lambda rank, gradients: sum(gradients) if rank else 3 * sum(gradients)))  # type: ignore[arg-type, return-value]
         wrong = caught(judge_router_gradient, outcome)
         assert (0,) == wrong.ranks
         assert "the gradient of router on rank 0 is 3.000 x the" in wrong.sentence

@@ -86,7 +86,7 @@ class TestRight:
         router_ED[1, int(x_TD[0].abs().argmax())] *= 1 + 2**-6
         batches = ((replace(work.batches[0][0], x_TD=x_TD.to(dtype)),),)
         parameters = {("router", None): router_ED.to(dtype)}
-        tied = replace(work, batches=batches, parameters=parameters, config=replace(work.config, dtype=dtype))
+        tied = replace(work, batches=batches, parameters=parameters, config=replace(work.config, dtype=dtype))  # type: ignore[arg-type]
         second = choosing(lambda scores_TE, bias_E, config: torch.tensor([[2.0, 1, 0, 0, 0, 0, 0, 0]]))
         assert bool((x_TD[0].double() @ router_ED[:2].double().T).diff() > 0)  # expert 1 is the best
         if legal:

@@ -147,7 +147,7 @@ class _GathersSession(NativeSession):
     replaced: ClassVar[Mapping[type, type]] = {AllGatherExchange: _WireUnsaid}
 
     def exchange(self, config: Config) -> ClaimingExchange:
-        return super().exchange(replace(config, variant="allgather"))
+        return super().exchange(replace(config, variant="allgather"))  # type: ignore[return-value]
 
 
 class WireUnsaid(Liar):
@@ -274,11 +274,11 @@ class HidesParameter(Liar):
 
 
 class _DefaultsSession(NativeSession):
-    def exchange(self, config: Config) -> SplitExchange:
-        return super().exchange(self._plain(config))
+    def exchange(self, config: Config) -> SplitExchange:  # type: ignore[override]
+        return super().exchange(self._plain(config))  # type: ignore[return-value]
 
     def experts(self, config: Config) -> Experts:
-        return super().experts(self._plain(config))
+        return super().experts(self._plain(config))  # type: ignore[return-value]
 
     def router(self, config: Config) -> Router:
         return super().router(self._plain(config))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from moe_conformance.report.records import Record
+from typing import Any
+
+from moe_conformance.report.records import Record, Verdict
 
 
-def record(requirement: str, verdict: str, layout: str = "ep2", message: str = "", **more) -> Record:
+def record(requirement: str, verdict: Verdict, layout: str = "ep2", message: str = "", **more: Any) -> Record:
     """Return a record of one check on `even`."""
     node = f"test_x.py::test_{requirement}[alltoall-{layout}-even]"
     return Record(

@@ -49,7 +49,7 @@ class TestFollowers:
         """Return what follows what; the last of the cases is never run."""
         return agenda.followers(items, lambda case: case is not CASES[3], most)  # type: ignore[arg-type]
 
-    def test_the_next_cases_follow_all_items_of_a_case(self):
+    def test_the_next_cases_follow_all_items_of_a_case(self) -> None:
         """Items that need no rank, or whose case is not run, are looked past."""
         items = (
             Item("a1", CASES[0]),
@@ -62,23 +62,23 @@ class TestFollowers:
         assert {"a1": (CASES[1],), "a2": (CASES[1],), "b": ()} == self.followers(*items)
 
     @pytest.mark.parametrize("argument", ["outcome", "reading"])
-    def test_every_case_whose_run_is_read_follows(self, argument):
+    def test_every_case_whose_run_is_read_follows(self, argument: str) -> None:
         """Whether its checks ask for the outcome or for the reading of it."""
         items = [Item(str(number), case, (argument, "tally")) for number, case in enumerate(CASES[:3])]
         assert {"0": (CASES[1], CASES[2]), "1": (CASES[2],), "2": ()} == self.followers(*items)
 
-    def test_no_more_are_returned_than_may_be_begun(self):
+    def test_no_more_are_returned_than_may_be_begun(self) -> None:
         """The nearest ones are, in running order."""
         items = [Item(str(number), case) for number, case in enumerate([*CASES[:3], CASES[0]])]
         assert [CASES[1], CASES[2]] == list(self.followers(*items)["0"])
         assert [CASES[1]] == list(self.followers(*items, most=1)["0"])
 
-    def test_cases_follow_over_an_item_that_draws(self):
+    def test_cases_follow_over_an_item_that_draws(self) -> None:
         """A check that draws its own workloads does not keep later cases from being begun before it."""
         items = (Item("a", CASES[0]), Item("drawn", None, ("drive",)), Item("b", CASES[1]), Item("c", CASES[2]))
         assert {"a": (CASES[1], CASES[2]), "b": (CASES[2],), "c": ()} == self.followers(*items)
 
-    def test_the_next_cases_of_every_number_of_ranks_follow(self):
+    def test_the_next_cases_of_every_number_of_ranks_follow(self) -> None:
         """Each number of ranks has as many as may be begun."""
         one, two = SINGLE[:3], CASES[:3]
         mixed = (one[0], one[1], two[0], one[2], two[1], two[2])
@@ -86,14 +86,14 @@ class TestFollowers:
         assert {case.id for case in (*one[1:], *two[:2])} == {case.id for case in self.followers(*items)["0"]}
         assert {one[1].id, two[0].id} == {case.id for case in self.followers(*items, most=1)["0"]}
 
-    def test_a_case_may_come_twice(self):
+    def test_a_case_may_come_twice(self) -> None:
         """Examples of waivers run first, and the other items of their cases later."""
         items = (Item("a1", CASES[0]), Item("b1", CASES[1]), Item("a2", CASES[0]))
         assert {"a1": (CASES[1], CASES[0]), "b1": (CASES[0],), "a2": ()} == self.followers(*items)
 
 
 class TestInterrupts:
-    def test_what_is_printed_of_an_interrupted_call_is_short(self):
+    def test_what_is_printed_of_an_interrupted_call_is_short(self) -> None:
         """Pytest prints the arguments of each call; of all cases, and those that follow each, that took minutes."""
         made = CaseRun(RUN, Outcomes(RUN), followers={case.id: tuple(ALL) for case in ALL})
         assert "<workload" in repr(ALL[0])
@@ -108,19 +108,19 @@ class TestOrder:
         agenda.sort(items, examples, power)  # type: ignore[arg-type]
         return [item.name for item in items]
 
-    def test_cases_of_each_number_of_ranks_are_spread_over_the_run(self):
+    def test_cases_of_each_number_of_ranks_are_spread_over_the_run(self) -> None:
         """Each in running order, with the items of a case together."""
         one, two = SINGLE[:2], CASES[:4]
         expected = [one[0], two[0], two[1], one[1], two[2], two[3]]
         names = [f"{check}[{case.id}]" for case in expected for check in ("a", "b")]
         assert names == self.names(*one, *two)
 
-    def test_cases_of_waivers_come_first(self):
+    def test_cases_of_waivers_come_first(self) -> None:
         """And of these the items that the waivers name."""
         name = f"b[{CASES[2].id}]"
         assert [name, f"a[{CASES[2].id}]"] == self.names(*SINGLE[:2], *CASES[:4], examples=(name,))[:2]
 
-    def test_powerful_cases_come_before_all_but_those_of_waivers(self):
+    def test_powerful_cases_come_before_all_but_those_of_waivers(self) -> None:
         """In the order of power, whatever their number of ranks; the others are spread over the rest."""
         one, two = SINGLE[:3], CASES[:4]
         waived, powerful = two[3], (two[1], one[2], two[3], two[0])
@@ -138,7 +138,7 @@ def outcomes() -> Iterator[Outcomes]:
 
 
 class TestOutcomes:
-    def test_what_ran_ahead_is_taken(self, outcomes):
+    def test_what_ran_ahead_is_taken(self, outcomes: Outcomes) -> None:
         """Each case gets its own outcome, once."""
         for number, case in enumerate(CASES):
             following = CASES[number + 1 :]
@@ -148,21 +148,21 @@ class TestOutcomes:
             assert case.workload is kept.outcome.workload
             assert kept is outcomes.of(case, following)
 
-    def test_cases_of_other_numbers_of_ranks_run_beside_them(self, outcomes):
+    def test_cases_of_other_numbers_of_ranks_run_beside_them(self, outcomes: Outcomes) -> None:
         """Whatever order they come in, each gets its own outcome."""
         cases = [SINGLE[0], CASES[0], CASES[1], SINGLE[1], CASES[2], SINGLE[2], CASES[3]]
         for number, case in enumerate(cases):
             kept = outcomes.of(case, cases[number + 1 :])
             assert (case.workload, "ok") == (kept.outcome.workload, kept.outcome.ranks[0].status)
 
-    def test_what_nobody_came_for_is_dropped(self, outcomes):
+    def test_what_nobody_came_for_is_dropped(self, outcomes: Outcomes) -> None:
         """Another case, a drawn workload and the end of the run do without it."""
         outcomes.of(CASES[0], [CASES[1]])
         assert CASES[2].workload is outcomes.of(CASES[2], [CASES[3]]).outcome.workload
         assert CASES[1].workload is outcomes.step(CASES[1].workload).workload
         outcomes.of(CASES[3], [CASES[0]])
 
-    def test_what_ran_ahead_outlives_a_repeat(self, outcomes):
+    def test_what_ran_ahead_outlives_a_repeat(self, outcomes: Outcomes) -> None:
         """New ranks for a repeat, or for a twin, take nothing from the cases that were begun."""
         first = outcomes.of(CASES[0], CASES[1:])
         assert CASES[0].workload is outcomes.again(CASES[0], first.outcome.workload).outcome.workload
@@ -190,19 +190,19 @@ def reads_more(reading: Any, twins: Any) -> None:
 
 
 class TestForeseen:
-    def test_what_a_check_will_ask_for_is_told_once(self):
+    def test_what_a_check_will_ask_for_is_told_once(self) -> None:
         """Runs in new processes and on another number of ranks are not, nor what two checks ask for twice."""
         found = foreseen(RUN, LIKENED.workload, [asking("reading", "twins"), asking("outcome", "twins")])
         expected = ["with tokens and slots in another order", "with the tokens of the next rank on every rank"]
         assert [f"even, {how}" for how in expected] == [each.name for each in found]
 
-    def test_what_cannot_be_told_before_a_run_is_left(self):
+    def test_what_cannot_be_told_before_a_run_is_left(self) -> None:
         """A check that has to see the outcome first, and one that compares with nothing, ask when they judge."""
         mark = pytest.mark.requirement("EXCH-13").mark
         unread = CaseFunction("reads_more", reads_more, None, ("reading", "twins"), mark)
         assert [] == foreseen(RUN, LIKENED.workload, [unread, asking("reading")])
 
-    def test_they_run_with_their_case(self):
+    def test_they_run_with_their_case(self) -> None:
         """Each is taken once, with the bytes of a run of its own; what was not foreseen runs when it is asked for."""
         (twin,) = laws.reordered(LIKENED.workload)
         first = next(case for case in CASES if case is not LIKENED)
@@ -230,14 +230,14 @@ def judged(folder: Path, *arguments: str) -> list[Any]:
 
 
 class TestRuns:
-    def test_a_run_decides_the_same_with_and_without(self, tmp_path):
+    def test_a_run_decides_the_same_with_and_without(self, tmp_path: Path) -> None:
         """Verdicts, words, blame, what was compared and how often ranks ran are the same."""
         asked = (str(PROJECT / "checks.py"), "-k", "not waits")
         alone = judged(tmp_path, *asked, "-p", "self_tests.plugin.project.one_at_a_time")
         assert 2 * 9 == alone[1]
         assert alone == judged(tmp_path, *asked)
 
-    def test_a_run_that_stops_early_leaves_what_ran_ahead(self, tmp_path):
+    def test_a_run_that_stops_early_leaves_what_ran_ahead(self, tmp_path: Path) -> None:
         """With -x the first failure ends the run; nothing hangs and the case ahead is not counted."""
         status, cases, _ = judged(tmp_path, str(PROJECT / "checks.py"), "-x", "-k", "wrong or right or refuses")
         assert 1 == status

@@ -105,20 +105,20 @@ def verdicts(folder: Path) -> dict[str, str]:
 
 
 class TestSelection:
-    def test_expressions_are_held_against_every_check_of_a_case(self, tmp_path):
+    def test_expressions_are_held_against_every_check_of_a_case(self, tmp_path: Path) -> None:
         """`not` too: one check of a case is left out, and the other stays."""
         done = judged(tmp_path, "--collect-only", "-k", "single and (right or wrong) and not test_finished")
         assert 0 == done.status
         named = [line.rpartition("::")[2] for line in done.output.splitlines() if "::" in line]
         assert ["test_outputs[right-single-even]", "test_outputs[wrong-single-even]"] == named
 
-    def test_a_node_id_is_one_check_on_one_case(self, tmp_path):
+    def test_a_node_id_is_one_check_on_one_case(self, tmp_path: Path) -> None:
         """As it is printed, on the command line."""
         done = judged(tmp_path, file=f"{CHECKS}::test_finished[right-single-even]")
         assert (0, {"test_finished[right-single-even]": "pass"}) == (done.status, verdicts(tmp_path))
         assert "1 passed" in done.output
 
-    def test_what_failed_last_runs_again(self, tmp_path):
+    def test_what_failed_last_runs_again(self, tmp_path: Path) -> None:
         """With --lf the failed check of a case alone, since pytest remembers it by its own node id."""
         cache = ("-p", "cacheprovider", "-o", f"cache_dir={tmp_path / 'cache'}")
         asked = ("-k", "single and (right or wrong)")
@@ -127,15 +127,15 @@ class TestSelection:
         assert 1 == judged(tmp_path, *cache, *asked, "--lf").status
         assert {"test_outputs[wrong-single-even]": "fail"} == verdicts(tmp_path)
 
-    def test_a_foreign_argument_is_refused(self, tmp_path):
+    def test_a_foreign_argument_is_refused(self, tmp_path: Path) -> None:
         """A check of cases has no fixtures of pytest's; collecting it says so."""
         (tmp_path / "foreign.py").write_text(FOREIGN)
         done = judged(tmp_path, file=str(tmp_path / "foreign.py"))
-        assert pytest.ExitCode.INTERRUPTED != 0 != done.status
+        assert pytest.ExitCode.INTERRUPTED != 0 != done.status  # type: ignore[comparison-overlap]
         assert "the arguments outcome, reading, tally, twins" in done.output
         assert "it also has tmp_path" in done.output
 
-    def test_a_row_is_a_check_like_a_function(self, tmp_path):
+    def test_a_row_is_a_check_like_a_function(self, tmp_path: Path) -> None:
         """It is named, selected and judged alike, and no word of how it is made selects it."""
         (tmp_path / "test_rows.py").write_text(ROWS)
         asked = ("-k", "single and (right or wrong)")
@@ -148,7 +148,7 @@ class TestSelection:
         assert {"test_outputs[right-single-even]": "pass"} == verdicts(tmp_path)
         assert "1 deselected" in judged(tmp_path, "-k", "judge", file=node).output
 
-    def test_a_row_outside_a_class_is_refused(self, tmp_path):
+    def test_a_row_outside_a_class_is_refused(self, tmp_path: Path) -> None:
         """Its name would be nobody's."""
         (tmp_path / "test_rows.py").write_text(ROWS.replace("class TestOutputs:", "if True:"))
         done = judged(tmp_path, file=str(tmp_path / "test_rows.py"))
@@ -157,7 +157,7 @@ class TestSelection:
 
 
 class TestStops:
-    def test_the_first_failure_ends_the_case(self, tmp_path):
+    def test_the_first_failure_ends_the_case(self, tmp_path: Path) -> None:
         """With -x the checks that come after it are not run, though their outcome is there."""
         done = judged(tmp_path, "-x", "-k", "wrong and single")
         expected = {"test_outputs[wrong-single-even]": "fail", "test_finished[wrong-single]": "not run"}
@@ -165,7 +165,7 @@ class TestStops:
 
 
 class TestTelling:
-    def test_every_check_is_told_by_its_own_name(self, tmp_path):
+    def test_every_check_is_told_by_its_own_name(self, tmp_path: Path) -> None:
         """With -v one line for each, with its verdict; the totals count checks, and the item of a case is not told."""
         done = judged(tmp_path, "-vv", "-k", "wrong and single")
         assert 1 == done.status
@@ -183,7 +183,7 @@ class TestOrder:
             ("right", ["EXCH-13: fail in combine", "test_compared[right-single-even]"]),
         ],
     )
-    def test_what_a_case_shows_alone_is_told_first(self, tmp_path, variant, live):
+    def test_what_a_case_shows_alone_is_told_first(self, tmp_path: Path, variant: str, live: list[str]) -> None:
         """A check that compares runs comes after those that read one, and is told at the end if one of these fails."""
         (tmp_path / "ordered.py").write_text(ORDERED)
         done = judged(tmp_path, "-k", f"single and {variant}", file=str(tmp_path / "ordered.py"))
@@ -195,7 +195,7 @@ class TestOrder:
 
 
 class TestMemory:
-    def test_an_outcome_goes_with_the_last_check_that_reads_it(self, tmp_path):
+    def test_an_outcome_goes_with_the_last_check_that_reads_it(self, tmp_path: Path) -> None:
         """Neither a verdict nor an exception keeps it, also where garbage is never looked for."""
         (tmp_path / "forgotten.py").write_text(FORGOTTEN)
         done = judged(tmp_path, "-k", "right", file=str(tmp_path / "forgotten.py"))

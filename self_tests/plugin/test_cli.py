@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from moe_conformance import cli, spec
-from moe_conformance.cli import explaining
+from moe_conformance import cli, spec, waiving
+from moe_conformance.report import floor
 from self_tests.plugin import plugin_runs
 
 STARTS_S = 60.0
@@ -29,35 +29,35 @@ def printed(*arguments: str) -> str:
 
 
 class TestList:
-    def test_requirements(self):
+    def test_requirements(self) -> None:
         """One line each, with the sentence."""
         lines = printed("list", "requirements").splitlines()
         assert list(spec.load()) == [line.split()[0] for line in lines]
         assert all("MUST" in line or "SHOULD" in line for line in lines)
 
-    def test_requirements_of_native_alone(self):
+    def test_requirements_of_native_alone(self) -> None:
         """With their sentences, and how many there are; a waived failure in a real library is a judgement too."""
         *lines, last = printed("list", "requirements", "--native-only").splitlines()
         found = {line.split()[0] for line in lines}
         assert last.startswith(f"{len(found)} requirements are judged on native alone, ")
         assert all(spec.load()[line.split()[0]].sentence in line for line in lines)
-        floors = explaining.floor.FOLDER
+        floors = floor.FOLDER
         held = set(re.findall(r"[A-Z]+-\d\d", (floors / "native.toml").read_text()))
         named = "".join(
             path.read_text()
-            for path in (*floors.glob("*.toml"), *explaining.waivers.FOLDER.glob("*.toml"))
+            for path in (*floors.glob("*.toml"), *waiving.FOLDER.glob("*.toml"))
             if path.name != "native.toml"
         )
         assert found == {id for id in held if id not in named}
 
-    def test_libraries_that_were_judged(self):
+    def test_libraries_that_were_judged(self) -> None:
         """With their versions, what passes there, and what is waived."""
         (line,) = (line for line in printed("explain", "GRAD-08").splitlines() if line.startswith("  megatron-core "))
         assert re.match(
             r"  megatron-core \d[\d.]+, torch \d[\d.]+: passes with [a-z, ]*; known failures MC-01-replicas", line
         )
 
-    def test_checks(self):
+    def test_checks(self) -> None:
         """Each check with what it decides and the kind of run that it reads; helpers and imports are none."""
         lines = printed("list", "checks").splitlines()
         assert len(lines) == len(set(lines))
@@ -65,17 +65,17 @@ class TestList:
         where = "moe_conformance.distributed_tests.test_exchange::TestDispatch::test_every_pair_reaches_its_expert_once"
         assert f"{where}  EXCH-01  (exchange with the probe)" == dispatch
 
-    def test_backends(self):
+    def test_backends(self) -> None:
         """With versions, or with what to install; `--importable` gives bare names."""
         assert "native: torch " in printed("list", "backends")
         assert "native" in printed("list", "backends", "--importable").splitlines()
 
-    def test_importable_goes_with_backends(self):
+    def test_importable_goes_with_backends(self) -> None:
         """Anywhere else it would be ignored."""
         done = CliRunner().invoke(cli.main, ["list", "checks", "--importable"])
         assert 2 == done.exit_code
 
-    def test_native_only_goes_with_requirements(self):
+    def test_native_only_goes_with_requirements(self) -> None:
         """Nor does it mean anything elsewhere."""
         done = CliRunner().invoke(cli.main, ["list", "backends", "--native-only"])
         assert 2 == done.exit_code
@@ -83,13 +83,13 @@ class TestList:
 
 
 class TestOnly:
-    def test_requirements_in_several_options(self, tmp_path):
+    def test_requirements_in_several_options(self, tmp_path: Path) -> None:
         """All of them are judged, and none else."""
         asked = ("--only", "EXCH-01", "--only", "EXCH-04,EXCH-05", "--report", str(tmp_path))
         assert 0 == plugin_runs.cli("run", "--ranks", "1", *asked, "--", "-k", "alltoall", cwd=tmp_path).status
         assert ["EXCH-01", "EXCH-04", "EXCH-05"] == json.loads((tmp_path / "result.json").read_text())["only"]
 
-    def test_a_requirement_without_a_check(self, tmp_path):
+    def test_a_requirement_without_a_check(self, tmp_path: Path) -> None:
         """It says so, and why, instead of judging nothing."""
         done = plugin_runs.cli("run", "--only", "GRAPH-01", cwd=tmp_path)
         assert 2 == done.status
@@ -97,7 +97,7 @@ class TestOnly:
 
 
 class TestDoctor:
-    def test_what_runs_here_and_why_not_the_rest(self):
+    def test_what_runs_here_and_why_not_the_rest(self) -> None:
         """Two real ranks start; layouts of more ranks than asked for say so."""
         output = printed("doctor", "--ranks", "2")
         assert "two ranks: started, all-reduce over gloo is correct" in output
@@ -105,7 +105,7 @@ class TestDoctor:
         assert "  ep4 (quick): ep4 is a layout of 4 ranks, and --ranks is 2" in output
         assert "  native: torch " in output
 
-    def test_ranks_that_no_layout_fits(self):
+    def test_ranks_that_no_layout_fits(self) -> None:
         """One sentence and status 2."""
         done = CliRunner().invoke(cli.main, ["doctor", "--ranks", "0"])
         assert 2 == done.exit_code
@@ -114,7 +114,7 @@ class TestDoctor:
 
 class TestWithoutTorch:
     @pytest.mark.parametrize("arguments", [["run"], ["list", "backends"], ["doctor"]], ids=" ".join)
-    def test_every_command_says_what_is_missing(self, arguments):
+    def test_every_command_says_what_is_missing(self, arguments: list[str]) -> None:
         """Where torch is not installed each command ends with one sentence and status 2."""
         hidden = "import sys; sys.modules['torch'] = None; from moe_conformance.cli import main; main(sys.argv[1:])"
         done = subprocess.run(
@@ -126,7 +126,7 @@ class TestWithoutTorch:
 
 
 class TestRun:
-    def test_the_reproducing_command_selects_one_item(self, tmp_path):
+    def test_the_reproducing_command_selects_one_item(self, tmp_path: Path) -> None:
         """Outside the checkout, with a pytest configuration there that must not matter, one item runs and passes."""
         (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
         item = "test_every_pair_reaches_its_expert_once[alltoall-ep2-even]"
@@ -138,14 +138,14 @@ class TestRun:
         assert (1, 0) == (report["cases"], report["exit"])
         assert "1 pass" in done.output
 
-    def test_a_run_in_which_nothing_passed_fails(self, tmp_path):
+    def test_a_run_in_which_nothing_passed_fails(self, tmp_path: Path) -> None:
         """Nothing selected is nothing shown."""
         done = plugin_runs.cli("run", "--only", "EXCH-01", "--", "-k", "no_such_check", cwd=tmp_path)
         assert 1 == done.status
         assert "FAILS THE RUN: no check passed" in done.output
 
     @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-    def test_an_interrupted_run_leaves_no_process(self, tmp_path, number, status):
+    def test_an_interrupted_run_leaves_no_process(self, tmp_path: Path, number: int, status: int) -> None:
         """Ctrl-C and SIGTERM end the ranks with the driver, and the report says that it is a part."""
         mark = f"{os.getpid()}-{number}"
         command = [sys.executable, "-m", "moe_conformance.cli", "run", "--only", "EXCH-01", "--report", str(tmp_path)]
@@ -202,7 +202,7 @@ def gone(mark: str) -> list[int]:
 
 
 class TestEvery:
-    def test_each_importable_backend_has_its_report(self, tmp_path):
+    def test_each_importable_backend_has_its_report(self, tmp_path: Path) -> None:
         """One after the other, and the worst status is the command's."""
         folder = tmp_path / "all"
         asked = ("--only", "EXCH-01", "--ranks", "1", "--report", str(folder))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 from self_tests.plugin import plugin_runs
 
 
 class TestUnrelatedRun:
-    def test_nothing_is_imported_and_nothing_changes(self, tmp_path):
+    def test_nothing_is_imported_and_nothing_changes(self, tmp_path: Path) -> None:
         """In another project's run there is no torch, no signal handler and no fixture of ours."""
         (tmp_path / "test_other.py").write_text(
             textwrap.dedent(

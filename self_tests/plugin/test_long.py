@@ -84,7 +84,7 @@ def slow(folder: Path, item_s: float = 0.0, last_s: float = 0.0, deadly: bool = 
 
 
 class TestShards:
-    def test_shards_make_the_whole(self, tmp_path):
+    def test_shards_make_the_whole(self, tmp_path: Path) -> None:
         """Each item is in one shard; merged, they are what a run in one piece decided, number of cases included."""
         folders = [tmp_path / name for name in ("whole", "one", "two")]
         for folder in folders:
@@ -103,7 +103,7 @@ class TestShards:
         assert plugin_runs.verdicts(expected) == plugin_runs.verdicts(merged)
         assert (expected["cases"], expected["problems"]) == (merged["cases"], merged["problems"])
 
-    def test_a_shard_says_what_it_left_out(self, tmp_path):
+    def test_a_shard_says_what_it_left_out(self, tmp_path: Path) -> None:
         """On the terminal too; fewer cells than shards cannot be divided."""
         done = run(tmp_path, RIGHT, str(PROJECT / "checks.py"), "--moe-shard", "2/2")
         assert 0 == done.status, done.output
@@ -113,7 +113,7 @@ class TestShards:
 
 
 class TestTimeLimit:
-    def test_the_run_ends_after_the_item_at_hand(self, tmp_path):
+    def test_the_run_ends_after_the_item_at_hand(self, tmp_path: Path) -> None:
         """It ends before the limit, with its own status and sentence, and the rest is shown as not run."""
         done = run(tmp_path, RIGHT, slow(tmp_path, item_s=6.0), "--moe-time-limit", "30")
         report = plugin_runs.result(tmp_path)
@@ -122,7 +122,7 @@ class TestTimeLimit:
         verdicts = plugin_runs.verdicts(report)
         assert {"not run"} < set(verdicts.values())
 
-    def test_a_limit_that_the_start_takes_up_is_told_as_well(self, tmp_path):
+    def test_a_limit_that_the_start_takes_up_is_told_as_well(self, tmp_path: Path) -> None:
         """Nothing has run, and the report says so of every item."""
         done = run(tmp_path, RIGHT, slow(tmp_path), "--moe-time-limit", "1")
         report = plugin_runs.result(tmp_path)
@@ -130,7 +130,7 @@ class TestTimeLimit:
         assert "STOPPED: --time-limit 1 is near" in done.output
         assert {"not run"} == set(plugin_runs.verdicts(report).values())
 
-    def test_an_item_that_takes_too_long_is_interrupted(self, tmp_path):
+    def test_an_item_that_takes_too_long_is_interrupted(self, tmp_path: Path) -> None:
         """It is not run, and nothing waits for it."""
         done = run(tmp_path, RIGHT, slow(tmp_path, last_s=600.0), "--moe-time-limit", "40")
         verdicts = plugin_runs.verdicts(plugin_runs.result(tmp_path))
@@ -141,7 +141,7 @@ class TestTimeLimit:
 
 class TestTerminated:
     @pytest.mark.parametrize("late", [False, True], ids=["collecting", "running"])
-    def test_a_signal_whose_exception_is_lost_ends_the_run_too(self, tmp_path, late):
+    def test_a_signal_whose_exception_is_lost_ends_the_run_too(self, tmp_path: Path, late: bool) -> None:
         """One item has its verdict, no other begins, and the report and the exit status say why."""
         (tmp_path / "checks.py").write_text(TERMINATED.format(late=late))
         done = run(tmp_path, RIGHT, str(tmp_path / "checks.py"))
@@ -153,7 +153,7 @@ class TestTerminated:
         assert ["not run"] * (len(ended) - 1) + ["pass"] == ended
         assert len(ended) > 1
 
-    def test_a_signal_while_the_session_ends_changes_nothing(self, tmp_path):
+    def test_a_signal_while_the_session_ends_changes_nothing(self, tmp_path: Path) -> None:
         """What was found is told in full, under the reason that came first."""
         (tmp_path / "checks.py").write_text(
             TERMINATED.format(late=True).replace("Last()\n", "raise KeyboardInterrupt\n", 1)
@@ -166,7 +166,7 @@ class TestTerminated:
 
 
 class TestCutOff:
-    def test_after_many_hangs_the_rest_is_not_run(self, tmp_path):
+    def test_after_many_hangs_the_rest_is_not_run(self, tmp_path: Path) -> None:
         """A sentence says so, and the run fails."""
         (tmp_path / "checks.py").write_text((PROJECT / "checks.py").read_text().replace("name == ", "name[:4] == "))
         asked = ("-p", "self_tests.plugin.project.impatient", "-k", "ep2 and (waits or right)")
@@ -178,7 +178,7 @@ class TestCutOff:
 
 
 class TestWorkers:
-    def test_the_controller_knows_what_its_workers_did_not_come_to(self, tmp_path):
+    def test_the_controller_knows_what_its_workers_did_not_come_to(self, tmp_path: Path) -> None:
         """It collects nothing itself; stopped in the middle, it tells every item, and leaves no process."""
         mark = f"{os.getpid()}-workers"
         asked = f"--moe-backend {RIGHT} --moe-ranks 2 --moe-report {tmp_path} -n 2".split()
@@ -203,7 +203,7 @@ class TestWorkers:
         assert "not run" == verdicts["test_endless[right-single]"]
         assert not journal.exists()
 
-    def test_the_others_go_on_when_a_worker_ends(self, tmp_path):
+    def test_the_others_go_on_when_a_worker_ends(self, tmp_path: Path) -> None:
         """The item that it ran is an error and is not run again, and every other has its own verdict."""
         asked = ("-n", "2", slow(tmp_path, deadly=True))
         done = run(tmp_path, RIGHT, *asked)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import doctest
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, date, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -14,7 +16,7 @@ from click.testing import CliRunner
 from moe_conformance import cli, spec
 from moe_conformance.report import merge, result
 from moe_conformance.report.journal import Journal
-from moe_conformance.report.records import Record
+from moe_conformance.report.records import Record, Verdict
 from moe_conformance.waiving import Failure, Waiver
 from moe_conformance.workloads.selection import shards
 
@@ -26,18 +28,18 @@ FACTS = result.Facts(
 )  # fmt: skip
 
 
-def record(layout: str, verdict: str, workload: str = "even", **more) -> Record:
+def record(layout: str, verdict: Verdict, workload: str = "even", **more: Any) -> Record:
     """Return how a check ended on one case."""
     node = f"test_x.py::test_x[alltoall-{layout}-{workload}]"
-    where = {"variant": "alltoall", "layout": layout, "workload": workload}
+    where: dict[str, Any] = {"variant": "alltoall", "layout": layout, "workload": workload}
     return Record(node, "test_x", ("EXCH-01",), verdict, runs=int(verdict != "not run"), **where, **more)
 
 
 @pytest.fixture
-def report(tmp_path):
+def report(tmp_path: Path) -> Callable[..., Path]:
     """Write a report and return its folder."""
 
-    def write(name: str, *records: Record, **changes) -> Path:
+    def write(name: str, *records: Record, **changes: Any) -> Path:
         folder = tmp_path / name
         folder.mkdir()
         head = result.head(replace(FACTS, **changes))
@@ -53,7 +55,7 @@ def merged(*folders: Path) -> merge.Merged:
 
 
 class TestShards:
-    def test_every_name_is_in_one_shard_and_loads_are_even(self):
+    def test_every_name_is_in_one_shard_and_loads_are_even(self) -> None:
         """The union is the whole, and no shard is heavier than another by more than one name."""
         weights = {f"cell-{i}": 10 + i for i in range(23)}
         divided = shards.divide(weights, 4)
@@ -64,14 +66,14 @@ class TestShards:
         assert 0 == doctest.testmod(shards).failed
 
     @pytest.mark.parametrize("text", ["0/2", "3/2", "2", "1/0", "a/b", "1/2/3", "-1/2"])
-    def test_what_names_no_shard_is_refused(self, text):
+    def test_what_names_no_shard_is_refused(self, text: str) -> None:
         """With the form that is wanted."""
         with pytest.raises(ValueError, match="needs I/N"):
             shards.parse(text)
 
 
 class TestUnion:
-    def test_shards_make_the_whole(self, report):
+    def test_shards_make_the_whole(self, report: Callable[..., Path]) -> None:
         """Items, cases and seconds add up, and the run passes as one that was never divided."""
         one = report("one", record("ep2", "pass"), shard="1/2")
         two = report("two", record("ep4", "refused"), shard="2/2")
@@ -82,16 +84,16 @@ class TestUnion:
         )
         assert ([], ()) == (whole.head["problems"], whole.notes)
 
-    def test_a_failure_in_one_fails_all(self, report):
+    def test_a_failure_in_one_fails_all(self, report: Callable[..., Path]) -> None:
         """The exit status is that of a run."""
         assert 1 == merged(report("one", record("ep2", "pass")), report("two", record("ep4", "hang"))).head["exit"]
 
-    def test_a_missing_shard_is_told_and_fails(self, report):
+    def test_a_missing_shard_is_told_and_fails(self, report: Callable[..., Path]) -> None:
         """Two of three are not the whole."""
         head = merged(report("a", record("ep2", "pass"), shard="1/3"), report("b", shard="3/3")).head
         assert (["shard 2/3 is missing"], 1) == (head["problems"], head["exit"])
 
-    def test_what_was_judged_twice_is_told(self, report):
+    def test_what_was_judged_twice_is_told(self, report: Callable[..., Path]) -> None:
         """Equal verdicts are one; of different ones the worse stands, and that they differ fails the run."""
         one = report("one", record("ep2", "pass"), record("ep4", "pass"))
         two = report("two", record("ep2", "pass"), record("ep4", "fail"))
@@ -100,14 +102,14 @@ class TestUnion:
         assert whole.notes[0].startswith("2 items were checked more than once: ")
         assert ["test_x[alltoall-ep4-even] is pass in one report and fail in " + str(two)] == whole.head["problems"]
 
-    def test_nothing_passed(self, report):
+    def test_nothing_passed(self, report: Callable[..., Path]) -> None:
         """It is asked of the whole and not of the shards."""
         one, two = report("one", record("ep2", "refused"), shard="1/2"), report("two", shard="2/2")
         assert "no check passed" in merged(one, two).head["problems"][0]
 
 
 class TestStopped:
-    def test_the_continuation_completes_a_stopped_run(self, report):
+    def test_the_continuation_completes_a_stopped_run(self, report: Callable[..., Path]) -> None:
         """What one did not come to, the other judged."""
         stop = {"interrupted": True, "stopped": "terminated by SIGTERM", "exit": 143}
         one = report("one", record("ep2", "pass"), record("ep4", "not run"), **stop)
@@ -118,7 +120,7 @@ class TestStopped:
             alone[name] for name in ("exit", "interrupted", "stopped")
         )
 
-    def test_what_nobody_came_to_is_counted(self, report):
+    def test_what_nobody_came_to_is_counted(self, report: Callable[..., Path]) -> None:
         """Two of four cases are left, whether one part or both were stopped before them; the merged report says so."""
         stop = {"interrupted": True, "stopped": "terminated by SIGTERM", "exit": 143}
         names = ("a", "b", "c", "d")
@@ -130,7 +132,7 @@ class TestStopped:
         ]
         assert (True, 1) == (whole.head["interrupted"], whole.head["exit"])
 
-    def test_a_shard_that_was_stopped_before_it_knew_its_items_is_missing(self, report):
+    def test_a_shard_that_was_stopped_before_it_knew_its_items_is_missing(self, report: Callable[..., Path]) -> None:
         """It has no records, and nobody judged what they would have been."""
         stop = {"interrupted": True, "stopped": "terminated by SIGTERM", "exit": 143}
         one, two = report("one", record("ep2", "pass"), shard="1/2"), report("two", shard="2/2", **stop)
@@ -139,7 +141,7 @@ class TestStopped:
             head[name] for name in ("exit", "interrupted", "stopped")
         )
 
-    def test_of_a_killed_run_its_lines_are_left(self, report):
+    def test_of_a_killed_run_its_lines_are_left(self, report: Callable[..., Path]) -> None:
         """Its result.json was written at the start and says that there is no end; the records are in the journal."""
         folder = report("one", finished=None, exit=None, interrupted=True, stopped=result.UNFINISHED)
         journal = Journal(folder)
@@ -156,7 +158,7 @@ class TestWaivers:
         ("toylib>=2",), "test_x[alltoall-ep2-even]", (Failure("WrongOutput", "combine", ("instead of",)),),
     )  # fmt: skip
 
-    def test_a_waiver_used_in_one_shard_is_used(self, report):
+    def test_a_waiver_used_in_one_shard_is_used(self, report: Callable[..., Path]) -> None:
         """Whether a waiver waives nothing is seen in the whole only."""
         one = report("one", record("ep2", "waived", waiver="T-01"), shard="1/2", waivers=(self.WAIVER,))
         two = report("two", record("ep4", "pass"), shard="2/2", waivers=(self.WAIVER,))
@@ -177,12 +179,12 @@ class TestRefusals:
         ],
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
     )
-    def test_reports_of_different_runs(self, report, changes, sentence):
+    def test_reports_of_different_runs(self, report: Callable[..., Path], changes: Any, sentence: str) -> None:
         """One sentence says in what they differ."""
         with pytest.raises(merge.Unmergeable, match=sentence):
             merged(report("one", record("ep2", "pass")), report("two", record("ep4", "pass"), **changes))
 
-    def test_reports_of_different_suites(self, report):
+    def test_reports_of_different_suites(self, report: Callable[..., Path]) -> None:
         """Another version may have judged otherwise."""
         folder = report("two", record("ep2", "pass"))
         path = folder / result.NAME
@@ -191,7 +193,7 @@ class TestRefusals:
             merged(report("one", record("ep4", "pass")), folder)
 
     @pytest.mark.parametrize(("schema", "said"), [(None, "format 1"), (2, "format 2"), (4, "format 4")])
-    def test_another_format(self, report, schema, said):
+    def test_another_format(self, report: Callable[..., Path], schema: int | None, said: str) -> None:
         """The first had no number. What to do is said, with the version that can read it."""
         folder = report("one", record("ep2", "pass"))
         content = json.loads((folder / result.NAME).read_text("utf-8")) | {"schema": schema, "suite": "0.0.1"}
@@ -201,7 +203,7 @@ class TestRefusals:
         with pytest.raises(merge.Unmergeable, match=f"of {said}, and this suite .*: run again, .* 0.0.1"):
             merged(folder)
 
-    def test_no_report(self, tmp_path):
+    def test_no_report(self, tmp_path: Path) -> None:
         """A folder without one, and one with something else."""
         with pytest.raises(merge.Unmergeable, match=r"no report in .*result\.json is missing"):
             merged(tmp_path)
@@ -224,7 +226,7 @@ class TestRefusals:
         ],
         ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
     )
-    def test_what_cannot_be_read_is_told(self, report, changes, sentence):
+    def test_what_cannot_be_read_is_told(self, report: Callable[..., Path], changes: Any, sentence: str) -> None:
         """A report that was written by hand, by another suite or only in part is refused in a sentence."""
         folder = report("one", record("ep2", "pass"))
         content = json.loads((folder / result.NAME).read_text("utf-8"))
@@ -239,7 +241,7 @@ class TestRefusals:
 
 
 class TestCommand:
-    def test_it_writes_one_report_and_tells_it(self, report, tmp_path):
+    def test_it_writes_one_report_and_tells_it(self, report: Callable[..., Path], tmp_path: Path) -> None:
         """The status, the file, the matrix and the totals are those of a run."""
         folders = [str(report(name, record(layout, "pass"))) for name, layout in (("one", "ep2"), ("two", "ep4"))]
         out = tmp_path / "out"
@@ -251,7 +253,7 @@ class TestCommand:
         again = CliRunner().invoke(cli.main, ["merge", str(out), "--report", str(tmp_path / "twice")])
         assert (2, True) == (again.exit_code, "was merged already" in again.output)
 
-    def test_a_report_is_not_overwritten_by_its_merger(self, report):
+    def test_a_report_is_not_overwritten_by_its_merger(self, report: Callable[..., Path]) -> None:
         """One sentence and status 2."""
         folder = str(report("one", record("ep2", "pass")))
         done = CliRunner().invoke(cli.main, ["merge", folder, "--report", folder])

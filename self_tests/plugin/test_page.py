@@ -65,7 +65,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class TestSafety:
-    def test_what_a_backend_says_is_text(self, text):
+    def test_what_a_backend_says_is_text(self, text: str) -> None:
         """There are the page's own two scripts, no image, and no attribute that runs anything."""
         elements = Elements(text)
         tags = [tag for tag, _ in elements.found]
@@ -73,20 +73,20 @@ class TestSafety:
         assert not [name for _, attributes in elements.found for name in attributes if name.startswith("on")]
         assert "toy:&lt;b&gt;" in text
 
-    def test_stories_come_back_whole(self, text):
+    def test_stories_come_back_whole(self, text: str) -> None:
         """Signs of markup are escaped in the script, and are what they were when it is read."""
         stories = json.loads(Elements(text).scripts[0])
         assert f"rank 1 {EVIL}" == stories["EXCH-01 ep2"][0]["message"]
         assert f"Traceback {EVIL}" == stories["EXCH-01 ep2"][0]["detail"]
 
-    def test_it_needs_no_network(self, text):
+    def test_it_needs_no_network(self, text: str) -> None:
         """No element names anything outside of the page."""
         assert not re.findall(r"""(?:src|href|url|action)\s*[=(]\s*["']?(?!#)[a-z]+:""", text)
         assert "http" not in text
 
 
 class TestContent:
-    def test_rows_are_what_ran(self, tmp_path):
+    def test_rows_are_what_ran(self, tmp_path: Path) -> None:
         """Requirements in the spec's order, with a cell for each layout on which they ran."""
         shown = content(report(tmp_path))
         assert ("ep2", "ep4") == shown.layouts
@@ -99,19 +99,19 @@ class TestContent:
         assert expected == told
         assert ("failed", (2, 3, len(spec.load()))) == (shown.verdict, shown.judged)
 
-    def test_a_story_says_what_was_compared(self, tmp_path):
+    def test_a_story_says_what_was_compared(self, tmp_path: Path) -> None:
         """And of a failure the ranks at fault and the command."""
         shown = content(report(tmp_path)).stories
         assert {"elements": 8, "pairs": 4} == shown["EXCH-01 ep4"][0]["compared"]
         failed = shown["EXCH-01 ep2"][0]
         assert ([1], RECORDS[0].reproduce("again")) == (failed["blamed"], failed["reproduce"])
 
-    def test_errors_lie_in_tenths_of_their_bounds(self, tmp_path):
+    def test_errors_lie_in_tenths_of_their_bounds(self, tmp_path: Path) -> None:
         """By dtype, with the largest."""
         (errors,) = content(report(tmp_path)).errors
         assert ("float32", (0, 0, 1, 0, 0, 0, 0, 1, 0, 0), 0.75) == (errors.dtype, errors.tenths, errors.worst)
 
-    def test_a_comparison_is_shown(self, tmp_path):
+    def test_a_comparison_is_shown(self, tmp_path: Path) -> None:
         """What fails now and passed before stands in the page."""
         found = report(tmp_path)
         before = [replace(each, verdict="pass") for each in found.records]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from moe_conformance import spec
 from moe_conformance.report import floor, matrix
 from moe_conformance.report.comparison import compare
 from moe_conformance.report.problems import of_whole
-from moe_conformance.report.records import CASE_CRASHED, Record
+from moe_conformance.report.records import CASE_CRASHED, Record, Verdict
 from moe_conformance.report.standing import Standing, in_words, places, standings
 from moe_conformance.waiving import Waivers
 from moe_conformance.workloads.plan import layout_names
@@ -22,15 +23,15 @@ from self_tests.plugin.plugin_runs import PROJECT, TOY
 PLACE = ("EXCH-01", "alltoall", "ep2")
 
 
-def record(verdict: str, layout: str = "ep2", workload: str = "even", worst: float = 0.0) -> Record:
+def record(verdict: Verdict, layout: str = "ep2", workload: str = "even", worst: float = 0.0) -> Record:
     """Return a record of EXCH-01 with alltoall."""
     node = f"test_x.py::test_x[alltoall-{layout}-{workload}]"
-    place = {"variant": "alltoall", "layout": layout, "workload": workload}
+    place: dict[str, Any] = {"variant": "alltoall", "layout": layout, "workload": workload}
     return Record(node, "test_x", ("EXCH-01",), verdict, worst=worst, **place)
 
 
 class TestStanding:
-    def test_a_place_comes_to_its_worst_verdict(self):
+    def test_a_place_comes_to_its_worst_verdict(self) -> None:
         """All cases count, of those that passed the largest error; places come from requirement, variant and layout."""
         records = [record("pass", worst=0.25), record("pass", workload="uneven", worst=0.5), record("refused", "ep4")]
         found = standings([*records, record("waived", workload="odd", worst=9.0)])
@@ -47,14 +48,14 @@ class TestFloor:
         path.write_text(floor.text(standings(records), layout_names(), {"toy": "1.0"}))
         return floor.read(path)
 
-    def test_it_holds_what_passed(self, tmp_path):
+    def test_it_holds_what_passed(self, tmp_path: Path) -> None:
         """What failed, was waived or refused is not in it."""
         held = self.written(tmp_path, record("pass"), record("waived", "ep4"), record("refused", "single"))
         assert frozenset({PLACE}) == held.places
         assert {"toy": "1.0"} == held.versions
 
     @pytest.mark.parametrize("verdict", ["refused", "not adapted", "waived", "limit", "not kept"])
-    def test_what_no_longer_passes_fell(self, tmp_path, verdict):
+    def test_what_no_longer_passes_fell(self, tmp_path: Path, verdict: Verdict) -> None:
         """It says from what to what; a place without any record was not run."""
         held = self.written(tmp_path, record("pass"))
         assert [(PLACE, verdict)] == list(held.fallen([record(verdict)], held.places))
@@ -65,7 +66,7 @@ class TestFloor:
         sentence = floor.sentence(held.fallen([record(verdict)], held.places))
         assert f"below the floor in 1 places: EXCH-01, alltoall on ep2: {verdict} instead of pass" == sentence
 
-    def test_what_was_not_run_whole_is_not_looked_at(self, tmp_path):
+    def test_what_was_not_run_whole_is_not_looked_at(self, tmp_path: Path) -> None:
         """A narrowed run is held to its part; a failure is told by itself, and too few ranks are no regression."""
         held = self.written(tmp_path, record("pass"))
         assert [] == list(held.fallen([record("refused")], set()))
@@ -75,13 +76,13 @@ class TestFloor:
         assert "" == floor.sentence([])
 
     @pytest.mark.parametrize("text", ["[alltoall]\nEXCH-01 = 3\n", 'EXCH-01 = "ep2"\n', "versions = 1\n", "no toml"])
-    def test_what_is_no_floor_is_refused(self, tmp_path, text):
+    def test_what_is_no_floor_is_refused(self, tmp_path: Path, text: str) -> None:
         """A file of another form cannot be ignored."""
         (tmp_path / "toy.toml").write_text(text)
         with pytest.raises(floor.Unreadable, match="the floor"):
             floor.read(tmp_path / "toy.toml")
 
-    def test_every_floor_names_what_there_is(self):
+    def test_every_floor_names_what_there_is(self) -> None:
         """Requirements are checked, and layouts exist; of a backend that is not importable here too."""
         from moe_conformance.spec.places import checked
 
@@ -95,7 +96,7 @@ class TestFloor:
 
 
 class TestCompare:
-    def test_each_change_has_its_name(self):
+    def test_each_change_has_its_name(self) -> None:
         """New failures and what is no longer judged are regressions, the rest is told."""
         old = {
             "ep2": record("pass"), "ep4": record("pass", "ep4"), "single": record("fail", "single"),
@@ -119,7 +120,7 @@ class TestCompare:
             found.lines()
         )
 
-    def test_nothing_differs(self):
+    def test_nothing_differs(self) -> None:
         """A run is as good as itself; what a part does not have is not compared."""
         stands = standings([record("pass")])
         assert ["nothing differs"] == list(compare(stands, stands, whole=True).lines())
@@ -134,14 +135,14 @@ class TestSpread:
         """Return what fails a whole run."""
         return list(of_whole(records, self.NOTHING, filtered=False, full=False, strict=False, spread=spread))
 
-    def test_several_ranks_without_expert_parallelism_are_not_green(self):
+    def test_several_ranks_without_expert_parallelism_are_not_green(self) -> None:
         """Unless a layout with ep > 1 was judged, or the adapter says that it has a single rank."""
         (problem,) = self.judged(record("pass", "single"), record("refused", "ep2"))
         assert problem.startswith("nothing was judged on a layout with ep > 1")
         assert [] == self.judged(record("pass", "single"), record("pass", "tp2-ep2-edp2"))
         assert [] == self.judged(record("pass", "single"), record("refused", "ep2"), spread=False)
 
-    def test_a_failure_is_told_once(self):
+    def test_a_failure_is_told_once(self) -> None:
         """That nothing passed is no news where something failed."""
         assert ["no check passed"] == self.judged(record("refused", "ep2"))
         assert [] == self.judged(record("fail", "ep2"))
@@ -205,7 +206,7 @@ class TestRuns:
         given = ("--moe-backend", backend, "--moe-ranks", "2", *arguments)
         return plugin_runs.pytest_on(*given, "-o", "python_files=checks.py", checks, cwd=folder)
 
-    def test_what_is_judged_no_more_is_a_regression(self, tmp_path):
+    def test_what_is_judged_no_more_is_a_regression(self, tmp_path: Path) -> None:
         """With --against, and by `compare`: the run of an adapter that refuses what it had fails."""
         (tmp_path / "worse.py").write_text(WORSE)
         assert 0 == self.judged(tmp_path, TOY, "-k", "right", "--moe-report", "old").status
@@ -220,7 +221,7 @@ class TestRuns:
         assert (2, True) == (missing.status, "there is no report in nowhere" in missing.output)
 
     @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
-    def test_a_place_of_which_a_part_ran_is_not_held(self, tmp_path, workers):
+    def test_a_place_of_which_a_part_ran_is_not_held(self, tmp_path: Path, workers: tuple[str, ...]) -> None:
         """What `-k` or a node id leaves out is not known to be worse, also where workers selected."""
         (tmp_path / "worse.py").write_text(WORSE)
         checks = tmp_path / "folder"
@@ -236,7 +237,7 @@ class TestRuns:
         item = f"{checks}/checks.py::test_again[right-ep2-even]"
         assert "worse than" not in self.judged(tmp_path, "worse:Worse", *held, checks=item).output
 
-    def test_a_refusal_of_all_expert_parallelism_is_not_green(self, tmp_path):
+    def test_a_refusal_of_all_expert_parallelism_is_not_green(self, tmp_path: Path) -> None:
         """Though nothing failed; an adapter of a single rank says so, and passes."""
         (tmp_path / "worse.py").write_text(WORSE)
         done = self.judged(tmp_path, "worse:Worse")
@@ -244,7 +245,7 @@ class TestRuns:
         assert "nothing was judged on a layout with ep > 1" in done.output
         assert 0 == self.judged(tmp_path, "worse:Single").status
 
-    def test_a_should_fails_under_strict_alone(self, tmp_path):
+    def test_a_should_fails_under_strict_alone(self, tmp_path: Path) -> None:
         """It is told as not kept, and does not change the exit status."""
         (tmp_path / "checks.py").write_text(SHOULD)
         done = self.judged(tmp_path, TOY, "-k", "wrong", checks=str(tmp_path))
@@ -259,7 +260,7 @@ class TestRuns:
 
 
 class TestTold:
-    def test_a_mixed_cell_says_its_share(self):
+    def test_a_mixed_cell_says_its_share(self) -> None:
         """Of its cases, those that were judged in percent; a whole one and a failing one say nothing of that."""
         records = [record("pass"), *(record("refused", workload=f"w{n}") for n in range(3)), record("pass", "ep4")]
         asked = [spec.load()["EXCH-01"]]
@@ -267,7 +268,7 @@ class TestTold:
         (row,) = [line for line in shown.splitlines() if "EXCH-01" in line]
         assert ["EXCH-01", "✓", "25%", "✓"] == row.split()
 
-    def test_how_much_was_judged_and_waived(self):
+    def test_how_much_was_judged_and_waived(self) -> None:
         """Of what was asked for and of all there is; of a requirement, the waived cases of those judged."""
         waived = replace(record("waived", workload="odd"), waiver="W-1")
         records = [record("pass"), waived, record("refused", "ep4")]

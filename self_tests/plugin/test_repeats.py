@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -29,7 +30,9 @@ def test_drawn(cell, drive, tally):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[plugin_runs.Finished, dict[str, Record]]]:
+def run(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., tuple[plugin_runs.Finished, dict[str, Record]]]]:
     """Judges the toy on one rank, its mood new."""
     patch = pytest.MonkeyPatch()
 
@@ -45,13 +48,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[plugin_
 
 
 @pytest.fixture(scope="module")
-def pinned(run) -> tuple[plugin_runs.Finished, dict[str, Record]]:
+def pinned(
+    run: Callable[..., tuple[plugin_runs.Finished, dict[str, Record]]],
+) -> tuple[plugin_runs.Finished, dict[str, Record]]:
     """The checks of the project, judged once."""
     return run(str(PROJECT / "checks.py"))
 
 
 class TestPinned:
-    def test_another_verdict_on_new_ranks_is_unstable(self, pinned):
+    def test_another_verdict_on_new_ranks_is_unstable(
+        self, pinned: tuple[plugin_runs.Finished, dict[str, Record]]
+    ) -> None:
         """Both endings are told; it fails, and what passed at first is not repeated."""
         done, checks = pinned
         record = checks["test_outputs[moody-single-even]"]
@@ -61,13 +68,15 @@ class TestPinned:
         assert "pass" == checks["test_finished[moody-single-even]"].verdict
         assert 1 == done.status
 
-    def test_the_same_verdict_stays(self, pinned):
+    def test_the_same_verdict_stays(self, pinned: tuple[plugin_runs.Finished, dict[str, Record]]) -> None:
         """A repeat is for diagnosis only: it is neither counted nor told."""
         record = pinned[1]["test_outputs[wrong-single-even]"]
         assert ("fail", 1) == (record.verdict, record.runs)
         assert record.message.startswith("combine: every element")
 
-    def test_the_machine_is_not_blamed_on_the_backend(self, pinned):
+    def test_the_machine_is_not_blamed_on_the_backend(
+        self, pinned: tuple[plugin_runs.Finished, dict[str, Record]]
+    ) -> None:
         """Nobody is blamed and no waiver is proposed, but the run is not green."""
         done, checks = pinned
         record = checks["test_finished[unlucky-single-even]"]
@@ -77,7 +86,9 @@ class TestPinned:
 
 
 class TestDrawn:
-    def test_a_drawn_failure_is_repeated_as_it_was_found(self, run, tmp_path):
+    def test_a_drawn_failure_is_repeated_as_it_was_found(
+        self, run: Callable[..., tuple[plugin_runs.Finished, dict[str, Record]]], tmp_path: Path
+    ) -> None:
         """The smallest example runs on new ranks, and passes there; one that fails there again has failed."""
         (tmp_path / "drawn_checks.py").write_text(DRAWN)
         checks = run(str(tmp_path / "drawn_checks.py"))[1]

@@ -97,26 +97,26 @@ def arguments(script: Path) -> dict[str, Any]:
 
 
 class TestAScript:
-    def test_python_starts_its_ranks(self, planted, script):
+    def test_python_starts_its_ranks(self, planted: tuple[Path, Finished], script: Path) -> None:
         """It fails with the sentence of the run, and needs no folder to be run in."""
         (failed,) = plugin_runs.records(plugin_runs.result(planted[0] / "report")).values()
         expected = Finished(1, f"GRAD-05 fails: {failed.message}\n")
         assert expected == plugin_runs.run(str(script), cwd=Path("/"))
 
-    def test_torchrun_starts_its_ranks(self, planted, script):
+    def test_torchrun_starts_its_ranks(self, planted: tuple[Path, Finished], script: Path) -> None:
         """Each process is a rank; rank 0 prints the sentence."""
         (failed,) = plugin_runs.records(plugin_runs.result(planted[0] / "report")).values()
         done = by_torchrun(script, 2)
         assert (1, 1) == (done.status, done.output.count(f"GRAD-05 fails: {failed.message}\n"))
 
-    def test_what_is_right_passes(self, script):
+    def test_what_is_right_passes(self, script: Path) -> None:
         """The same script of native itself ends with 0."""
         backend = arguments(script)["backend"]
         other = script.with_name("other.py")
         other.write_text(script.read_text().replace(repr(backend), repr("native")))
         assert Finished(0, "GRAD-05 passes\n") == plugin_runs.run(str(other), cwd=script.parent)
 
-    def test_it_is_short_and_names_all(self, planted, script):
+    def test_it_is_short_and_names_all(self, planted: tuple[Path, Finished], script: Path) -> None:
         """It has one call, whose arguments are literals, and the folder in which the run was started."""
         expected = {
             "requirement": "GRAD-05",
@@ -134,13 +134,13 @@ class TestAScript:
         assert f"sys.path.append({str(planted[0])!r})" in text
         assert len(text.splitlines()) <= 25
 
-    def test_the_failure_names_it(self, planted):
+    def test_the_failure_names_it(self, planted: tuple[Path, Finished]) -> None:
         """When it happens and at the end, behind the command."""
         assert 2 == planted[1].output.count(f"\nscript: report/reproduce/{NAME}\n")
 
 
 class TestRanksThatFail:
-    def test_one_raises(self, tmp_path):
+    def test_one_raises(self, tmp_path: Path) -> None:
         """Its peers wait for it and are not blamed; its traceback is printed."""
         done = ran(tmp_path, variant="raises")
         assert 1 == done.status
@@ -149,13 +149,13 @@ class TestRanksThatFail:
             "EXCH-09 fails: run: rank 0 raised in forward:0: ZeroDivisionError: the toy is broken\n"
         )
 
-    def test_all_wait_for_each_other(self, tmp_path):
+    def test_all_wait_for_each_other(self, tmp_path: Path) -> None:
         """That is noticed without a deadline, and rank 0 tells it although it waits itself."""
         done = ran(tmp_path, variant="waits")
         assert 1 == done.status
         assert "rank 0 hung: waits in a collective that cannot complete: in wait, from " in done.output
 
-    def test_one_dies(self, tmp_path):
+    def test_one_dies(self, tmp_path: Path) -> None:
         """Rank 0 tells which, and by which signal."""
         (tmp_path / "adapter.py").write_text(ADAPTER.format("self.topology.rank and os.kill(os.getpid(), 9)"))
         done = ran(tmp_path, backend="adapter:Toy")
@@ -163,7 +163,7 @@ class TestRanksThatFail:
         assert "rank 0 lost its peers: " in done.output
         assert done.output.endswith("EXCH-09 fails: run: rank 1 died: killed by SIGKILL\n")
 
-    def test_a_deadline(self, tmp_path):
+    def test_a_deadline(self, tmp_path: Path) -> None:
         """Ranks that give no answer for so long hang."""
         done = ran(tmp_path, variant="waits", deadline_s=1.0)
         assert (1, True) == (done.status, "no answer within 1.0 s" in done.output)
@@ -180,20 +180,20 @@ class TestWhatCannotRun:
             ({"layout": "ep4", "ranks": 4}, "ep4 is a layout of 4 ranks, and 2 processes were launched"),
         ],
     )
-    def test_it_says_why(self, changed, sentence):
+    def test_it_says_why(self, changed: dict[str, Any], sentence: str) -> None:
         """Whatever is not here is told in a sentence."""
         named = Named(**{**TOYS, "device": "cpu", "profile": "quick", "asynchrony": "plain", **changed})
         with pytest.raises(CannotRun, match=f"^{sentence}"):
             prepared(named, 2)
 
-    def test_rank_0_says_it_once(self, tmp_path):
+    def test_rank_0_says_it_once(self, tmp_path: Path) -> None:
         """The status is 2, of what is not here and of what a library refuses."""
         found = [ran(tmp_path, **changed) for changed in ({"workload": "nothing"}, {"variant": "refuses"})]
         assert [2, 2] == [each.status for each in found]
         assert found[0].output.startswith("cannot run: there is no case right-ep2-nothing of ")
         assert "cannot run: refused by the library: the toy does not like it\n" == found[1].output
 
-    def test_a_check_in_new_processes(self, tmp_path):
+    def test_a_check_in_new_processes(self, tmp_path: Path) -> None:
         """Runs that a check asks for in new processes are pytest's alone."""
         done = ran(
             tmp_path,
@@ -222,14 +222,14 @@ class TestTheEnd:
         return process
 
     @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-    def test_no_rank_outlives_the_script(self, tmp_path, number, status):
+    def test_no_rank_outlives_the_script(self, tmp_path: Path, number: int, status: int) -> None:
         """However it is ended."""
         with self.started(tmp_path, mark := str(tmp_path)) as process:
             process.send_signal(number)
             assert status == process.wait(plugin_runs.LIMIT_S)
         assert plugin_runs.comes(lambda: not list(plugin_runs.marked(mark)))
 
-    def test_ctrl_c_ends_all(self, tmp_path):
+    def test_ctrl_c_ends_all(self, tmp_path: Path) -> None:
         """It reaches all processes of the terminal; there is no traceback."""
         with self.started(tmp_path, mark := str(tmp_path)) as process:
             os.killpg(process.pid, signal.SIGINT)
@@ -249,20 +249,20 @@ class TestScripts:
         """Return those of a run with this report folder."""
         return Scripts(prepare(Options(report=str(folder), **options)))
 
-    def test_one_for_each_kind(self, tmp_path):
+    def test_one_for_each_kind(self, tmp_path: Path) -> None:
         """The first failure of a kind has one; a second kind on the same case has a name of its own."""
         scripts = self.scripts(tmp_path)
         found = [scripts.write(each) for each in (failed(), failed("uneven"), failed(message="otherwise"))]
         names = [None if path is None else path.name for path in found]
         assert ["EXCH-09-alltoall-ep2-even.py", None, "EXCH-09-alltoall-ep2-even-2.py"] == names
 
-    def test_at_most_twenty(self, tmp_path):
+    def test_at_most_twenty(self, tmp_path: Path) -> None:
         """Further kinds have none."""
         scripts = self.scripts(tmp_path)
         found = [scripts.write(failed(message="x" * number)) for number in range(1, MOST + 3)]
         assert [True] * MOST + [False] * 2 == [path is not None for path in found]
 
-    def test_what_has_none(self, tmp_path):
+    def test_what_has_none(self, tmp_path: Path) -> None:
         """Neither drawn batches, nor what is no failure of a backend, nor virtual ranks; nor a run without a report."""
         scripts = self.scripts(tmp_path)
         for given in (failed(), record("EXCH-01", "pass"), replace(failed(), verdict="error")):
@@ -272,7 +272,7 @@ class TestScripts:
         assert Scripts(prepare(Options())).write(failed()) is None
         assert [] == list(tmp_path.iterdir())
 
-    def test_values_are_escaped(self, tmp_path):
+    def test_values_are_escaped(self, tmp_path: Path) -> None:
         """Whatever a name or a message holds is data; the message stays in its comment."""
         name = "a'\"\\\n)/b"
         path = self.scripts(tmp_path).write(failed(message="a\rimport nothing\x0c\x00", variant=name))

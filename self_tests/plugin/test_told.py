@@ -17,7 +17,7 @@ SPEC = spec.load()
 
 
 class TestWords:
-    def test_a_crash_is_one_kind_on_every_check_and_rank(self):
+    def test_a_crash_is_one_kind_on_every_check_and_rank(self) -> None:
         """The requirement, the rank, addresses and who else failed do not make another kind."""
         crashes = [
             record("EXCH-01", "crash", message="run: rank 0 raised in build: OSError: at 0x7f; so did rank 1"),
@@ -26,7 +26,7 @@ class TestWords:
         ]
         assert [2, 1] == [len(group.records) for group in words.groups(crashes)]
 
-    def test_values_fail_by_requirement_and_kind(self):
+    def test_values_fail_by_requirement_and_kind(self) -> None:
         """Two requirements are two kinds, and two types of mismatch under one requirement are."""
         records = [
             record("EXCH-01", "fail", kind="WrongDelivery"),
@@ -37,7 +37,7 @@ class TestWords:
         ]
         assert [2, 1, 1] == [len(group.records) for group in words.groups(records)]
 
-    def test_what_must_be_comes_before_what_should_be(self):
+    def test_what_must_be_comes_before_what_should_be(self) -> None:
         """Crashes and hangs come first; of one level the kind with the most cases."""
         should = next(each.id for each in SPEC.values() if each.level == "SHOULD")
         records = [record(should, "fail", layout) for layout in ("ep2", "ep4", "single")]
@@ -47,7 +47,7 @@ class TestWords:
         failures = [("fail", "EXCH-02"), ("fail", "EXCH-01"), ("fail", should)]
         assert [("crash", "EXCH-09"), ("hang", should), *failures] == told
 
-    def test_only_the_first_kinds_are_told_in_full(self):
+    def test_only_the_first_kinds_are_told_in_full(self) -> None:
         """The others have one line each, so that nothing is left out."""
         many = [record(each, "fail", message=f"told {each}") for each in list(SPEC)[:9]]
         told = words.tell(words.groups(many), "again")
@@ -59,7 +59,7 @@ class TestWords:
 
 
 class TestNotKept:
-    def test_each_requirement_has_a_line(self):
+    def test_each_requirement_has_a_line(self) -> None:
         """Most cases first, with the words of its first case and each claim that one of its cases names."""
         hint = "; a backend that sends every rank's capacity to every expert by design claims wire = 'capacity'"
         long = f"run: dispatch:0 moves {'1' * 200} rows"
@@ -75,7 +75,7 @@ class TestNotKept:
         ] == words.not_kept(records)
         assert [] == words.not_kept(records[3:])
 
-    def test_a_claim_is_told_once(self):
+    def test_a_claim_is_told_once(self) -> None:
         """Not in the words of the first case and behind them."""
         message = (
             "dispatch: 8 rows; one that pads claims handed = 'batched'; one that is static claims handed = 'static'"
@@ -83,14 +83,14 @@ class TestNotKept:
         (line,) = words.not_kept([record("COST-10", "not kept", message=f"SHOULD, not kept: {message}")])
         assert f"SHOULD, not kept: COST-10 in 1 case: {message}" == line
 
-    def test_a_claim_that_all_cases_name_stands_alone(self):
+    def test_a_claim_that_all_cases_name_stands_alone(self) -> None:
         """Another, which fits some of them by chance, is left out."""
         static = "; a backend that is static claims handed = 'static'"
         told = [f"dispatch: 8 rows; a backend that pads claims handed = 'batched'{static}", f"dispatch: 9 rows{static}"]
         (line,) = words.not_kept([record("COST-10", "not kept", message=message) for message in told])
         assert f"SHOULD, not kept: COST-10 in 2 cases: dispatch: 8 rows{static}" == line
 
-    def test_there_are_twenty_lines_at_most(self):
+    def test_there_are_twenty_lines_at_most(self) -> None:
         """The last one names the others."""
         many = [record(each, "not kept") for each in list(SPEC)[:25]]
         lines = words.not_kept(many)
@@ -100,7 +100,7 @@ class TestNotKept:
 
 
 class TestLive:
-    def test_the_first_failure_of_a_kind_is_told(self):
+    def test_the_first_failure_of_a_kind_is_told(self) -> None:
         """With what was required and the command; a second one of the kind, and a pass, are not told."""
         live = Live("again")
         first = record("EXCH-01", "fail", message="rank 0 token 1 was not delivered", kind="WrongDelivery")
@@ -116,7 +116,7 @@ class TestLive:
         assert () == live.lines(record("EXCH-02", "pass"))
         assert {words.kind(first)} == live.told
 
-    def test_a_run_in_which_all_fails_is_not_a_screen_of_each(self):
+    def test_a_run_in_which_all_fails_is_not_a_screen_of_each(self) -> None:
         """After ten kinds the others are left to the end, and a line says so."""
         live = Live("again")
         told = [live.lines(record(each, "fail", message="wrong")) for each in list(SPEC)[:12]]
@@ -124,7 +124,7 @@ class TestLive:
         assert "further kinds of failure are told at the end" == told[9][-1]
         assert 10 == len(live.told)
 
-    def test_what_was_told_is_told_without_its_detail(self):
+    def test_what_was_told_is_told_without_its_detail(self) -> None:
         """The traceback of a crash is printed once."""
         crash = record("EXCH-09", "crash", message="rank 0 raised", detail="Traceback")
         (_, whole), (_, short) = (words.tell(words.groups([crash]), "again", t)[0] for t in ((), {words.kind(crash)}))
@@ -135,19 +135,19 @@ class TestStopping:
     def told(self, *messages: str) -> Stopping:
         """Return what has seen hangs with these messages."""
         config = SimpleNamespace(pluginmanager=SimpleNamespace(get_plugin=lambda name: None), add_cleanup=lambda f: f())
-        stopping = Stopping(config, 0.0)
+        stopping = Stopping(config, 0.0)  # type: ignore[arg-type]
         for number, message in enumerate(messages):
             hung = replace(record("EXCH-09", "hang", message=message), workload=f"w{number}")
-            stopping.pytest_runtest_logreport(SimpleNamespace(user_properties=[(PROPERTY, hung)]))
+            stopping.pytest_runtest_logreport(SimpleNamespace(user_properties=[(PROPERTY, hung)]))  # type: ignore[arg-type]
         return stopping
 
-    def test_the_third_hang_alike_ends_the_run(self):
+    def test_the_third_hang_alike_ends_the_run(self) -> None:
         """Where each took all of its deadline; the ranks' numbers and the seconds do not make another hang."""
         slow = [f"rank {n} hung in build: no answer within {n + 60}.0 s: in compile, from a.py:3" for n in range(3)]
         assert "" == self.told(*slow[:2], "rank 0 hung: no answer within 60.0 s: in wait, from a.py:4").reason
         assert self.told(*slow).reason.startswith("3 cases hang alike, each until its deadline")
 
-    def test_a_hang_that_was_proved_costs_little(self):
+    def test_a_hang_that_was_proved_costs_little(self) -> None:
         """Such cases go on to the limit of all hangs."""
         assert "" == self.told(*["rank 0 waits in a collective that cannot complete"] * 5).reason
 
@@ -160,7 +160,7 @@ class TestUnjudged:
         record("EXCH-01", "pass", message="not adapted: nothing"),
     )
 
-    def test_reasons_are_counted(self):
+    def test_reasons_are_counted(self) -> None:
         """Reasons that differ in numbers are one; the rarest are left out and counted."""
         first = ["2 refused: no buffer of 10 rows", "2 not adapted: b", "2 not adapted: c"]
         rest = "3 not adapted for 2 other reasons; --matrix all shows them"
@@ -169,7 +169,7 @@ class TestUnjudged:
 
 
 class TestProgress:
-    def test_one_line_that_is_left_empty(self):
+    def test_one_line_that_is_left_empty(self) -> None:
         """The line fits the terminal, counts what ended, and is gone at the end."""
         lines: list[str] = []
         progress = Progress.on_terminal(lines.append, 40, total=2)
@@ -180,7 +180,7 @@ class TestProgress:
         assert lines[0].startswith("1/2 checks, 1 failed, ")
         assert "" == lines[1].strip()
 
-    def test_a_log_gets_a_line_every_minute(self):
+    def test_a_log_gets_a_line_every_minute(self) -> None:
         """A short run writes none, a long one a line that is not cut; at the end there is nothing to clear."""
         lines: list[str] = []
         progress = Progress.in_log(lines.append, total=3)

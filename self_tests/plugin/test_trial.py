@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis.errors import FlakyFailure, Unsatisfiable
 
@@ -25,7 +27,7 @@ def trial(*ranks: RankOutcome) -> Trial:
 
 
 class TestPasses:
-    def test_something_was_compared(self):
+    def test_something_was_compared(self) -> None:
         """A check that ended without an exception passes if it compared anything, and is vacuous if not."""
         passed = trial()
         passed.tally.add(elements=1)
@@ -34,7 +36,7 @@ class TestPasses:
 
 
 class TestSkips:
-    def test_a_fixture_settles_the_verdict(self):
+    def test_a_fixture_settles_the_verdict(self) -> None:
         """The reason stays with it; a skip that nobody settled is a check that did not run."""
         settled = trial()
         with pytest.raises(pytest.skip.Exception) as raised:
@@ -42,7 +44,7 @@ class TestSkips:
         assert Ending("refused", "refused by the library: no") == ending(settled, raised.value)
         assert "not run" == ending(trial(), raised.value).verdict
 
-    def test_draws_that_were_all_refused(self):
+    def test_draws_that_were_all_refused(self) -> None:
         """A backend that refuses whatever is drawn has refused; without a refusal it is the strategy's fault."""
         refused = trial()
         refused.settled, refused.rejected = "refused", "no such dtype"
@@ -50,13 +52,13 @@ class TestSkips:
         assert ("refused", "every drawn workload was refused: no such dtype") == (ended.verdict, ended.message)
         assert "error" == ending(trial(), Unsatisfiable("no example")).verdict
 
-    def test_what_is_not_offered_cannot_be_judged(self):
+    def test_what_is_not_offered_cannot_be_judged(self) -> None:
         """A judge that finds nothing offered says so; it is neither a pass nor a failure."""
         assert Ending("not adapted", "not adapted: no load") == ending(trial(), NotOffered("no load"))
 
 
 class TestFailures:
-    def test_a_mismatch_fails_with_its_words(self):
+    def test_a_mismatch_fails_with_its_words(self) -> None:
         """Stage, kind and ranks are those of the mismatch; what was drawn is told with it."""
         mismatch = WrongOutput("combine", "it is off", ranks=(1,))
         mismatch.outcome = Outcome("toy", WORKLOAD, (RankOutcome(0, "ok"), RankOutcome(1, "ok")), 0.1)
@@ -67,7 +69,7 @@ class TestFailures:
         assert 1 + 2 == len(ended.detail.splitlines())
 
     @pytest.mark.parametrize(("status", "verdict"), [("raised", "crash"), ("died", "crash"), ("hung", "hang")])
-    def test_a_run_that_did_not_finish(self, status, verdict):
+    def test_a_run_that_did_not_finish(self, status: Any, verdict: str) -> None:
         """A rank that raised or died is a crash, one that gave no answer a hang; its own traceback is shown."""
         blamed = RankOutcome(0, status, traceback="\n".join(f"line {i}" for i in range(99)))
         ended = ending(trial(blamed, RankOutcome(1, "died", secondary=True)), RunFailed("run", "rank 0"))
@@ -76,13 +78,13 @@ class TestFailures:
         assert "line 98" in ended.detail
         assert "line 50" not in ended.detail
 
-    def test_a_crash_of_the_case_is_known_from_one_of_a_further_run(self):
+    def test_a_crash_of_the_case_is_known_from_one_of_a_further_run(self) -> None:
         """Where all ranks of the case finished, it was a run beside it that did not."""
         assert ending(trial(RankOutcome(0, "raised")), Raised("run", "rank 0")).crashed
         assert not ending(trial(RankOutcome(0, "ok")), Raised("run", "run with one token, rank 0")).crashed
         assert not ending(trial(RankOutcome(0, "raised")), WrongCount("dispatch", "one")).crashed
 
-    def test_a_crash_is_reported_by_one_check_of_a_case(self):
+    def test_a_crash_is_reported_by_one_check_of_a_case(self) -> None:
         """That of EXCH-09 where the case has one, else the first that meets it; a wrong result is always reported."""
         crash = ending(trial(RankOutcome(0, "raised")), Raised("run", "rank 0"))
         assert crash is as_of_a_crash(crash, set(), elsewhere=False)
@@ -92,7 +94,7 @@ class TestFailures:
         wrong = ending(trial(RankOutcome(0, "raised")), WrongCount("dispatch", "one"))
         assert wrong is as_of_a_crash(wrong, {wrong.message}, elsewhere=True)
 
-    def test_several_faults_are_all_told(self):
+    def test_several_faults_are_all_told(self) -> None:
         """Hypothesis raises a group when it finds several, the one with the smallest example last."""
         group = ExceptionGroup("two", [WrongOutput("combine", "two"), WrongCount("dispatch", "one")])
         assert ("fail", "dispatch: one\ncombine: two") == (
@@ -100,26 +102,26 @@ class TestFailures:
             ending(trial(), group).message,
         )
 
-    def test_a_fault_that_did_not_come_again(self):
+    def test_a_fault_that_did_not_come_again(self) -> None:
         """Hypothesis runs the smallest example once more before it tells it; one that then passes is unstable."""
         ended = ending(trial(), FlakyFailure("unreliable", [Raised("run", "rank 0 raised")]))
         assert ("unstable", "Raised") == (ended.verdict, ended.kind)
         assert ended.message.endswith("failed and, run again, did not: run: rank 0 raised")
 
-    def test_a_fault_that_came_again_is_told_first(self):
+    def test_a_fault_that_came_again_is_told_first(self) -> None:
         """One that did not is no more than a note beside it."""
         flaky = FlakyFailure("unreliable", [Raised("run", "rank 0 raised")])
         ended = ending(trial(), ExceptionGroup("two", [WrongCount("dispatch", "one"), flaky]))
         assert ("fail", "WrongCount") == (ended.verdict, ended.kind)
         assert ["dispatch: one", "unstable"] == [ended.message.splitlines()[0], ended.message.splitlines()[1][:8]]
 
-    def test_any_other_exception_is_the_suites_own(self):
+    def test_any_other_exception_is_the_suites_own(self) -> None:
         """Even when it comes together with a mismatch."""
         for error in (KeyError("x"), ExceptionGroup("two", [WrongCount("dispatch", "one"), KeyError("x")])):
             ended = ending(trial(), error)
             assert ("error", "KeyError") == (ended.verdict, ended.kind)
 
-    def test_a_check_of_several_requirements_may_say_which_one_fails(self):
+    def test_a_check_of_several_requirements_may_say_which_one_fails(self) -> None:
         """Only if every mismatch names one; else all are left to fail."""
         named, other = WrongCount("dispatch", "one"), WrongOutput("combine", "two")
         named.requirement = "EXCH-02"

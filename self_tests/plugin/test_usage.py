@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from moe_conformance.plugin import options
@@ -42,13 +45,13 @@ UNUSABLE = {
 
 class TestPrepare:
     @pytest.mark.parametrize(("given", "sentence"), UNUSABLE.values(), ids=UNUSABLE.keys())
-    def test_one_sentence_says_what_and_what_to_do(self, given, sentence):
+    def test_one_sentence_says_what_and_what_to_do(self, given: dict[str, Any], sentence: str) -> None:
         """Everything that can be known before a rank starts is known then."""
         with pytest.raises(Unusable, match=sentence) as raised:
             prepare(options.from_mapping(given))
         assert "\n" not in str(raised.value)
 
-    def test_cuda_without_a_gpu(self):
+    def test_cuda_without_a_gpu(self) -> None:
         """A device that is not there is an error of usage."""
         import torch
 
@@ -57,7 +60,7 @@ class TestPrepare:
         with pytest.raises(Unusable, match="no GPU; take --device cpu"):
             prepare(Options(device="cuda"))
 
-    def test_what_is_usable_is_prepared(self):
+    def test_what_is_usable_is_prepared(self) -> None:
         """The backend is loaded and tells its versions; no rank is started."""
         run = prepare(Options())
         assert "native" == run.backend.name
@@ -65,33 +68,33 @@ class TestPrepare:
 
 
 class TestOptions:
-    def test_a_command_repeats_what_differs_from_the_defaults(self):
+    def test_a_command_repeats_what_differs_from_the_defaults(self) -> None:
         """The report folder and the requirements are not part of it."""
         given = Options(backend="torchtitan", ranks=2, only="EXCH-01,EXCH-02", report="there")
         assert "moe-conformance run --backend torchtitan --ranks 2" == given.again
         assert "moe-conformance run --backend native" == Options().again
         assert "moe-conformance run --plant unweighted" == Options(plant="unweighted").again
 
-    def test_a_list_may_be_given_in_several_options(self):
+    def test_a_list_may_be_given_in_several_options(self) -> None:
         """None of them is dropped."""
         assert ("EXCH-01", "EXCH-02", "GRAD-01") == options.from_mapping({"only": ["EXCH-01,EXCH-02", "GRAD-01"]}).ids
 
 
 class TestExitStatus:
-    def test_the_command_line_gives_2(self, tmp_path):
+    def test_the_command_line_gives_2(self, tmp_path: Path) -> None:
         """The sentence, and nothing else."""
         done = plugin_runs.cli("run", "--backend", "megatorn", cwd=tmp_path)
         assert 2 == done.status
         assert 1 == len(done.output.split("\n\n")[0].splitlines())
         assert "Traceback" not in done.output
 
-    def test_pytest_gives_its_own_usage_error(self, tmp_path):
+    def test_pytest_gives_its_own_usage_error(self, tmp_path: Path) -> None:
         """Plain pytest with the same options says the same, with the status that pytest has for it."""
         done = plugin_runs.pytest_on("--moe-ranks", "0", cwd=tmp_path)
         assert pytest.ExitCode.USAGE_ERROR == done.status
         assert "ERROR: no layout fits 0 ranks" in done.output
 
-    def test_ranks_that_cannot_start_are_no_items_fault(self, tmp_path):
+    def test_ranks_that_cannot_start_are_no_items_fault(self, tmp_path: Path) -> None:
         """A library that breaks while the ranks' parent imports it ends the run once, not once per item."""
         checks = str(plugin_runs.PROJECT / "checks.py")
         done = plugin_runs.pytest_on("--moe-backend", f"{TOYS}:UnpreloadableToy", checks, cwd=tmp_path)
@@ -99,7 +102,7 @@ class TestExitStatus:
         assert 1 == done.output.count("the ranks cannot start: ")
         assert "no_such_module" in done.output
 
-    def test_a_wrong_name_leaves_the_last_report_as_it_is(self, tmp_path):
+    def test_a_wrong_name_leaves_the_last_report_as_it_is(self, tmp_path: Path) -> None:
         """A slip of the pen costs no night's run."""
         checks = str(plugin_runs.PROJECT / "checks.py")
         asked = ("-q", "--moe-backend", RIGHT, "--moe-ranks", "1", "--moe-report", str(tmp_path))
@@ -110,7 +113,7 @@ class TestExitStatus:
         assert pytest.ExitCode.USAGE_ERROR == done.status
         assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
 
-    def test_nothing_needs_pytests_terminal(self, tmp_path):
+    def test_nothing_needs_pytests_terminal(self, tmp_path: Path) -> None:
         """Without it nothing is printed, and the status tells."""
         checks = str(plugin_runs.PROJECT / "checks.py")
         asked = ("-p", "no:terminal", "--moe-backend", RIGHT, "--moe-ranks", "1", "-k", "test_outputs", checks)

@@ -102,21 +102,21 @@ def record(report: dict[str, Any], item: str) -> Record:
 
 
 class TestVerdicts:
-    def test_every_item_ends_in_its_verdict(self, report):
+    def test_every_item_ends_in_its_verdict(self, report: dict[str, Any]) -> None:
         """A variant that computes wrongly fails, one that raises crashes, one that waits hangs, and so on."""
         assert expected_verdicts() == plugin_runs.verdicts(report)
 
-    def test_the_run_fails(self, judged):
+    def test_the_run_fails(self, judged: Finished) -> None:
         """A failing item fails the run."""
         assert 1 == judged.status
 
-    def test_the_law_is_listed_whole(self, report):
+    def test_the_law_is_listed_whole(self, report: dict[str, Any]) -> None:
         """Every requirement has a verdict; those without a check are not run."""
         verdicts = {entry["id"]: entry["verdict"] for entry in report["requirements"]}
         decided = {"EXCH-05": "fail", "EXCH-07": "vacuous", "EXCH-08": "error", "EXCH-09": "fail"}
         assert {each: decided.get(each, "not run") for each in spec.load()} == verdicts
 
-    def test_xdist_gives_the_same(self, tmp_path, checks, report):
+    def test_xdist_gives_the_same(self, tmp_path: Path, checks: tuple[str, str], report: dict[str, Any]) -> None:
         """Two workers, each with ranks of its own, decide in all what one process does, and no case runs twice."""
         again = plugin_runs.pytest_on("-n", "2", *ASKED, "--moe-report", str(tmp_path), *checks, cwd=tmp_path)
         assert 1 == again.status
@@ -127,7 +127,7 @@ class TestVerdicts:
 
 
 class TestRecord:
-    def test_a_failure_says_what_and_how_to_see_it_again(self, report):
+    def test_a_failure_says_what_and_how_to_see_it_again(self, report: dict[str, Any]) -> None:
         """Diagnosis, stage, blamed ranks, what was compared, and a command that selects the item."""
         failed = record(report, "test_outputs[wrong-ep2-even]")
         assert "every element of y is 2.000 x the expected value" in failed.message
@@ -137,41 +137,41 @@ class TestRecord:
             f"moe-conformance run --backend {TOY} --ranks 2 --only EXCH-05 -- -k 'test_outputs[wrong-ep2-even]'"
         )
 
-    def test_sizes_of_one_value_are_told_apart_by_another_layout(self, report):
+    def test_sizes_of_one_value_are_told_apart_by_another_layout(self, report: dict[str, Any]) -> None:
         """A factor of two on two ranks may be ep, the world or K; on a single rank it is K or none of these."""
         failed = record(report, "test_outputs[wrong-ep2-even]")
         further = "on single, where world = 1, dp = 1, ep = 1, K = 2, it is 2.000 x: K"
         assert further == failed.message.rpartition("; ")[2]
 
-    def test_a_pass_says_what_it_compared(self, report):
+    def test_a_pass_says_what_it_compared(self, report: dict[str, Any]) -> None:
         """Elements and ranks are counted, and the backend says what it resolved to."""
         passed = record(report, "test_outputs[right-ep2-even]")
         assert 0 < passed.compared["elements"]
         assert [0, 1] == passed.compared["ranks"]
         assert "AllToAllExchange" == passed.resolved["exchange"]
 
-    def test_a_crash_brings_the_ranks_traceback(self, report):
+    def test_a_crash_brings_the_ranks_traceback(self, report: dict[str, Any]) -> None:
         """The rank is blamed, and its own traceback is there, not the judge's."""
         crashed = record(report, "test_finished[raises-ep2-even]")
         assert (0,) == crashed.blamed
         assert "ZeroDivisionError: the toy is broken" in crashed.detail
         assert "judging" not in crashed.detail
 
-    def test_a_limit_that_nothing_refuses_is_a_false_claim(self, report):
+    def test_a_limit_that_nothing_refuses_is_a_false_claim(self, report: dict[str, Any]) -> None:
         """A backend that declares a proved limit must have its library refuse."""
         assert "but the library raised nothing" in record(report, "test_outputs[boasts-ep2-even]").message
 
-    def test_a_step_may_refuse_what_a_limit_says(self, report):
+    def test_a_step_may_refuse_what_a_limit_says(self, report: dict[str, Any]) -> None:
         """A library that raises on every rank while it runs has proved the limit, as one that refuses to be built."""
         told = record(report, "test_outputs[proves_late-ep2-even]").message
         assert told.startswith("refused by the library in forward:0: ")
 
-    def test_a_mistake_is_no_refusal(self, report):
+    def test_a_mistake_is_no_refusal(self, report: dict[str, Any]) -> None:
         """What a program raises by mistake proves no limit, and is told."""
         told = record(report, "test_outputs[stumbles-ep2-even]").message
         assert "and rank 0 raised AttributeError: 'Routing' object has no attribute 'renamed'" in told
 
-    def test_the_run_is_described(self, report):
+    def test_the_run_is_described(self, report: dict[str, Any]) -> None:
         """The report says what was judged, where and how."""
         assert (TOY, "cpu", 2, "quick", 1) == tuple(
             report[name] for name in ("backend", "device", "ranks", "profile", "exit")
@@ -181,7 +181,7 @@ class TestRecord:
 
 
 class TestCrash:
-    def test_it_is_reported_once_under_every_rank_finishes(self, report):
+    def test_it_is_reported_once_under_every_rank_finishes(self, report: dict[str, Any]) -> None:
         """Of the checks of a case that crashed, that of EXCH-09 fails; the others say where the crash is reported."""
         crashed = [each for each in plugin_runs.records(report).values() if each.verdict in ("crash", "hang")]
         assert {("EXCH-09",)} == {each.requirements for each in crashed}
@@ -189,23 +189,23 @@ class TestCrash:
         other = record(report, "test_outputs[raises-ep2]")
         assert "not run: the case crashed, which is reported under EXCH-09" == other.message
 
-    def test_what_was_not_run_for_it_is_not_said_to_fail_the_run(self, judged):
+    def test_what_was_not_run_for_it_is_not_said_to_fail_the_run(self, judged: Finished) -> None:
         """Nothing is added to the failure."""
         assert "FAILS THE RUN" not in judged.output
 
 
 class TestTerminal:
-    def test_one_fault_is_told_once(self, judged):
+    def test_one_fault_is_told_once(self, judged: Finished) -> None:
         """A crash is one failure of a case, not one per check; two layouts that crash alike share one traceback."""
         assert 1 == judged.output.count('raise ZeroDivisionError("the toy is broken")')
         assert "1 more of this kind, on raises-ep2-even" in judged.output
 
-    def test_no_python_traceback_of_the_judge(self, judged):
+    def test_no_python_traceback_of_the_judge(self, judged: Finished) -> None:
         """What is wrong stands there in words."""
         assert "combine: every element of y is 2.000 x the expected value" in judged.output
         assert "judge_outputs" not in judged.output
 
-    def test_a_failure_is_told_as_it_happens(self, judged):
+    def test_a_failure_is_told_as_it_happens(self, judged: Finished) -> None:
         """Long before the summary, with the requirement, its sentence and the command; at the end it comes again."""
         first, _, summary = judged.output.partition("judged 3 of")
         assert "EXCH-09: crash" in first
@@ -213,17 +213,17 @@ class TestTerminal:
         assert "reproduce: moe-conformance run" in first
         assert "EXCH-09: crash" not in summary
 
-    def test_the_matrix_has_a_column_per_layout(self, judged):
+    def test_the_matrix_has_a_column_per_layout(self, judged: Finished) -> None:
         """Requirement by layout, with how many items of a cell failed."""
         (row,) = [line.split() for line in judged.output.splitlines() if line.startswith("   EXCH-09 ")]
         assert ["EXCH-09", "✗3", "✗4", "-", "-", "-", "-"] == row
 
-    def test_cases_are_counted_once(self, judged, report):
+    def test_cases_are_counted_once(self, judged: Finished, report: dict[str, Any]) -> None:
         """A case is one run on ranks, however many checks read it: ten variants run on two layouts."""
         assert 20 == report["cases"]
         assert "20 cases in" in judged.output
 
-    def test_a_waiver_is_proposed_where_it_is_asked_for(self, judged, folder):
+    def test_a_waiver_is_proposed_where_it_is_asked_for(self, judged: Finished, folder: Path) -> None:
         """The proposal leaves to a person what only a person can say, and is not written anywhere."""
         assert 'owner = "?"' in judged.output
         assert ["result.json"] == sorted(path.name for path in folder.iterdir())

@@ -7,6 +7,7 @@ import tomllib
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def of_groups(workload: str, place: str) -> str:
 
 
 class TestMatch:
-    def test_names_and_patterns(self, tmp_path):
+    def test_names_and_patterns(self, tmp_path: Path) -> None:
         """Every field must match; a pattern does so for each name that it fits."""
         waivers = loaded(tmp_path, GOOD)
         assert () == waivers.problems
@@ -86,7 +87,7 @@ class TestMatch:
         ]
         assert [None] * len(others) == [waivers.match(item) for item in others]
 
-    def test_groups_have_a_place_of_their_own(self, tmp_path):
+    def test_groups_have_a_place_of_their_own(self, tmp_path: Path) -> None:
         """A check for which nothing runs is waived under the names for that, and under no others."""
         waivers = loaded(tmp_path, of_groups("groups", "world-2"))
         assert () == waivers.problems
@@ -95,7 +96,7 @@ class TestMatch:
         (problem,) = loaded(tmp_path, GOOD.replace("alltoall-ep2-even", "world-2")).problems
         assert "is no test_name" in problem
 
-    def test_kinds_of_sizes_are_waived_one_by_one(self, tmp_path):
+    def test_kinds_of_sizes_are_waived_one_by_one(self, tmp_path: Path) -> None:
         """A waiver of negative sizes hides nothing of layouts, or of sizes that do not divide."""
         waivers = loaded(tmp_path, of_groups("groups-below-one", "world-2-below-one"))
         assert () == waivers.problems
@@ -116,13 +117,13 @@ class TestFailures:
         ],
         ids=["kind", "stage", "words", "size"],
     )
-    def test_another_failure_is_not_excused(self, tmp_path, other):
+    def test_another_failure_is_not_excused(self, tmp_path: Path, other: Any) -> None:
         """Kind, stage and all words must be those of the waiver, and the error no larger; beside it nothing fails."""
         (waiver,) = loaded(tmp_path, GOOD).held
         assert (True, True) == (waiver.excuses([FAULT]), waiver.excuses([replace(FAULT, size=100.0)]))
         assert (False, False, False) == (waiver.excuses([other]), waiver.excuses([FAULT, other]), waiver.excuses([]))
 
-    def test_a_bounded_failure_needs_a_largest_size(self, tmp_path):
+    def test_a_bounded_failure_needs_a_largest_size(self, tmp_path: Path) -> None:
         """Without one the waiver excuses what has no size, and nothing that was bounded."""
         (waiver,) = loaded(tmp_path, GOOD.replace("at_most = 100", "")).held
         assert (False, True) == (waiver.excuses([FAULT]), waiver.excuses([replace(FAULT, size=None)]))
@@ -130,7 +131,9 @@ class TestFailures:
     @pytest.mark.parametrize(
         ("value", "size", "excused"), [(5.0, 40.0, True), (1e5, 999_990.0, False), (torch.nan, 1e300, False)]
     )
-    def test_the_size_is_what_the_comparisons_counted(self, tmp_path, value, size, excused):
+    def test_the_size_is_what_the_comparisons_counted(
+        self, tmp_path: Path, value: float | None, size: float, excused: bool
+    ) -> None:
         """Whatever the sentence says: the largest error of the check, and more than any where it is not finite."""
         (waiver,) = loaded(tmp_path, GOOD).held
         trial = Trial(("EXCH-05",), "test_outputs")
@@ -138,15 +141,15 @@ class TestFailures:
         compare(torch.tensor([value], dtype=torch.float64), one, 0.1 * one, trial.tally)
         compare(one + 0.2, one, 0.1 * one, trial.tally)
         (fault,) = ending(trial, WrongOutput("combine", "y of rank 0 is 2 instead of 1")).faults
-        assert (pytest.approx(size), excused) == (fault.size, waiver.excuses([fault]))
+        assert (pytest.approx(size), excused) == (fault.size, waiver.excuses([fault]))  # type: ignore[comparison-overlap]
 
-    def test_what_is_compared_exactly_has_no_size(self):
+    def test_what_is_compared_exactly_has_no_size(self) -> None:
         """There is no allowed error to count in: kind, stage and words excuse it."""
         trial = Trial(("EXCH-05",), "test_outputs")
         compare(torch.ones(1), torch.zeros(1), torch.zeros(1), trial.tally)
         assert [None] == [each.size for each in ending(trial, WrongOutput("combine", "y is 1 instead of 0")).faults]
 
-    def test_the_waiver_of_the_failure_answers(self, tmp_path):
+    def test_the_waiver_of_the_failure_answers(self, tmp_path: Path) -> None:
         """Of several for one item, the one that names what happened; where none does, the first."""
         other = GOOD.replace("W-1", "W-2").replace("WrongOutput", "Died")
         waivers = loaded(tmp_path, GOOD + other)
@@ -158,7 +161,7 @@ class TestFailures:
 class TestDrawn:
     WITHOUT = GOOD.replace('["even"]', '["even", "drawn with ties"]')
 
-    def test_a_feature_is_left_out(self, tmp_path):
+    def test_a_feature_is_left_out(self, tmp_path: Path) -> None:
         """Of the draws of every check that decides a requirement of it, in its cells; nothing is waived."""
         waivers = loaded(tmp_path, self.WITHOUT)
         assert () == waivers.problems
@@ -169,7 +172,7 @@ class TestDrawn:
         for item in (replace(drawing, requirements=("EXCH-06",)), replace(drawing, layout="single")):
             assert not waivers.leaves_out(item, "ties")
 
-    def test_what_is_not_drawn_cannot_be_seen_to_fail(self, tmp_path):
+    def test_what_is_not_drawn_cannot_be_seen_to_fail(self, tmp_path: Path) -> None:
         """So such a waiver is never unused."""
         only = self.WITHOUT.replace('"even", ', "").replace("-even]", "]")
         waivers = loaded(tmp_path, only)
@@ -211,7 +214,7 @@ class TestProblems:
             ("some_library", "other", "the backend reports no other, only some-library, torch"),
         ],
     )
-    def test_a_wrong_waiver_does_not_hold_and_says_why(self, tmp_path, old, new, sentence):
+    def test_a_wrong_waiver_does_not_hold_and_says_why(self, tmp_path: Path, old: str, new: str, sentence: str) -> None:
         """Misspelt, expired or for other versions: it waives nothing, and a sentence names the file and the waiver."""
         assert old in GOOD
         waivers = loaded(tmp_path, GOOD.replace(old, new))
@@ -220,7 +223,7 @@ class TestProblems:
         assert sentence in problem
         assert re.match(r"some\.toml, line \d+, W-1: ", problem)
 
-    def test_an_id_occurs_once(self, tmp_path):
+    def test_an_id_occurs_once(self, tmp_path: Path) -> None:
         """The second waiver of the same id does not hold."""
         waivers = loaded(tmp_path, GOOD + GOOD)
         assert 1 == len(waivers.held)
@@ -228,14 +231,14 @@ class TestProblems:
         assert (f"some.toml, line {second}, W-1: its id occurs twice",) == waivers.problems
 
     @pytest.mark.parametrize("text", ["not toml", "waiver = 3", 'title = "x"\n'])
-    def test_a_file_that_is_no_waivers_is_refused(self, tmp_path, text):
+    def test_a_file_that_is_no_waivers_is_refused(self, tmp_path: Path, text: str) -> None:
         """What cannot be read cannot be ignored either."""
         with pytest.raises(Unreadable, match=r"some\.toml"):
             loaded(tmp_path, text)
 
 
 class TestUnused:
-    def test_a_waiver_that_waived_nothing_is_told(self, tmp_path):
+    def test_a_waiver_that_waived_nothing_is_told(self, tmp_path: Path) -> None:
         """What it matches was run and did not fail; or, of everything there is, it matches nothing."""
         waivers = loaded(tmp_path, GOOD)
         elsewhere = Item("", ("EXCH-05",), "allgather", "ep2", "even")
@@ -248,7 +251,7 @@ class TestUnused:
 
 
 class TestExample:
-    def test_an_example_is_a_check(self, tmp_path):
+    def test_an_example_is_a_check(self, tmp_path: Path) -> None:
         """Where its case was selected, a check of that name must be among the items."""
         waivers = loaded(tmp_path, GOOD)
         assert [] == list(waivers.misnamed([ITEM.name]))
@@ -258,7 +261,7 @@ class TestExample:
 
 
 class TestPath:
-    def test_only_a_registered_name_has_a_file(self, tmp_path):
+    def test_only_a_registered_name_has_a_file(self, tmp_path: Path) -> None:
         """A backend given by dotted path brings its own file or has none."""
         assert path_for("native", "") is None
         assert path_for("../waivers:README", "") is None
@@ -266,7 +269,7 @@ class TestPath:
 
 
 class TestProposal:
-    def test_a_person_completes_it(self, tmp_path):
+    def test_a_person_completes_it(self, tmp_path: Path) -> None:
         """With id, evidence, owner, end and words filled in, the proposal holds and excuses what it was made of."""
         items = [ITEM, Item("test_outputs[alltoall-ep4-even]", ("EXCH-05",), "alltoall", "ep4", "even")]
         fault = Fault("WrongOutput", "combine", 'it said "no"', 12.0)
@@ -320,7 +323,7 @@ class TestRun:
         here = ("-o", "python_files=checks.py", str(PROJECT))
         return plugin_runs.pytest_on("-v", *given, *arguments, *here, cwd=folder)
 
-    def test_a_waived_failure_is_green_and_runs_first(self, tmp_path):
+    def test_a_waived_failure_is_green_and_runs_first(self, tmp_path: Path) -> None:
         """The failures of one variant are waived, and the run passes; the example comes before everything else."""
         done = self.judged(tmp_path, toy_waiver(1, "wrong", "*", "EXCH-05"), "-k", "wrong or right")
         assert 0 == done.status
@@ -328,7 +331,7 @@ class TestRun:
         assert "waived" == verdicts["test_outputs[wrong-ep2-even]"] == verdicts["test_outputs[wrong-single-even]"]
         assert "pass" == verdicts["test_finished[wrong-ep2-even]"]
 
-    def test_a_crash_is_not_excused_by_a_waiver_of_wrong_outputs(self, tmp_path):
+    def test_a_crash_is_not_excused_by_a_waiver_of_wrong_outputs(self, tmp_path: Path) -> None:
         """Under the cell of a waiver an item that fails in another way fails, and the run says which failure it is."""
         done = self.judged(tmp_path, toy_waiver(1, "raises", "*", "EXCH-05"), "-k", "(raises or right) and outputs")
         assert 1 == done.status
@@ -336,7 +339,7 @@ class TestRun:
         assert "crash" == verdicts["test_outputs[raises-ep2-even]"] == verdicts["test_outputs[raises-single-even]"]
         assert "TOY-1 waives another failure here; this is Raised in run" in done.output
 
-    def test_a_wrong_waiver_fails_the_run(self, tmp_path):
+    def test_a_wrong_waiver_fails_the_run(self, tmp_path: Path) -> None:
         """One matches a pass, one is unused, one expired: each is told, and the run fails."""
         waivers = [
             toy_waiver(1, "wrong", "ep2", "EXCH-05"),

@@ -91,14 +91,14 @@ class TestGradients:
         holder.gate.grad = torch.zeros_like(holder.gate)
         found = parameters.gradients([holder], "grad")
         assert found["router", None].value is None
-        assert torch.equal(torch.zeros(3, 4), found["gate", 4].value)  # type: ignore[arg-type]
+        assert torch.equal(torch.zeros(3, 4), found["gate", 4].value)
 
     def test_gradients_are_read_under_another_name(self) -> None:
         """Libraries that keep gradients in an attribute of their own are read there."""
         holder = Holder(correct)
         holder.router.main_grad = torch.ones(2, 4)  # type: ignore[attr-defined]
         found = parameters.gradients([holder], "main_grad")
-        assert torch.equal(torch.ones(2, 4), found["router", None].value)  # type: ignore[arg-type]
+        assert torch.equal(torch.ones(2, 4), found["router", None].value)
 
 
 class TestClear:
@@ -157,7 +157,7 @@ class TestCoverage:
 
 
 class TestUnask:
-    def test_a_stacked_tensor_is_read_for_every_expert(self):
+    def test_a_stacked_tensor_is_read_for_every_expert(self) -> None:
         """Parameters that several windows are cut out of ask for no gradient any more, however often they are read."""
 
         class Stacked(Holder):
@@ -169,7 +169,7 @@ class TestUnask:
         parameters.unask(stacked)
         assert (False, False) == (stacked.gate.requires_grad, stacked.router.requires_grad)
 
-    def test_what_asks_for_nothing_shows_parts(self):
+    def test_what_asks_for_nothing_shows_parts(self) -> None:
         """A tensor that asked for no gradient before is no parameter: it is refused."""
         held = Holder(correct)
         held.gate.requires_grad_(False)

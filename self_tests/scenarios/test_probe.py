@@ -96,7 +96,7 @@ class TestRecords:
         assert handed.out_grad_RD is not None
         assert torch.equal(upstream, handed.out_grad_RD)
         assert handed.rows_grad_RD is not None
-        assert torch.equal(given.rows_RD.grad, handed.rows_grad_RD)  # type: ignore[arg-type]
+        assert torch.equal(given.rows_RD.grad, handed.rows_grad_RD)
         assert torch.equal(upstream[0, 8:16] * tags.gain(1), handed.rows_grad_RD[0, 8:16])
         assert not handed.rows_grad_RD[0, 16:].any()
 

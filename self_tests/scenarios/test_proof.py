@@ -52,24 +52,24 @@ def refusal(refuse: Callable[[], None]) -> Unsupported:
 
 class TestRefusals:
     @pytest.mark.parametrize("refuse", [by_the_library, by_something_in_c])
-    def test_the_library_proves_it(self, refuse):
+    def test_the_library_proves_it(self, refuse: Callable[[], None]) -> None:
         """It raised in its own frames, or in what has no Python frames."""
         assert "library" == refused_by(refusal(refuse), Adapter())
 
     @pytest.mark.parametrize("refuse", [by_the_adapter, by_a_slip])
-    def test_an_adapter_proves_nothing(self, refuse):
+    def test_an_adapter_proves_nothing(self, refuse: Callable[[], None]) -> None:
         """Whatever it says: an exception of its own is no property of the library, nor is a slip."""
         error = refusal(refuse)
         assert ("library", "adapter") == (error.by, refused_by(error, Adapter()))
 
-    def test_without_a_cause_nothing_is_proved(self):
+    def test_without_a_cause_nothing_is_proved(self) -> None:
         """Nor where the cause was never raised."""
         assert "adapter" == refused_by(Unsupported("no", by="library"), Adapter())
         made = Unsupported("no", by="library")
         made.__cause__ = ValueError("never raised")
         assert "adapter" == refused_by(made, Adapter())
 
-    def test_an_adapter_may_live_in_its_librarys_file(self):
+    def test_an_adapter_may_live_in_its_librarys_file(self) -> None:
         """If it says so; what it refuses as an adapter stays its own."""
         assert "library" == refused_by(refusal(by_the_adapter), OneFile())
         assert "adapter" == refused_by(Unsupported("not mapped"), OneFile())

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -14,7 +16,7 @@ from moe_conformance import cli, spec
 from moe_conformance.backends.native import Native
 from moe_conformance.contract.topology import Layout
 from moe_conformance.report import exchange_table, result, travelled
-from moe_conformance.report.records import Record
+from moe_conformance.report.records import Record, Verdict
 from moe_conformance.workloads import virtual
 from moe_conformance.workloads.plan import Case, Cell, Plan
 from moe_conformance.workloads.recipes import corpus
@@ -29,7 +31,7 @@ FACTS = result.Facts(
 )  # fmt: skip
 
 
-def record(requirement: str, verdict: str = "pass", variant: str = "a", layout: str = "ep2", **more) -> Record:
+def record(requirement: str, verdict: Verdict = "pass", variant: str = "a", layout: str = "ep2", **more: Any) -> Record:
     """Return how a check ended on one workload."""
     node = f"test_x.py::test_{requirement}[{variant}-{layout}-{more.get('workload', 'even')}]"
     return Record(node, "test_x", (requirement,), verdict, variant=variant, layout=layout, **more)
@@ -57,7 +59,7 @@ def planned(plan: Plan) -> Iterator[Record]:
     for case in plan.cases:
         by_cell.setdefault(case.cell, []).append(case)
     for cell, cases in by_cell.items():
-        verdict = "refused" if cell_limits(cell.limits, cell.layout) else "pass"
+        verdict: Verdict = "refused" if cell_limits(cell.limits, cell.layout) else "pass"
         for column in exchange_table.COLUMNS:
             chapters = [some for name, some in checks().items() if name.partition("-")[0] in column.chapters]
             own = [check for some in chapters for check in some]
@@ -94,7 +96,7 @@ class TestExchangeTable:
 
     def test_every_verdict_is_counted(self) -> None:
         """Failures first; a pass does not hide a refusal."""
-        verdicts = ("pass", "refused", "fail", "pass", "not adapted", "limit")
+        verdicts: tuple[Verdict, ...] = ("pass", "refused", "fail", "pass", "not adapted", "limit")
         given = [record("EXCH-01", verdict, workload=f"w{i}") for i, verdict in enumerate(verdicts)]
         assert "1 fail, 2 pass, 1 refused, 1 not adapted, 1 limit" == rows(*given)["a", "ep2"][0]
 
@@ -138,7 +140,7 @@ class TestExchangeTable:
         one, other = "ep2: 2 ranks are too many", "no padding"
         assert [f"- a, 3 items on ep2, ep4, ep8: {one}", f"- a, 1 items on ep2: {other}"] == told
 
-    def test_the_command_makes_it_of_reports(self, tmp_path) -> None:
+    def test_the_command_makes_it_of_reports(self, tmp_path: Path) -> None:
         """Of several parts too; it names the commands of the runs and its own."""
         for name, layout in (("one", "ep2"), ("two", "ep4")):
             (tmp_path / name).mkdir()
@@ -158,10 +160,10 @@ class TestExchangeTable:
         nowhere = CliRunner().invoke(cli.main, ["table", *folders, "--output", str(tmp_path / "no" / "page.md")])
         assert (2, True) == (nowhere.exit_code, "the table cannot be written" in nowhere.output)
 
-    def test_a_page_is_of_one_backend(self, tmp_path) -> None:
+    def test_a_page_is_of_one_backend(self, tmp_path: Path) -> None:
         """Other profiles may stand beside, other backends may not."""
-        others = {"two": {"profile": "full"}, "three": {"profile": "full", "backend": "b"}}
-        for name, changes in ({"one": {}} | others).items():
+        others: dict[str, dict[str, Any]] = {"two": {"profile": "full"}, "three": {"profile": "full", "backend": "b"}}
+        for name, changes in ({"one": {}, **others}).items():
             (tmp_path / name).mkdir()
             head = result.head(replace(FACTS, **changes))
             result.write(tmp_path / name, result.document(head, tuple(spec.load().values()), [record("GRAD-01")]))

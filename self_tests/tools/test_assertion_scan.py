@@ -119,22 +119,22 @@ def every(bodies: dict[str, list[str]]) -> list[tuple[str, str]]:
 
 class TestRules:
     @pytest.mark.parametrize(("rule", "body"), every(BROKEN))
-    def test_a_broken_body_breaks_its_rule_and_no_other(self, rule, body):
+    def test_a_broken_body_breaks_its_rule_and_no_other(self, rule: str, body: str) -> None:
         """Every body that cannot fail is detected by the rule that says why, and by that one alone."""
         assert {rule} == rules_broken(as_test(body))
 
     @pytest.mark.parametrize(("rule", "body"), every(SOUND))
-    def test_a_sound_body_breaks_no_rule(self, rule, body):
+    def test_a_sound_body_breaks_no_rule(self, rule: str, body: str) -> None:
         """The nearest body that can fail has no finding."""
         assert set() == rules_broken(as_test(body))
 
-    def test_every_rule_has_both_kinds_of_example(self):
+    def test_every_rule_has_both_kinds_of_example(self) -> None:
         """A new rule cannot come without a body that it detects and one in which it finds nothing."""
         assert set(RULES) == set(BROKEN) == set(SOUND)
 
 
 class TestHelpers:
-    def test_a_helper_that_asserts_counts_through_any_number_of_calls(self):
+    def test_a_helper_that_asserts_counts_through_any_number_of_calls(self) -> None:
         """A test may leave its asserts to a function of the same file that leaves them to another."""
         source = dedent("""
             def same(a, b):
@@ -149,38 +149,38 @@ class TestHelpers:
             """)
         assert set() == rules_broken(source)
 
-    def test_a_helper_that_asserts_nothing_does_not_count(self):
+    def test_a_helper_that_asserts_nothing_does_not_count(self) -> None:
         """A call of any other function of the file judges nothing."""
         source = "def show(a):\n    print(a)\n\ndef test_it():\n    show(1)\n"
         assert {"judges-nothing"} == rules_broken(source)
 
 
 class TestFindings:
-    def test_a_finding_names_file_line_and_rule(self):
+    def test_a_finding_names_file_line_and_rule(self) -> None:
         """What is printed leads to the line."""
         (finding,) = scan(as_test("a = 1\nassert (a, 'm')"), "test_it.py")
         assert "test_it.py:3: constant: `(a, 'm')` is always true" == str(finding)
 
-    def test_findings_come_by_line(self):
+    def test_findings_come_by_line(self) -> None:
         """Rules are run one by one, the findings are read from top to bottom."""
         body = "assert (a, 'm')\na == b\nassert a if b else c\ntorch.equal(a, b)"
         assert [2, 3, 4, 5] == [finding.line for finding in scan(as_test(body), "test_it.py")]
 
 
 class TestTree:
-    def test_our_own_tests_hold_no_assertion_that_cannot_fail(self):
+    def test_our_own_tests_hold_no_assertion_that_cannot_fail(self) -> None:
         """The checks and the tests of the suite are clean, and there are some."""
         read, found = scan_folders([CHECKOUT / "self_tests", CHECKOUT / "distributed_tests"])
         assert [] == found
         assert read > 2
 
-    def test_a_guilty_tree_is_an_exit_of_one(self, tmp_path, capsys):
+    def test_a_guilty_tree_is_an_exit_of_one(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """The command prints every finding and fails."""
         (tmp_path / "test_it.py").write_text(as_test("assert True"))
         assert 1 == main([str(tmp_path)])
         assert "test_it.py:2: constant" in capsys.readouterr().out
 
-    def test_an_empty_folder_is_an_error(self, tmp_path):
+    def test_an_empty_folder_is_an_error(self, tmp_path: Path) -> None:
         """A scan that reads nothing does not pass."""
         with pytest.raises(FileNotFoundError, match="holds no Python file"):
             main([str(tmp_path)])

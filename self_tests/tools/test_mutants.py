@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tools.mutants import oracles, survivors
-from tools.mutants.changes import mutants_of
+from tools.mutants.changes import Mutant, mutants_of
 
 ROOT = Path(__file__).parents[2]
 ORACLE = '''"""A chapter."""
@@ -41,7 +43,7 @@ def test_agree():
 
 
 @pytest.fixture
-def checkout(tmp_path):
+def checkout(tmp_path: Path) -> Path:
     """A checkout with one pair, whose default start no test asks for, nor what is refused."""
     files = {
         "reference/groups/members.py": ORACLE,
@@ -72,13 +74,13 @@ def checkout(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def elsewhere():
+def elsewhere() -> Iterator[Callable[..., Any]]:
     """Runs a function in a process that may fork."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         yield lambda function, *arguments: pool.submit(function, *arguments).result(timeout=120)
 
 
-def tried(root, afters):
+def tried(root: Path, afters: Sequence[str]) -> dict[str, str | None]:
     """Returns what noticed the mutants with these lines; nothing, an empty text."""
     from tools.mutants import trial
 
@@ -88,7 +90,7 @@ def tried(root, afters):
     return {each.mutant.after: verdict.by for each, verdict in trial.run(trials, jobs=2)}
 
 
-def told(root):
+def told(root: Path) -> tuple[int, str]:
     """Returns the exit code and the output of the command for the second oracle."""
     from click.testing import CliRunner
 
@@ -101,7 +103,7 @@ def told(root):
 
 
 class TestChanges:
-    def test_every_mutant_is_another_program(self):
+    def test_every_mutant_is_another_program(self) -> None:
         """All parse, all differ, and none changes a type, a docstring or the text of an error."""
         made = mutants_of(ORACLE, "reference/groups/members.py")
         programs = {ast.dump(ast.parse(mutant.source)) for mutant in made}
@@ -111,7 +113,7 @@ class TestChanges:
             assert all((kept in ORACLE) == (kept in mutant.source) for mutant in made)
         assert not [mutant for mutant in made if "raise" in mutant.after]
 
-    def test_they_are_near_misses(self):
+    def test_they_are_near_misses(self) -> None:
         """A comparison, a constant, a rounding and a statement each have theirs, named by their line."""
         made = {(mutant.line, mutant.after) for mutant in mutants_of(ORACLE, "reference/groups/members.py")}
         expected = {
@@ -126,7 +128,7 @@ class TestChanges:
 
 
 class TestTrials:
-    def test_a_mutant_is_noticed_survives_or_is_ended(self, checkout, elsewhere):
+    def test_a_mutant_is_noticed_survives_or_is_ended(self, checkout: Path, elsewhere: Callable[..., Any]) -> None:
         """A test names itself, a mutant that none sees names nothing, and one that loops is ended by the clock."""
         before = {path: path.read_bytes() for path in checkout.rglob("*.py")}
         expected = {
@@ -139,7 +141,9 @@ class TestTrials:
 
 
 class TestCommand:
-    def test_survivors_need_their_entry_and_entries_their_survivor(self, checkout, elsewhere):
+    def test_survivors_need_their_entry_and_entries_their_survivor(
+        self, checkout: Path, elsewhere: Callable[..., Any]
+    ) -> None:
         """A survivor without an entry fails the run, and so does an entry that is noticed or that nothing makes."""
         file, (head, body) = "self_tests/chapters/groups/second/members.py", map(str.strip, SECOND.splitlines())
         lines = {
@@ -163,7 +167,7 @@ class TestCommand:
         assert 0 == code, output
         assert "survivor: why" in output
 
-    def test_tests_that_fail_anyway_notice_nothing(self, checkout, elsewhere):
+    def test_tests_that_fail_anyway_notice_nothing(self, checkout: Path, elsewhere: Callable[..., Any]) -> None:
         """A pair that disagrees without a mutant is refused."""
         test = checkout / "self_tests" / "chapters" / "groups" / "test_pair.py"
         test.write_text(TEST + "    assert second.halvings(1, 1) == 2\n")
@@ -173,7 +177,7 @@ class TestCommand:
 
 
 class TestOracles:
-    def test_every_oracle_has_a_chapter_and_a_test(self):
+    def test_every_oracle_has_a_chapter_and_a_test(self) -> None:
         """All files of both sides are held by a pair, and every known survivor is a mutant of its file."""
         files = oracles.Checkout(ROOT).oracles()
         assert len(files) > 80
@@ -184,7 +188,7 @@ class TestOracles:
         made = [mutant for file in sorted({key[0] for key in reasons}) for mutant in _mutants(file)]
         assert [] == survivors.stale(reasons, made)
 
-    def test_an_oracle_without_a_pair_is_refused(self, checkout):
+    def test_an_oracle_without_a_pair_is_refused(self, checkout: Path) -> None:
         """A file that no test of a pair imports has no tests, whatever its own examples say."""
         (checkout / "moe_conformance" / "chapters" / "routing").mkdir()
         (checkout / "moe_conformance" / "chapters" / "routing" / "spec.toml").touch()
@@ -193,5 +197,5 @@ class TestOracles:
             oracles.Checkout(checkout).tests("reference/routing.py")
 
 
-def _mutants(file):
+def _mutants(file: str) -> list[Mutant]:
     return mutants_of((ROOT / file).read_text(), file)

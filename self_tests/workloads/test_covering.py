@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import combinations, product
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from moe_conformance.workloads.records.model_sizes import SIZES, groups_of
 AXES = {"a": (1, 2, 3), "b": (False, True), "c": ("x", "y", "z"), "d": (0, 1)}
 
 
-def pairs(row: dict[str, object]) -> set[object]:
+def pairs(row: Mapping[str, Any]) -> set[object]:
     """Return every two values of a row, under their names."""
     return set(combinations(row.items(), 2))
 
@@ -23,7 +25,7 @@ class TestPairwise:
     def test_every_allowed_pair_is_met(self, barred: tuple[str, object, str, object] | None) -> None:
         """All pairs of all allowed rows are in some row, and no row is one that is not allowed."""
 
-        def allowed(row: dict[str, object]) -> bool:
+        def allowed(row: Mapping[str, Any]) -> bool:
             return barred is None or (row[barred[0]], row[barred[2]]) != (barred[1], barred[3])
 
         whole = [dict(zip(AXES, values, strict=True)) for values in product(*AXES.values())]

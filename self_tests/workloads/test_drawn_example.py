@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def plain(workload: Workload) -> bool:
 class TestWayBack:
     @settings(max_examples=60)
     @given(workload=WORKLOADS)
-    def test_every_bit_is_kept(self, workload):
+    def test_every_bit_is_kept(self, workload: Workload) -> None:
         """Of tokens, ids, weights, upstream gradients and parameters; and what is asked for is equal."""
         again = read_back(workload)
         assert replace(workload, name="", batches=(), parameters={}) == replace(
@@ -74,14 +75,14 @@ class TestWayBack:
         assert workload.parameters.keys() == again.parameters.keys()
         assert all(same(value, again.parameters[key]) for key, value in workload.parameters.items())
 
-    def test_of_pinned_workloads_too(self):
+    def test_of_pinned_workloads_too(self) -> None:
         """Of any schedule, lead and asynchrony; not those that ask for more than is drawn."""
         pinned = [work for work in (*corpus("alltoall", EP2, "quick"), *routing_corpus("alltoall", EP2)) if plain(work)]
         assert {"flat", "two_dims"} <= {workload.lead for workload in pinned}
         for workload in pinned:
             assert to_json(workload) == to_json(read_back(workload))
 
-    def test_signed_zeros_and_subnormals(self):
+    def test_signed_zeros_and_subnormals(self) -> None:
         """The shortest decimal reads back to the same number, the smallest there are included."""
         workload = next(iter(corpus("alltoall", EP2, "quick")))
         batch = workload.batches[0][0]
@@ -93,13 +94,13 @@ class TestWayBack:
     @pytest.mark.parametrize(
         "asked", [{"extra": (("knob", object()),)}, {"padding.tokens": "group_max"}], ids=["extra", "padding"]
     )
-    def test_what_is_never_drawn_is_not_written_down(self, asked):
+    def test_what_is_never_drawn_is_not_written_down(self, asked: Any) -> None:
         """Knobs of one backend may be anything, and other fields have no way back."""
         workload = next(iter(corpus("alltoall", EP2, "quick")))
         with pytest.raises(ValueError, match="only what is drawn can be written down"):
             to_json(replace(workload, config=workload.config.changed(asked)))
 
-    def test_it_is_told_in_words(self):
+    def test_it_is_told_in_words(self) -> None:
         """A person reads what is asked for, and what goes where."""
         lines = describe(next(iter(routing_corpus("alltoall", EP2))))
         assert "drawn: E = 8, K = 2, D = 32, float32, softmax, schedule F0 B0" == lines[0]
@@ -171,7 +172,7 @@ ANYTHING = st.recursive(
 
 class TestSafety:
     @pytest.mark.parametrize("spoiled", SPOILED)
-    def test_what_is_wrong_is_said(self, spoiled):
+    def test_what_is_wrong_is_said(self, spoiled: str) -> None:
         """In a sentence that names the place; no other exception."""
         spoil, words = SPOILED[spoiled]
         data = example("probe")
@@ -180,7 +181,7 @@ class TestSafety:
             from_json(data)
         assert words in str(raised.value)
 
-    def test_of_a_router(self):
+    def test_of_a_router(self) -> None:
         """Its router has one form, and a bias is there where one is asked for."""
         data = example("route")
         data["config"]["routing.balance_bias"] = True
@@ -193,7 +194,7 @@ class TestSafety:
 
     @settings(max_examples=300)
     @given(data=st.data())
-    def test_whatever_is_changed_nothing_else_happens(self, data):
+    def test_whatever_is_changed_nothing_else_happens(self, data: st.DataObject) -> None:
         """Any value anywhere: it still is a workload, or it is refused in a sentence."""
         spoiled = example(data.draw(st.sampled_from(["probe", "route"])))
         inner: Any = spoiled
@@ -221,7 +222,7 @@ class TestSafety:
         ],
         ids=["empty", "binary", "deep", "NaN", "long number", "no said", "list", "large"],
     )
-    def test_files(self, tmp_path, content, words):
+    def test_files(self, tmp_path: Path, content: bytes, words: str) -> None:
         """What is no example is refused before anything is made of it."""
         path = tmp_path / "example.json"
         path.write_bytes(content)
@@ -229,7 +230,7 @@ class TestSafety:
             load(path)
         assert words in str(raised.value)
 
-    def test_a_file_that_is_not_there(self, tmp_path):
+    def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
         """Or is a folder."""
         for path in (tmp_path / "none.json", tmp_path):
             with pytest.raises(BadExample, match="it cannot be read"):

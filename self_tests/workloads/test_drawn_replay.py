@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -46,13 +48,13 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Judged:
 
 
 class TestReport:
-    def test_the_smallest_batch_is_told_with_its_command(self, judged):
+    def test_the_smallest_batch_is_told_with_its_command(self, judged: Judged) -> None:
         """In the terminal, below what is wrong with it."""
         assert "rank 1 token 0 slot 0 was not delivered to expert 0 on rank 0" in judged.output
         assert "drawn: E = 2, K = 1, D = 32, float32, schedule F0 B0" in judged.output
         assert f"replay: {judged.record.replay[0]}" in judged.output
 
-    def test_it_is_kept_as_data(self, judged):
+    def test_it_is_kept_as_data(self, judged: Judged) -> None:
         """A small file of its own, with what was said of it."""
         path = judged.folder / shlex.split(judged.record.replay[0])[2]
         assert path.stat().st_size < 4096
@@ -60,7 +62,7 @@ class TestReport:
         assert judged.record.message == content["said"]["diagnosis"]
         assert [0.0] == content["workload"]["batches"][0][1]["weights"]["values"]
 
-    def test_what_was_drawn_is_counted(self, judged):
+    def test_what_was_drawn_is_counted(self, judged: Judged) -> None:
         """By item and for the run, and in one line of the terminal."""
         assert judged.record.drawn == next(iter(judged.drawn.values()))
         assert 10 < judged.record.drawn["batches"]
@@ -68,19 +70,19 @@ class TestReport:
 
 
 class TestReplay:
-    def test_it_fails_again_in_the_same_words(self, judged):
+    def test_it_fails_again_in_the_same_words(self, judged: Judged) -> None:
         """With the command as it was printed."""
         done = judged.replay()
         assert 1 == done.status
         assert f"fail\n{judged.record.message}\n{judged.record.detail}\n" == done.output
 
-    def test_it_passes_where_the_bug_is_not(self, judged):
+    def test_it_passes_where_the_bug_is_not(self, judged: Judged) -> None:
         """The same file, another backend: native without the bug."""
         path = shlex.split(judged.record.replay[0])[2]
         done = plugin_runs.cli("replay", path, "--backend", "native", cwd=judged.folder)
         assert (0, "pass\n") == (done.status, done.output)
 
-    def test_a_registered_backend_is_taken_from_the_file(self, judged, tmp_path):
+    def test_a_registered_backend_is_taken_from_the_file(self, judged: Judged, tmp_path: Path) -> None:
         """Without a backend on the command line; a line says so."""
         path = shlex.split(judged.record.replay[0])[2]
         content = json.loads((judged.folder / path).read_text("utf-8"))
@@ -89,7 +91,7 @@ class TestReplay:
         done = plugin_runs.cli("replay", str(other), cwd=judged.folder)
         assert (0, f"backend: native, as {other} says\npass\n") == (done.status, done.output)
 
-    def test_no_module_is_imported_for_a_file(self, judged):
+    def test_no_module_is_imported_for_a_file(self, judged: Judged) -> None:
         """One that names a backend by dotted path is not run without it on the command line, which is told."""
         path = shlex.split(judged.record.replay[0])[2]
         named = json.loads((judged.folder / path).read_text("utf-8"))["said"]["backend"]
@@ -98,7 +100,7 @@ class TestReplay:
         assert (2, True) == (done.status, f"is of the backend {named}; add --backend {named}" in done.output)
 
     @pytest.mark.parametrize("said", [{}, {"backend": 3}, "native"])
-    def test_a_file_that_names_no_backend_is_refused(self, judged, tmp_path, said):
+    def test_a_file_that_names_no_backend_is_refused(self, judged: Judged, tmp_path: Path, said: Any) -> None:
         """With its path and what it says instead."""
         path = shlex.split(judged.record.replay[0])[2]
         content = json.loads((judged.folder / path).read_text("utf-8"))
@@ -118,7 +120,7 @@ class TestReplay:
             (["{}", "--backend", plugin_runs.TOY], "for a variant 'alltoall'; the backend has right, wrong"),
         ],
     )
-    def test_what_cannot_be_judged_is_said(self, judged, arguments, words):
+    def test_what_cannot_be_judged_is_said(self, judged: Judged, arguments: Sequence[str], words: str) -> None:
         """In a sentence, with exit status 2; no rank starts."""
         path = judged.folder / shlex.split(judged.record.replay[0])[2]
         done = CliRunner().invoke(cli.main, ["replay", *(each.format(path) for each in arguments)])

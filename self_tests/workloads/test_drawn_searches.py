@@ -55,21 +55,21 @@ def ids(workload: Workload) -> list[list[list[int]]]:
 
 class TestSmallest:
     @pytest.mark.parametrize("plant", SMALLEST)
-    def test_of_an_exchange(self, engine, plant):
+    def test_of_an_exchange(self, engine: Engine, plant: str) -> None:
         """Few tokens, the first experts, one microbatch; nothing that the fault does not need."""
         requirement, asked, expected = SMALLEST[plant]
         example = search(engine, find(plant).backend).examples[requirement]
         assert (f"drawn: {asked}", expected) == (describe(example)[0], ids(example))
 
     @pytest.mark.parametrize("plant", ROUTERS)
-    def test_of_a_router(self, engine, plant):
+    def test_of_a_router(self, engine: Engine, plant: str) -> None:
         """Nothing is configured that the fault does not need, so that the requirement is that of the fault."""
         requirement, asked = ROUTERS[plant]
         found = search(engine, find(plant).backend, RouterStep())
         assert (requirement,) == found.ended.violated
         assert f"drawn: {asked}" == describe(found.examples[requirement])[0]
 
-    def test_it_is_the_same_every_time(self, engine):
+    def test_it_is_the_same_every_time(self, engine: Engine) -> None:
         """Bit for bit."""
         first, second = (search(engine, find("map-of-nonzero-weights").backend).examples for _ in range(2))
         assert ["EXCH-01"] == list(first)
@@ -78,7 +78,7 @@ class TestSmallest:
 
 class TestSeveralFaults:
     @pytest.mark.parametrize("backend", SEVERAL)
-    def test_one_is_not_shrunk_to_the_other(self, engine, backend):
+    def test_one_is_not_shrunk_to_the_other(self, engine: Engine, backend: str) -> None:
         """The way to the smallest batch of one leads through the other: both are told, each with its own."""
         found = search(engine, f"{BACKENDS}:{backend}")
         assert {type(mismatch) for mismatch in found.seen} == {type(mismatch) for mismatch in found.ended.failed}
@@ -86,7 +86,7 @@ class TestSeveralFaults:
         for words, smallest in SEVERAL[backend].items():
             assert [smallest] == [batch for sentence, batch in told.items() if words in sentence]
 
-    def test_breakdowns_are_not_looked_for_without_end(self, engine):
+    def test_breakdowns_are_not_looked_for_without_end(self, engine: Engine) -> None:
         """Each costs new ranks: after a while shrinking has to do with what it has, which is small all the same."""
         found = search(engine, f"{BACKENDS}:Dying", layout=SINGLE)
         assert ("crash", "Died") == (found.ended.verdict, found.ended.kind)
@@ -95,7 +95,7 @@ class TestSeveralFaults:
 
 
 class TestDistribution:
-    def test_everything_that_can_be_drawn_is(self, engine):
+    def test_everything_that_can_be_drawn_is(self, engine: Engine) -> None:
         """Every feature that nothing forbids is in some batch, and what was decided is known."""
         for run in (ExchangeStep(), RouterStep()):
             found = search(engine, "native", run)
@@ -103,7 +103,7 @@ class TestDistribution:
             assert [] == lacking(found)
             assert {"EXCH-05", "GRAD-03"} <= found.trial.tally.decided or "ROUTE-03" in found.trial.tally.decided
 
-    def test_what_limits_forbid_is_not_asked_for(self, engine):
+    def test_what_limits_forbid_is_not_asked_for(self, engine: Engine) -> None:
         """Nor drawn."""
         limits = (
             Limit("zero_tokens", (False,), "none"), Limit("dropped_slots", (False,), "none"),
@@ -113,20 +113,20 @@ class TestDistribution:
         assert not {"idle rank", "all ranks idle", "token without slots", "two in flight"} & drawn.keys()
         assert drawn["uneven tokens"] > 0
 
-    def test_what_the_backend_refuses_is_not_asked_for(self, engine):
+    def test_what_the_backend_refuses_is_not_asked_for(self, engine: Engine) -> None:
         """It is refused, not failed; everything else is drawn."""
         found = search(engine, f"{BACKENDS}:Refusing")
         assert "pass" == found.ended.verdict
         assert "float16" not in found.trial.drawn
         assert [] == lacking(found)
 
-    def test_a_backend_that_refuses_everything_is_not_asked_without_end(self, engine):
+    def test_a_backend_that_refuses_everything_is_not_asked_without_end(self, engine: Engine) -> None:
         """After so many refusals no more is run, and the item says what was refused."""
         found = search(engine, f"{BACKENDS}:RefusingAll")
         assert ("refused", MOST_REFUSED) == (found.ended.verdict, found.refusals)
         assert "every drawn workload was refused: refused by the library: nothing here" == found.ended.message
 
-    def test_what_is_left_out_is_not_drawn(self, engine):
+    def test_what_is_left_out_is_not_drawn(self, engine: Engine) -> None:
         """The search goes on beside a fault that is known: native passes where only its plant's batches are missing."""
         found = search(engine, find("output-upcast").backend, left_out=("bfloat16", "float16"))
         assert "pass" == found.ended.verdict

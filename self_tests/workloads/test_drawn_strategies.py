@@ -14,7 +14,7 @@ from moe_conformance.workloads.drawn.distribution import required
 from moe_conformance.workloads.drawn.freedom import Freedom
 from moe_conformance.workloads.records import tags
 from moe_conformance.workloads.records.features import broken
-from moe_conformance.workloads.records.runs import ExchangeStep
+from moe_conformance.workloads.records.runs import ExchangeStep, RouterStep
 from self_tests.workloads.drawn_searches import STRATEGIES
 
 LAYOUTS = (Layout(1), Layout(2, ep=2), Layout(4, ep=2, etp=2), Layout(4, tp=2, ep=4))
@@ -34,7 +34,7 @@ PLAIN = settings(max_examples=2000, phases=[Phase.generate], database=None, supp
 class TestLimits:
     @pytest.mark.parametrize("limits", LIMITS)
     @pytest.mark.parametrize("run", STRATEGIES, ids=str)
-    def test_no_draw_breaks_one(self, run, limits):
+    def test_no_draw_breaks_one(self, run: ExchangeStep | RouterStep, limits: str) -> None:
         """Whatever the layout; the rows of an exchange are their tokens' tags."""
 
         @settings(max_examples=25, suppress_health_check=list(HealthCheck))
@@ -57,13 +57,13 @@ class TestFeatures:
         (Layout(2, ep=2), "none"), (Layout(2, ep=2), "multiples of 16"), (Layout(1), "even and not zero"),
     ])  # fmt: skip
     @pytest.mark.parametrize("run", STRATEGIES, ids=str)
-    def test_what_is_required_can_be_drawn(self, run, layout, limits):
+    def test_what_is_required_can_be_drawn(self, run: ExchangeStep | RouterStep, layout: Layout, limits: str) -> None:
         """Else a run could never have the minimum that it must have."""
         workloads = STRATEGIES[run]("default", layout, LIMITS[limits], "cpu")
         for feature in required(run, Freedom.under(LIMITS[limits], layout, "cpu")):
             assert feature.has(find(workloads, feature.has, settings=PLAIN)), feature.name
 
-    def test_what_is_required_depends_on_the_limits(self):
+    def test_what_is_required_depends_on_the_limits(self) -> None:
         """Each limit takes away what it forbids, and nothing more."""
         names = {
             limits: {
@@ -80,14 +80,14 @@ class TestFeatures:
             names["none"] - names["one at a time"]
         )
 
-    def test_the_smallest_numbers_of_tokens_are_drawn_that_are_allowed(self):
+    def test_the_smallest_numbers_of_tokens_are_drawn_that_are_allowed(self) -> None:
         """Up to 6, or the next one; none up to 4096 is a mistake of who declared the limit."""
         expected = {"none": (0, 1, 2, 3, 4, 5, 6), "multiples of 4": (0, 4), "multiples of 16": (16,)}
         assert expected == {limits: Freedom.under(LIMITS[limits], LAYOUTS[0], "cpu").tokens for limits in expected}
         with pytest.raises(ValueError, match="allow no number of tokens from 1 to 4096"):
             Freedom.under([Limit("tokens", (0, 5000), "-")], LAYOUTS[0], "cpu")
 
-    def test_gpus_may_flush_subnormals(self):
+    def test_gpus_may_flush_subnormals(self) -> None:
         """Their kernels commonly do, and no fault of routing is in it."""
         on = {
             device: {feature.name for feature in required(ExchangeStep(), Freedom.under((), LAYOUTS[1], device))}
@@ -95,7 +95,7 @@ class TestFeatures:
         }
         assert {"subnormal weight"} == on["cpu"] - on["cuda"]
 
-    def test_products_in_bfloat16_may_flush_subnormals(self):
+    def test_products_in_bfloat16_may_flush_subnormals(self) -> None:
         """On CPUs with instructions for them they do: no weight is subnormal, and none is required to be."""
         only = (Limit("dtype", (torch.bfloat16,), "-"),)
         assert "subnormal weight" not in {

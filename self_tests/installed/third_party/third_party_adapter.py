@@ -6,6 +6,7 @@ It runs where this file can be imported: `moe-conformance run --backend third_pa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,13 +39,13 @@ class Linked(Function):
     """A step on rows whose gradient goes back by another one: `gather` and `add_up` are each other's."""
 
     @staticmethod
-    def forward(ctx, rows, group, there, back):
+    def forward(ctx: Any, rows: Any, group: Any, there: Any, back: Any) -> Any:
         """Go there."""
         ctx.group, ctx.back = group, back
         return there(rows, group)
 
     @staticmethod
-    def backward(ctx, upstream):
+    def backward(ctx: Any, upstream: Any) -> Any:
         """And back."""
         return ctx.back(upstream, ctx.group), None, None, None
 
@@ -63,13 +64,13 @@ class GatherExchange:
         """Pick each local expert's rows out of all tokens, have them answered, weigh and add up."""
         weights_TE, map_TE = routing.dense()
         here, N = list(self.local_experts), len(self.local_experts)
-        all_x = Linked.apply(x.reshape(-1, x.shape[-1]), self.group, gather, add_up)
-        all_weights = Linked.apply(weights_TE, self.group, gather, add_up)[:, here]
+        all_x = Linked.apply(x.reshape(-1, x.shape[-1]), self.group, gather, add_up)  # type: ignore[no-untyped-call]
+        all_weights = Linked.apply(weights_TE, self.group, gather, add_up)[:, here]  # type: ignore[no-untyped-call]
         local_R, token_R = gather(map_TE, self.group)[:, here].t().nonzero(as_tuple=True)
         answers_RD = expert(Delivery.grouped(all_x[token_R], torch.bincount(local_R, minlength=N)))
         weighted_RD = (answers_RD * all_weights[token_R, local_R, None]).to(x.dtype)
         summed = torch.zeros_like(all_x).index_add(0, token_R, weighted_RD)
-        return Linked.apply(summed, self.group, add_up, gather).reshape(x.shape)
+        return Linked.apply(summed, self.group, add_up, gather).reshape(x.shape)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class GatherSession(Session):

@@ -132,13 +132,13 @@ class Toy(Native):
 class RightToy(Toy):
     """A toy without fault."""
 
-    variants = ("right", "refuses")
+    variants = ("right", "refuses")  # type: ignore[assignment]
 
 
 class MoodyToy(Toy):
     """A toy with faults that are not its own, or do not stay."""
 
-    variants = ("moody", "unlucky", "wrong")
+    variants = ("moody", "unlucky", "wrong")  # type: ignore[assignment]
 
 
 class NeedyToy(Toy):

@@ -46,5 +46,5 @@ class DeserterSession(ToySession):
 class Deserter(Toy):
     """A toy of which one variant takes a machine down."""
 
-    variants = ("right", "deserts", "refuses")
+    variants = ("right", "deserts", "refuses")  # type: ignore[assignment]
     session_class = DeserterSession
