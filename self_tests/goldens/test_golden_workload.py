@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,13 +20,13 @@ from moe_conformance.workloads.golden import CHAPTER, NAME, golden_workload
 from moe_conformance.workloads.selection import profiles
 
 
-def stored(place, name):
+def stored(place: str, name: str) -> torch.Tensor:
     """What the golden holds for a place of the weights."""
     return stored_values.read(stored_values.folder(), CHAPTER)[f"{place}/out/{name}"]
 
 
 @pytest.fixture
-def spoilt(tmp_path, monkeypatch):
+def spoilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Goldens of which the output's first element is another, in order otherwise."""
     shutil.copytree(stored_values.folder(), tmp_path / "goldens")
     folder = tmp_path / "goldens"
@@ -41,7 +42,7 @@ def spoilt(tmp_path, monkeypatch):
 
 class TestWorkload:
     @pytest.mark.parametrize("layout", profiles.quick_layouts(), ids=lambda layout: layout.name)
-    def test_every_quick_layout_has_it(self, layout):
+    def test_every_quick_layout_has_it(self, layout: Layout) -> None:
         """Its ranks together have the stored tokens, in order, and no two the same."""
         found = [each for each in recipes.corpus("alltoall", layout, "quick") if each.name == NAME]
         assert 1 == len(found)
@@ -53,14 +54,14 @@ class TestWorkload:
     @pytest.mark.parametrize(
         "layout", [Layout(5), Layout(3, ep=3), Layout(4, pp=2, ep=2)], ids=lambda layout: layout.name
     )
-    def test_it_is_left_out_where_it_does_not_fit(self, layout):
+    def test_it_is_left_out_where_it_does_not_fit(self, layout: Layout) -> None:
         """Tokens or experts that do not divide, and pipeline stages, each of which would see some tokens alone."""
         assert golden_workload("alltoall", layout) is None
 
 
 class TestJudge:
     @pytest.mark.parametrize("place", ["output", "input"])
-    def test_it_expects_the_stored_values(self, place):
+    def test_it_expects_the_stored_values(self, place: str) -> None:
         """Output, gradients of tokens, weights and parameters: bit for bit, whatever the oracle computes."""
         expected = OwnExpected.told(golden_workload("alltoall", Layout(2, ep=2)), place, "sum")
         ranks = [(0, rank) for rank in range(2)]
@@ -70,7 +71,7 @@ class TestJudge:
             own = [expected.parameter(0, (name, expert)).expected for expert in range(8)]
             assert torch.equal(stored(place, f"d{name}"), torch.stack(own))
 
-    def test_it_follows_the_store_and_not_the_oracle(self, spoilt):
+    def test_it_follows_the_store_and_not_the_oracle(self, spoilt: Path) -> None:
         """A golden that says otherwise than the oracle is what a backend is held against."""
         workload = golden_workload("alltoall", Layout(1))
         told = OwnExpected.told(workload, "output", "sum").y((0, 0)).expected
@@ -78,14 +79,14 @@ class TestJudge:
         assert [[0, 0]] == ((told - oracle).abs() > 1e-9).nonzero().tolist()
         assert 1.0 == pytest.approx(float((told - oracle)[0, 0]))
 
-    def test_the_check_of_the_goldens_sees_that(self, spoilt):
+    def test_the_check_of_the_goldens_sees_that(self, spoilt: Path) -> None:
         """What was written in order is still not what the oracle gives."""
-        (told,) = regenerate.check(spoilt, {CHAPTER: regenerate.chapters()[CHAPTER]}, list(regenerate.chapters()))
+        (told,) = regenerate.check(spoilt, {CHAPTER: regenerate.chapters()[CHAPTER]}, list(regenerate.chapters()))  # type: ignore[attr-defined]
         assert told.startswith("experts: output/out/y_TD[0, 0] is ")
 
 
 class TestRun:
-    def test_goldens_that_cannot_be_read_are_told_before_ranks_start(self, spoilt):
+    def test_goldens_that_cannot_be_read_are_told_before_ranks_start(self, spoilt: Path) -> None:
         """In a sentence, as wrong usage is."""
         (spoilt / f"{CHAPTER}.safetensors").unlink()
         with pytest.raises(Unusable, match=r"the goldens cannot be used: experts: experts\.safetensors is not there"):

@@ -42,7 +42,7 @@ class TestDropsByRank:
         found = assert_agree(first_drops.legal_drops_by_rank, second_drops.legal_drops_by_rank, kept, ids, 5, **options)
         for r, alone in enumerate(found):  # another rank's tokens change nothing: also not when it is away
             by_itself = {name: [v[r]] if isinstance(v, list) else v for name, v in options.items()}
-            one = second_drops.legal_drops_by_rank([kept[r]], [ids[r]], 5, **by_itself)
+            one = second_drops.legal_drops_by_rank([kept[r]], [ids[r]], 5, **by_itself)  # type: ignore[arg-type]
             assert [alone] == one
 
 

@@ -161,7 +161,8 @@ class TestLayoutPair:
         ]:  # fmt: skip
             layout = second.Layout(world, ep, etp, dealt)
             check_refused(
-                lambda layout=layout: layout_of(layout), lambda layout=layout: second.must_be_filled(layout, E)
+                lambda layout=layout: layout_of(layout),  # type: ignore[misc]
+                lambda layout=layout: second.must_be_filled(layout, E),  # type: ignore[misc]
             )
         with pytest.raises(ValueError, match="ep does not divide"):
             Layout(4, ep=4, etp=1, experts=E)
@@ -174,8 +175,8 @@ class TestLayoutPair:
         layout = second.in_runs(2, 1, 2, E)
         for whole in ({("down", 0): np.zeros((D, 5), dtype=np.int64)}, {("bias", E): np.zeros(D, dtype=np.int64)}):
             check_refused(
-                lambda whole=whole: first.shard(tensors(whole, torch.float64), layout_of(layout)),
-                lambda whole=whole: second.dealt_out(whole, layout),
+                lambda whole=whole: first.shard(tensors(whole, torch.float64), layout_of(layout)),  # type: ignore[misc]
+                lambda whole=whole: second.dealt_out(whole, layout),  # type: ignore[misc]
             )
         with pytest.raises(ValueError, match="experts"):
             first.reshard([{}], Layout(1, 1, 1, 2), Layout(1, 1, 1, 3))
@@ -186,8 +187,8 @@ class TestLayoutPair:
         for name, shapes in [("gate", [(3, D), (3, D + 1)]), ("down", [(D, 3), (D, 4)])]:
             ranks = [{(name, 0): np.zeros(shape, dtype=np.int64)} for shape in shapes]
             check_refused(
-                lambda ranks=ranks: first.assemble([tensors(held, torch.float64) for held in ranks], layout_of(layout)),
-                lambda ranks=ranks: second.gathered(ranks, layout),
+                lambda ranks=ranks: first.assemble([tensors(held, torch.float64) for held in ranks], layout_of(layout)),  # type: ignore[misc]
+                lambda ranks=ranks: second.gathered(ranks, layout),  # type: ignore[misc]
             )
         mixed = [{("gate", 0): torch.zeros(2, D, dtype=dtype)} for dtype in (torch.float32, torch.bfloat16)]
         with pytest.raises(ValueError, match=r"."):
@@ -237,8 +238,8 @@ class TestUpcycling:
         """Both cut the dense MLP into the same pieces, piece after piece, copy after copy, bit for bit."""
         random, units = np.random.default_rng(seed), pieces * size
         dense = [patterns(random, shape) for shape in [(units, D), (units, D), (D, units)]]
-        made = upcycling.upcycle(*(numbers(matrix, dtype) for matrix in dense), copies * pieces, pieces=pieces)
-        assert_same(second_upcycling.upcycled(*dense, copies * pieces, pieces), made, dtype)
+        made = upcycling.upcycle(*(numbers(matrix, dtype) for matrix in dense), copies * pieces, pieces=pieces)  # type: ignore[arg-type, misc]
+        assert_same(second_upcycling.upcycled(*dense, copies * pieces, pieces), made, dtype)  # type: ignore[arg-type, call-arg]
 
     @pairs_agree
     @given(st.integers(0, 3), st.integers(1, 3), st.booleans(), st.integers(0, 10**6))
@@ -252,7 +253,7 @@ class TestUpcycling:
         expected = second_upcycling.upcycled_output(x_TD, weights_TK, dense)
         matrices = [floats(matrix) for matrix in dense]
         assert_close(expected, upcycling.upcycled_output(floats(x_TD), floats(weights_TK), *matrices))
-        held = upcycling.upcycle(*matrices, E)
+        held = upcycling.upcycle(*matrices, E)  # type: ignore[arg-type, call-arg]
         ids = torch.from_numpy(random.integers(0, E, size=(T, K)))
         assert_close(expected, layer.forward(floats(x_TD), ids, floats(weights_TK), experts.swiglu_experts(held)))
         if to_one:
@@ -263,10 +264,12 @@ class TestUpcycling:
         dense = [np.zeros(shape, dtype=np.int64) for shape in [(6, D), (6, D), (D, 6)]]
         for number, pieces in [(0, 1), (3, 2), (4, 4), (3, 0), (-2, 1)]:
             check_refused(
-                lambda number=number, pieces=pieces: upcycling.upcycle(
-                    *(numbers(matrix, torch.float32) for matrix in dense), number, pieces=pieces
+                lambda number=number, pieces=pieces: upcycling.upcycle(  # type: ignore[misc]
+                    *(numbers(matrix, torch.float32) for matrix in dense),  # type: ignore[arg-type]
+                    number,
+                    pieces=pieces,
                 ),
-                lambda number=number, pieces=pieces: second_upcycling.upcycled(*dense, number, pieces),
+                lambda number=number, pieces=pieces: second_upcycling.upcycled(*dense, number, pieces),  # type: ignore[arg-type, call-arg, misc]
             )
         with pytest.raises(ValueError, match="tokens"):
             upcycling.upcycled_output(torch.ones(2, 1), torch.ones(1, 1), *(torch.ones(1, 1) for _ in range(3)))
@@ -292,11 +295,11 @@ class TestMoving:
         whole = {("gate", e): np.full((1, 1), e, dtype=np.int64) for e in (0, 1)}
         for places in ([0, 0], [0, 1, 2], []):
             check_refused(
-                lambda places=places: upcycling.at_places(tensors(whole, torch.float32), places),
-                lambda places=places: second_upcycling.at_places(whole, places),
+                lambda places=places: upcycling.at_places(tensors(whole, torch.float32), places),  # type: ignore[misc]
+                lambda places=places: second_upcycling.at_places(whole, places),  # type: ignore[misc]
             )
         for loads, places in [([1], [0, 1]), ([1, 2], [0, 2]), ([1, 2], [0, -1])]:
             check_refused(
-                lambda loads=loads, places=places: upcycling.loads_by_expert(loads, places, 2),
-                lambda loads=loads, places=places: second_upcycling.loads(loads, places, 2),
+                lambda loads=loads, places=places: upcycling.loads_by_expert(loads, places, 2),  # type: ignore[misc]
+                lambda loads=loads, places=places: second_upcycling.loads(loads, places, 2),  # type: ignore[misc]
             )

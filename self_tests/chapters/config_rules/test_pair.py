@@ -225,8 +225,8 @@ class TestByHand:
     def test_a_captured_router_alone_has_no_deferred_weights(self) -> None:
         """Deferral under a graph of the router is at fault only with shared experts in it, not with overlapped ones."""
         alone = {**UNFUSED, "capture": ROUTER}
-        assert () == first.broken(first.Settings(**alone))
-        assert ("RULE-15",) == first.broken(first.Settings(**alone, shared_experts=1, overlap_shared=True))
+        assert () == first.broken(first.Settings(**alone))  # type: ignore[arg-type]
+        assert ("RULE-15",) == first.broken(first.Settings(**alone, shared_experts=1, overlap_shared=True))  # type: ignore[arg-type]
 
     def test_what_was_built_must_be_lawful_as_well(self) -> None:
         """Overlap on one rank may be switched off, and not by adding ranks; what breaks no rule is built as asked."""

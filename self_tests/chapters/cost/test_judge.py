@@ -85,7 +85,9 @@ class TestHanded:
             outcome = broken(workload(tokens=20, top_k=1))
             for rank, number in enumerate(rows):
                 outcome = edit_handed(
-                    outcome, rank, lambda call, n=number: replace(call, rows_RD=call.rows_RD.new_zeros(n, 32))
+                    outcome,
+                    rank,
+                    lambda call, n=number: replace(call, rows_RD=call.rows_RD.new_zeros(n, 32)),  # type: ignore[misc]
                 )
             with pytest.raises(Costly) as raised:
                 judge_handed(read(outcome), Tally())

@@ -197,7 +197,7 @@ test_by_hand = by_hand(
         ("the same in each case, another on rank 1", one([[3, 4], [3, 4]]), False),
         ("another in the second case", one([[3, 3], [4, 4]]), False),
         ("no calls", one([[0, 0], [0]]), True),
-        *((f"calls {calls}", one(calls), REFUSED) for calls in ([], [[]], [[1], []])),
+        *((f"calls {calls}", one(calls), REFUSED) for calls in ([], [[]], [[1], []])),  # type: ignore[var-annotated]
     ),
     # Five rows out and three back, with seven bytes beside them that are not needed again.
     *rows(moved(first_calls), moved(second_calls),

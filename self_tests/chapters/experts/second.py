@@ -187,7 +187,7 @@ def function_row(
     """
     F, D = expert.up_FD.shape
     gated = expert.gate_FD is not None
-    zeros = Biased(*(None if part is None else np.zeros(part.shape) for part in expert))  # type: ignore[arg-type]
+    zeros = Biased(*(None if part is None else np.zeros(part.shape) for part in expert))
     y_D, dx_D = np.array(expert.b_D, dtype=np.float64), np.zeros(D)
     for d in range(D):
         zeros.b_D[d] = dy_D[d]

@@ -317,7 +317,7 @@ test_by_hand = by_hand(
         ("the router's own choice, then forced ids", ([1.0, 2.0, 3.0],), {"top_k": 1, "forced_ids_TK": np.array([[1]])},
          [([[1.0, 2.0, 3.0]], [[2]]), ([[1.0, 2.0, 3.0]], [[1]])]),
         *(
-            (f"views of {name}", ([0.0, 0.0, 0.0],), {"top_k": 1, **options}, REFUSED)
+            (f"views of {name}", ([0.0, 0.0, 0.0],), {"top_k": 1, **options}, REFUSED)  # type: ignore[dict-item]
             for name, options in [
                 ("nothing", {}), ("both", {"forced_logits_TE": LOGITS, "forced_ids_TK": ONE_ID}),
                 ("logits of another shape", {"forced_logits_TE": np.zeros((2, 3))}),

@@ -33,7 +33,7 @@ class TestDraws:
         """Both accept the same loads, those at the margin and beside it included."""
         top_k = min(top_k, experts)
         random = np.random.default_rng(seed)
-        off = random.choice([0, 5, math.floor(first.load_margin(tokens, top_k, experts)) + random.integers(-1, 3)])
+        off = random.choice([0, 5, math.floor(first.load_margin(tokens, top_k, experts)) + random.integers(-1, 3)])  # type: ignore[arg-type]
         loads_E = np.full(experts, tokens * top_k // experts)
         loads_E[random.integers(experts)] += off * random.choice([-1, 1])
         loads_E = np.maximum(loads_E, 0)

@@ -59,7 +59,7 @@ def hot_route(random: np.random.Generator, tokens: int, top_k: int, block: Seque
 
 def spoil(random: np.random.Generator, ids_by_rank: Sequence[Ints], experts: int) -> None:
     """Route one token of one rank anew."""
-    ids_TK = ids_by_rank[random.integers(len(ids_by_rank))]
+    ids_TK = ids_by_rank[random.integers(len(ids_by_rank))]  # type: ignore[call-overload]
     if len(ids_TK):
         ids_TK[random.integers(len(ids_TK))] = random.permutation(experts)[: ids_TK.shape[1]]
 
@@ -181,10 +181,10 @@ class TestImbalance:
             by_deviation.append([loads_E + (loads_E.sum() == 0) for loads_E in draws])
         as_lists = [[loads_E.tolist() for loads_E in draws] for draws in by_deviation]
         tensors = [[torch.from_numpy(loads_E) for loads_E in draws] for draws in by_deviation]
-        for lists, draws in zip(as_lists, tensors, strict=True):
-            mean = first_imbalance.mean_overload(draws, blocks)
+        for lists, draws in zip(as_lists, tensors, strict=True):  # type: ignore[assignment]
+            mean = first_imbalance.mean_overload(draws, blocks)  # type: ignore[arg-type]
             assert float(second.mean_overload(lists, blocks)) == pytest.approx(mean, rel=1e-15)
-            assert mean == first_imbalance.mean_overload(draws[::-1], blocks)
+            assert mean == first_imbalance.mean_overload(draws[::-1], blocks)  # type: ignore[arg-type]
         assert second.imbalance_rises(as_lists, blocks) is first_imbalance.imbalance_rises(tensors, blocks)
 
 

@@ -90,7 +90,7 @@ def norm(gradients: Mapping[str, Floats], *, p: float = 2.0) -> float:
             largest = size
     if largest in (0.0, math.inf) or math.isinf(p):
         return largest
-    return largest * math.fsum((size / largest) ** p for size in sizes) ** (1.0 / p)
+    return largest * math.fsum((size / largest) ** p for size in sizes) ** (1.0 / p)  # type: ignore[no-any-return]
 
 
 def legal_norms(claimed_by_rank: Sequence[float], exact: float) -> bool:

@@ -84,7 +84,7 @@ class TestAttachedGradient:
         ids, batch = torch.from_numpy(ids_TK), Tokens(case.logits_TE, ids_TK)
         options = {"score": "softmax", "coefficient": 1.7}
         losses = [
-            lambda logits: first_losses.auxiliary_loss(logits, ids, **options),
+            lambda logits: first_losses.auxiliary_loss(logits, ids, **options),  # type: ignore[arg-type]
             lambda logits: first_z.z_loss(logits, coefficient=0.3),
             lambda logits: first_losses.auxiliary_loss(logits, ids, score="sigmoid", coefficient=0.9),
         ][:number]
@@ -154,9 +154,9 @@ class TestReports:
             expected = second.counted_forwards(kinds)
         except ValueError:
             with pytest.raises(ValueError, match=r"."):
-                first_reports.training_forwards(kinds)
+                first_reports.training_forwards(kinds)  # type: ignore[arg-type]
         else:
-            assert expected == list(first_reports.training_forwards(kinds))
+            assert expected == list(first_reports.training_forwards(kinds))  # type: ignore[arg-type]
 
 
 ONE, TWO = np.ones(3), np.ones(2)
@@ -186,7 +186,7 @@ test_by_hand = by_hand(
         ("(5*1 + 0*2 + 3*6) / 8", (STEP, [[5], [0], [3]]), [2.875]),
         ("equal numbers of tokens make it the mean", (STEP, [[7], [7], [7]]), [3.0]),
         ("no token at all", (STEP, [[0], [0], [0]]), [0.0]),
-        *((f"tokens of {name}", (table, [[1 for _ in row] for row in table]), REFUSED) for name, table in HOLES),
+        *((f"tokens of {name}", (table, [[1 for _ in row] for row in table]), REFUSED) for name, table in HOLES),  # type: ignore[attr-defined]
         *(
             (f"numbers of tokens {valid} for two gradients", ([[ONE], [ONE]], valid), REFUSED)
             for valid in [[[1, 2]], [[1], [2], [3]], [[1, 1], [1, 1]], [[1], [-1]], []]

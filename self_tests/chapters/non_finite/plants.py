@@ -40,7 +40,7 @@ class DispatchBackwardByOneHotMatrix(AllToAllExchange):
     def _permute(self, x: Tensor, routing: Routing, room: int | None) -> tuple[Tensor, Permuted]:
         rows_PD, permuted = super()._permute(x, routing, room)
         one_hot_TP = (torch.arange(permuted.pairs.shape[0])[:, None] == permuted.pairs.token_P).to(x.dtype)
-        return _Copied.apply(x.reshape(-1, x.shape[-1]), rows_PD.detach(), one_hot_TP), permuted
+        return _Copied.apply(x.reshape(-1, x.shape[-1]), rows_PD.detach(), one_hot_TP), permuted  # type: ignore[no-untyped-call]
 
 
 class _Copied(torch.autograd.Function):

@@ -18,7 +18,7 @@ def reordered_sum_bound(added: Sequence[NDArray[np.float64]], unit: float) -> ND
     for place in np.ndindex(bound.shape):
         magnitude = 0.0
         for each in added:
-            magnitude += abs(each[place])
+            magnitude += abs(each[place])  # type: ignore[assignment]
         if len(added) > 2:
             bound[place] = 2 * len(added) * unit * magnitude
     return bound

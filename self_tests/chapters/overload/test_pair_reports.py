@@ -75,7 +75,7 @@ class TestReportPair:
 @st.composite
 def records(draw: st.DrawFn) -> tuple[list[list[Label]], list[list[int]], list[int]]:
     """What every rank of up to four groups recorded: mostly alike within a group, sometimes not."""
-    groups, stages, recorded = [], [], []
+    groups, stages, recorded = [], [], []  # type: ignore[var-annotated]
     for _ in range(draw(st.integers(1, 4))):
         size = draw(st.integers(1, 2))
         groups.append(list(range(len(stages), len(stages) + size)))
@@ -87,7 +87,7 @@ def records(draw: st.DrawFn) -> tuple[list[list[Label]], list[list[int]], list[i
         recorded[one] = draw(st.lists(st.sampled_from(["a", "b"]), max_size=2))
     order = draw(st.permutations(range(len(stages))))  # ranks of a group are not neighbours
     return (
-        [recorded[order.index(rank)] for rank in range(len(stages))],
+        [recorded[order.index(rank)] for rank in range(len(stages))],  # type: ignore[misc]
         [[order[rank] for rank in group] for group in groups],
         [stages[order.index(rank)] for rank in range(len(stages))],
     )

@@ -135,7 +135,7 @@ def weights_of(
 
 def first_unmoved(*question: Any, **options: float) -> torch.Tensor:
     """Whether each token has the route that it has without bad ones: ids and weights come last."""
-    return first_bad.unmoved(*question[:3], first_routing.Routed(*question[3:]), **options)
+    return first_bad.unmoved(*question[:3], first_routing.Routed(*question[3:]), **options)  # type: ignore[arg-type, call-arg]
 
 
 def weight_0(weight: float) -> Floats:
@@ -179,7 +179,7 @@ test_by_hand = by_hand(
         ),
         ids_row("experts of open groups are", MASKED, [0, 2], "sigmoid", False, among_TE=[[True, True, False]]),
         *(
-            (f"ids of {name}", (np.array(logits), ids), {"score": "sigmoid", **options}, REFUSED)
+            (f"ids of {name}", (np.array(logits), ids), {"score": "sigmoid", **options}, REFUSED)  # type: ignore[dict-item]
             for name, logits, ids, options in [
                 ("NaN", [[0.0, NAN]], np.array([[0]]), {}), ("infinity", [[0.0, INF]], np.array([[0]]), {}),
                 ("fewer tokens", [[0.0, 1.0]] * 2, np.array([[0]]), {}),

@@ -37,7 +37,7 @@ class Case(NamedTuple):
 def shared_of(expert: second.Shared, *, leaf: bool = False) -> first.SharedExpert:
     """One shared expert as the first oracle takes it."""
     bias_D = None if expert.bias_D is None else floats(expert.bias_D, leaf=leaf)
-    return first.SharedExpert(*(floats(matrix, leaf=leaf) for matrix in expert.matrices), bias_D)
+    return first.SharedExpert(*(floats(matrix, leaf=leaf) for matrix in expert.matrices), bias_D)  # type: ignore[call-arg]
 
 
 def gate_of(case: Case) -> Tensor | None:

@@ -142,7 +142,7 @@ def zeros(*shapes: tuple[int, ...]) -> tuple[Any, ...]:
     return answers, ids.astype(np.int64), weights, biases
 
 
-FINE, WRONG, OWN = [], [(0, 0, 0)], {0: np.zeros(1), 1: np.zeros(1)}
+FINE, WRONG, OWN = [], [(0, 0, 0)], {0: np.zeros(1), 1: np.zeros(1)}  # type: ignore[var-annotated]
 NOT_THERE = [Handed(*at, 1, 1) for at in [(1, 0, 0), (0, 1, 0), (0, 0, 2), (0, -1, 0), (0, 0, 0)]]
 THREE, CUT = np.array([[0, 2, -1], [2, 2, 1]]), [[0, 1], [1, 0], [2, 3]]
 

@@ -211,7 +211,7 @@ test_by_hand = by_hand(
             ]
         ),
         *(
-            (f"budget of {tokens}, K = {K}, {change}", (tokens, K), {"factor": 1.5, **HALF, **change}, REFUSED)
+            (f"budget of {tokens}, K = {K}, {change}", (tokens, K), {"factor": 1.5, **HALF, **change}, REFUSED)  # type: ignore[dict-item]
             for tokens, K, change in [
                 ([5], 3, {}), ([5, 2, 1], 3, {}), ([5, -1], 3, {}), ([5, 2], 0, {}), ([5, 2], 3, {"held": -1}),
                 ([5, 2], 3, {"multiple": 0}), ([5, 2], 3, {"factor": -0.5}), ([5, 2], 3, {"factor": math.inf}),

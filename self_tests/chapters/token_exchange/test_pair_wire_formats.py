@@ -244,8 +244,8 @@ test_by_hand = by_hand(
     # 4 arrives as 5: of 2048 2^-10 = 2 is allowed, of e5m2 2^-6 or 2^-3 4 is not.
     *rows(first_values, second_values,
         *(
-            (f"{name}: {question[2]!r} for {question[1]!r} of {question[0].name}", under(*question),
-             [[legal, not math.isfinite(question[1]), question[0] is E4M3]])
+            (f"{name}: {question[2]!r} for {question[1]!r} of {question[0].name}", under(*question),  # type: ignore[arg-type, union-attr]
+             [[legal, not math.isfinite(question[1]), question[0] is E4M3]])  # type: ignore[arg-type]
             for name, legal, question in [
                 ("2^-4 of 16", True, (E4M3, 16.0, 16 + W16)), ("more", False, (E4M3, 16.0, STEP(16 + W16, 99.0))),
                 ("2^-4 of -16", True, (E4M3, -16.0, -16 + W16)), ("more", False, (E4M3, -16.0, STEP(-16 + W16, 0.0))),

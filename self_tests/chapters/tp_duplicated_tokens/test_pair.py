@@ -58,7 +58,7 @@ class TestTokenCopies:
         everything = second_exchange.deliveries(ids, placement)
         lists = [list(each) for each in placement.exchange_groups], held, tp_groups
         copies = [next(group for group in tp_groups if rank in group) for rank in range(world)]
-        sender, delivered = {}, []
+        sender, delivered = {}, []  # type: ignore[var-annotated]
         for pair in everything:
             exchange = next(group for group in lists[0] if pair.source in group)
             senders = [rank for rank in copies[pair.source] if rank in exchange]
@@ -99,7 +99,7 @@ class TestOutputsOfCopies:
     def test_gathered_gradients_agree(self, copies: int, seed: int, declared: Any) -> None:
         """Both hand on what each copy has, or the one sum, in float64."""
         made = [np.random.default_rng(seed + i).normal(size=(2, 3)).astype(np.float32) for i in range(copies)]
-        expected = second_copies.gathered(made, declared)
+        expected = second_copies.gathered(made, declared)  # type: ignore[arg-type]
         actual = first_copies.gathered([torch.from_numpy(each) for each in made], declared)
         assert (copies if declared == "complete" else 1) == len(expected)
         for one, other in zip(expected, actual, strict=True):

@@ -100,7 +100,7 @@ class AddsInPlace(Experts):
         stacked = (self.gate_NFD, self.up_NFD, self.down_NDF)
         return torch.cat(
             [
-                swiglu(chunk_RD, *(_added_in_place(each, n) for each in stacked))
+                swiglu(chunk_RD, *(_added_in_place(each, n) for each in stacked))  # type: ignore[arg-type]
                 for n, rows in enumerate(rows_PD.split(counts_N))
                 for chunk_RD in rows.split(2)
             ]

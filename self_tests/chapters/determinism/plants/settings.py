@@ -59,7 +59,7 @@ class ProductsRoundedToBFloat16(Experts):
 
     def __init__(self, config: Config, topology: Topology, device: torch.device) -> None:
         super().__init__(config, topology, device)
-        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # type: ignore[attr-defined]
 
 
 @planted(

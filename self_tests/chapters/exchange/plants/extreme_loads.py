@@ -141,7 +141,7 @@ class TwoBuffers(AllToAllExchange):
         if buffer is None:
             buffer = tensor.new_empty(1 << 16)
             setattr(self, slot, buffer)
-        return _InPlaceOf.apply(tensor, buffer[: tensor.numel()].view(tensor.shape))  # type: ignore[no-untyped-call]
+        return _InPlaceOf.apply(tensor, buffer[: tensor.numel()].view(tensor.shape))  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _InPlaceOf(torch.autograd.Function):

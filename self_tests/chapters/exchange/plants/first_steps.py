@@ -71,7 +71,7 @@ class SharedExpertsOfTheFirstStep(SharedExperts):
     def forward(self, x_TD: Tensor) -> Tensor:
         sizes_W = self._sizes(x_TD)
         weights = [_as_at_first(self, name) for name in ("gate_FD", "up_FD", "down_DF")]
-        return self._scatter(swiglu(self._gather(x_TD, sizes_W), *weights), sizes_W)
+        return self._scatter(swiglu(self._gather(x_TD, sizes_W), *weights), sizes_W)  # type: ignore[arg-type]
 
 
 @planted(

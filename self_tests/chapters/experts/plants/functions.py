@@ -77,14 +77,14 @@ class BiasByPaddedCounts(ActivatedExperts):
 class BiasGradientOfOnePart(ExpertBiases):
     """The copies of an output bias that add nothing are left out of the sum of gradients, and stay as they are."""
 
-    replicas = ("edp",)
+    replicas = ("edp",)  # type: ignore[assignment]
 
 
 @planted(Expectation("EXPT-06", "own-biased-even", "finish", "the gradient of bias of expert"), layout=EP2_EDP2)
 class BiasGradientNotReduced(ExpertBiases):
     """The gradients of the output biases are not summed over replicas: their module is none of those that are."""
 
-    replicas = ("etp",)
+    replicas = ("etp",)  # type: ignore[assignment]
 
 
 @planted(Expectation("EXPT-06", "own-biased-even", "experts", "likely cause: the inner biases were left out"))
@@ -205,7 +205,7 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *upstream: Tensor) -> Tensor:
         (z,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return 2 * (z > 0) * upstream[0]
+        return 2 * (z > 0) * upstream[0]  # type: ignore[no-any-return]
 
 
 @planted(Expectation("EXPT-07", "own-ungated-squared-relu-even", "gradient", "dx of rank 0 token"))
@@ -215,5 +215,5 @@ class SquareWithoutItsDerivative(ActivatedExperts):
     def hidden(self, gate_RF: Tensor | None, up_RF: Tensor) -> Tensor:
         if self.config.activation.function != "squared_relu":
             return super().hidden(gate_RF, up_RF)
-        squared: Tensor = _Once.apply(up_RF)
+        squared: Tensor = _Once.apply(up_RF)  # type: ignore[no-untyped-call]
         return squared

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native.layer.experts import Derived, Experts
+from moe_conformance.backends.native.layer.experts import Derived, Experts  # type: ignore[attr-defined]
 from moe_conformance.contract import Config, Topology
 from self_tests.planted_bugs.plant import EP2_EDP2, SINGLE, Expectation, planted
 
@@ -39,7 +39,7 @@ class TakenWhateverTheCounts(Experts):
 
     def _run(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
         decided = self.counters.decided
-        self.counters.decided = lambda shortcut, taken: decided(shortcut, taken=True)  # type: ignore[method-assign]
+        self.counters.decided = lambda shortcut, taken: decided(shortcut, taken=True)  # type: ignore[method-assign, misc]
         try:
             return super()._run(rows_PD, counts_N)
         finally:

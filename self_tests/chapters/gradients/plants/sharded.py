@@ -71,7 +71,7 @@ class GatheredInReverse(ShardedParameters):
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         gate_NFD, up_NFD, down_NDF = super()._weights()
-        return (*(torch.cat(each.chunk(self.of, 1)[::-1], 1) for each in (gate_NFD, up_NFD)), down_NDF)
+        return (*(torch.cat(each.chunk(self.of, 1)[::-1], 1) for each in (gate_NFD, up_NFD)), down_NDF)  # type: ignore[return-value]
 
 
 @planted(

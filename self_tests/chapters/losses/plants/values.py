@@ -132,7 +132,7 @@ class SlotsPaddedToCapacity(RouterLosses):
     """With a capacity every expert has as many slots."""
 
     def fractions(self, n_E: Tensor, tokens: Tensor, slots: int) -> Tensor:
-        full_E = torch.full_like(n_E, n_E.sum() // len(n_E)) if self.config.capacity.factor is not None else n_E
+        full_E = torch.full_like(n_E, n_E.sum() // len(n_E)) if self.config.capacity.factor is not None else n_E  # type: ignore[arg-type]
         return super().fractions(full_E, tokens, slots)
 
 

@@ -88,7 +88,7 @@ class StumblesOverNaN(Router):
 
     def _select(self, scores_TE: Tensor) -> Tensor:
         known: dict[bool, Tensor] = {} if bool(scores_TE.isnan().any()) else {True: scores_TE}
-        return super()._select(known.get(True).clone())  # type: ignore[union-attr]  # the bug
+        return super()._select(known.get(True).clone())  # the bug
 
 
 @planted(

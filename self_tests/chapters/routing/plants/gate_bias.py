@@ -64,7 +64,7 @@ class GateBiasOfOwnTokens(Router):
         self.hidden_from_the_reduction = [made]
         return made
 
-    def parameters(self, recurse: bool = True):  # type: ignore[no-untyped-def]
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return (each for each in super().parameters(recurse) if each is not self.gate_bias_E)
 
 
@@ -74,7 +74,7 @@ class HalfOfTheGateBias(Router):
 
     def named(self, read: Read) -> Iterator[Named]:
         for each in super().named(read):
-            if each.name == "gate_bias" and bool(self.gate_bias_E.isfinite().all()):  # type: ignore[union-attr]
+            if each.name == "gate_bias" and bool(self.gate_bias_E.isfinite().all()):
                 half_E = each.view[: len(each.view) // 2]
                 yield Named("gate_bias", None, half_E, shard=(0, 0, 2))
             else:

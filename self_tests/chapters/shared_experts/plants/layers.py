@@ -145,7 +145,7 @@ class ScoreDetached(Layer):
             return super()._shared_part(x)
         with torch.no_grad():
             factor = self.score(x)
-        return (factor * self.shared(x.reshape(-1, x.shape[-1])).reshape(x.shape)).to(x.dtype)
+        return (factor * self.shared(x.reshape(-1, x.shape[-1])).reshape(x.shape)).to(x.dtype)  # type: ignore[no-any-return]
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ class OwnPartAlone(SharedExperts):
 
     def _scatter(self, part: Tensor, sizes_W: Sequence[int]) -> Tensor:
         own = self.group.rank()
-        return super()._scatter(part, sizes_W) * 0 + part.split(list(sizes_W))[own]
+        return super()._scatter(part, sizes_W) * 0 + part.split(list(sizes_W))[own]  # type: ignore[no-any-return]
 
 
 @planted(Expectation("SHARE-08", "shared-several-even", "combine", "y of rank", "token"))

@@ -242,10 +242,10 @@ class BufferTeachesTheLastExpert(HybridEPManager):
         stale = {"rows_RD": torch.where(stale_B1, 1.0, delivery.rows_RD)}
         stale["ids_RJ"] = torch.where(stale_B1, last, delivery.ids_RJ)
         stale["weights_RJ"] = torch.where(stale_B1, 1.0, delivery.weights_RJ)
-        return replace(delivery, **stale), held
+        return replace(delivery, **stale), held  # type: ignore[arg-type]
 
     def _take_back(self, rows: Tensor, held: Held) -> Tensor:
-        return super()._take_back(_StaleGradients.apply(rows, len(held.pairs.token_P)), held)
+        return super()._take_back(_StaleGradients.apply(rows, len(held.pairs.token_P)), held)  # type: ignore[no-untyped-call]
 
 
 @planted(
