@@ -24,6 +24,7 @@ from moe_conformance.workloads.records.features import cell_limits, traits
 from moe_conformance.workloads.records.runs import Asked, DrawnStep, ExchangeStep, ExpertsStep, RouterStep, Run
 from moe_conformance.workloads.records.workload import Asynchrony, Workload
 from moe_conformance.workloads.selection import power, profiles, stored, turns
+from moe_conformance.workloads.selection.power import Place
 from moe_conformance.workloads.selection.shards import Shard
 
 VIRTUAL = "virtual"  # the profile of hundreds of ranks that are threads of one process
@@ -103,7 +104,7 @@ class Plan:
         return "quick" if self.profile == SMOKE else cast(profiles.Profile, self.profile)
 
     @cached_property
-    def power(self) -> Mapping[power.Place, int]:
+    def power(self) -> Mapping[Place, int]:
         """Which cases come first, numbered."""
         return {} if self.virtual else power.numbers(self.backend.variants)
 
@@ -116,7 +117,7 @@ class Plan:
         return found
 
     @cached_property
-    def _first(self) -> Collection[power.Place]:
+    def _first(self) -> Collection[Place]:
         return power.smoke(self.backend.variants)
 
     @cached_property

@@ -108,7 +108,7 @@ class TestHostSyncs:
 
     def test_warnings_go_their_way_afterwards(self) -> None:
         """The replaced hook is restored."""
-        before = warnings._showwarnmsg
+        before = warnings._showwarnmsg  # type: ignore[attr-defined]
         with warnings.catch_warnings():
             counter = HostSyncs(torch.device("cuda"))
             counter.start_counting()
@@ -117,7 +117,7 @@ class TestHostSyncs:
 
     def test_on_the_cpu_nothing_is_counted(self) -> None:
         """The count is None, and not zero, on the CPU."""
-        before = warnings._showwarnmsg
+        before = warnings._showwarnmsg  # type: ignore[attr-defined]
         with HostSyncs(CPU) as counter:
             assert before is warnings._showwarnmsg  # type: ignore[attr-defined]
         assert counter.count is None

@@ -16,7 +16,7 @@ from moe_conformance.engine.ledger.table import table
 
 def ledger(rank: int, *calls: Entry) -> tuple[Entry, ...]:
     """Numbers calls as a rank's recorder does."""
-    sequences = {}
+    sequences: dict[str, int] = {}
     entries = []
     for order, call in enumerate(calls):
         sequence = None
@@ -99,8 +99,8 @@ class TestAgreement:
 
     def test_lists_of_different_sizes_fit_where_both_sides_say_so(self) -> None:
         """all_gather and reduce_scatter of lists with different sizes match."""
-        gather = {"shapes_out": ((2, 3), (5, 3))}
-        scatter = {"shapes_in": ((2,), (5,))}
+        gather: dict[str, Any] = {"shapes_out": ((2, 3), (5, 3))}
+        scatter: dict[str, Any] = {"shapes_in": ((2,), (5,))}
         zero = [
             entry("all_gather", shapes_in=((2, 3),), **gather),
             entry("reduce_scatter", shapes_out=((2,),), **scatter),

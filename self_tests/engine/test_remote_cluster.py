@@ -174,7 +174,7 @@ class TestLoss:
         two.close()
         assert gone(two.mark)
 
-    def test_a_lost_fork_server_is_reported(self, two):
+    def test_a_lost_fork_server_is_reported(self, two: Launched) -> None:
         """The agent says why it cannot go on."""
         fork_server = two.engine.run(job("pid", world=2)).ranks[1].value[1]
         os.kill(fork_server, signal.SIGKILL)
@@ -182,7 +182,7 @@ class TestLoss:
             two.engine.run(job("sleep_before_collective", 0, world=2))
         assert 1 == two.agents[0].wait(30)
 
-    def test_agents_end_with_the_run(self, two):
+    def test_agents_end_with_the_run(self, two: Launched) -> None:
         """They print nothing, whatever ranks print, and leave nothing behind."""
         two.engine.run(job("say", "hello", world=2))
         two.cluster.end(3)

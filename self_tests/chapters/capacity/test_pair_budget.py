@@ -17,7 +17,7 @@ from self_tests.chapters.capacity.second import receive_budget as second
 from self_tests.chapters.exchange.second import deliveries as second_exchange
 from self_tests.chapters.exchange.second.deliveries import Pair
 from self_tests.oracles.asked_twice import assert_agree
-from self_tests.oracles.by_hand import by_hand, rows
+from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 

@@ -73,7 +73,7 @@ def real_pairs() -> dict[str, tuple[Tensor, Tensor, bool, bool]]:
     """Whether a write through the one shows through the other, and whether rows may be added in place."""
     x, wide, columns, array = torch.zeros(2, 3), torch.zeros(12), torch.zeros(2, 6), np.zeros(10, dtype=np.float32)
     one, two = torch.from_numpy(array[0:6]).view(2, 3), torch.from_numpy(array[4:10]).view(2, 3)
-    imported = torch.from_dlpack(wide.numpy()[4:10]).view(2, 3)
+    imported = torch.utils.dlpack.from_dlpack(wide.numpy()[4:10]).view(2, 3)
     return {
         "the same": (x, x, True, False),
         "overlapping views": (wide[2:8].view(2, 3), wide[5:11].view(2, 3), True, False),

@@ -196,8 +196,8 @@ def first_scales(x_RD: Any, scales_RB: Any, block: int, fmt: Format) -> Any:
 
 def first_values(x_RD: Any, v_RD: Any, scales_RB: Any, block: int, fmt: Format, *unit: float) -> Any:
     """The first oracle's verdict on values."""
-    question = x_RD, v_RD, scales_RB, block, in_first(fmt)
-    return first_errors.legal_values(*question, **dict(zip(["unit"], unit, strict=False)))
+    named = {"unit": unit[0]} if unit else {}
+    return first_errors.legal_values(x_RD, v_RD, scales_RB, block, in_first(fmt), **named)
 
 
 def second_values(*question: Any) -> Any:
