@@ -123,8 +123,8 @@ NOT_HELD = [
 
 def moved(oracle: Any) -> Callable[..., bool]:
     """Whether a backward is legal, told three numbers of each direction."""
-    return lambda forward, backward, weight_bytes=0: oracle.legal_backward(
-        oracle.Moved(*forward), oracle.Moved(*backward), weight_bytes=weight_bytes
+    return lambda forward, backward, **weights: oracle.legal_backward(
+        oracle.Moved(*forward), oracle.Moved(*backward), **weights
     )
 
 
@@ -207,10 +207,10 @@ test_by_hand = by_hand(
         ("more in combine", ((5, 3, 7), (5, 4, 0)), False),
         ("swapped", ((5, 3, 7), (3, 5, 0)), False),
         ("counts again", ((5, 3, 7), (5, 3, 1)), False),
-        ("weights", ((5, 3, 7), (5, 3, 20), 20), True),
-        ("more than the weights", ((5, 3, 7), (5, 3, 21), 20), False),
+        ("weights", ((5, 3, 7), (5, 3, 20)), {"weight_bytes": 20}, True),
+        ("more than the weights", ((5, 3, 7), (5, 3, 21)), {"weight_bytes": 20}, False),
         ("nothing", ((5, 3, 7), (0, 0, 0)), True),
-        ("weights of -1", ((1, 1, 1), (1, 1, 1), -1), REFUSED),
+        ("weights of -1", ((1, 1, 1), (1, 1, 1)), {"weight_bytes": -1}, REFUSED),
         *(
             (f"{forward} forward, {backward} back", (forward, backward), REFUSED)
             for bad in ((0, 0, -1), (0, -1, 0), (-1, 0, 0))

@@ -181,6 +181,7 @@ test_by_hand = by_hand(
             ]
         ),
         ("a stage without parameters", ({},), 0.0),
+        ("the square root of squares", (two([3.0, -4.0]),), 5.0),
         ("a stage without parameters has no largest", ({},), {"p": INF}, 0.0),
         *((f"p = {p} is no norm", (two([1.0]),), {"p": p}, REFUSED) for p in (0.5, 0.0, -1.0, NAN, -INF)),
     ),

@@ -212,6 +212,7 @@ test_by_hand = by_hand(
         ("ids of 32 bits", (plain([IDS.astype(np.int32)], [[0, 1]], 1),), REFUSED),
         ("ids of one dim", (plain([IDS[0]], [[0, 1]], 1),), REFUSED),
     ),
+    *rows(first_entry, second.entry, ("an entry of stage 0 and layer 0", (on_two([]),), (0, 0, (0, 0), Fraction(0)))),
     *rows(first.tokens_brought, second.tokens_brought,
         ("(S, B) = (3, 5) less their padding", ([3, 5], PLACES), 13),
         ("a lone row is one token", ([],), 1),

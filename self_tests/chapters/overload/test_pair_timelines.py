@@ -201,6 +201,7 @@ KNOWN: tuple[Any, ...] = [[F0]] * 2, [{0: 1}] * 2, [{0: Fraction(1)}] * 2
 
 test_by_hand = by_hand(
     *rows(first.timeline, second.timeline,
+        ("at the first pass, and alone at once", (RECOMPUTED,), [F0, F1, B1, B0]),
         *((f"{life} of one label", (beside(life),), REFUSED) for life in CANNOT_HAPPEN),
         ("a forward stands at its first pass or at the repeated one", ([],), {"recomputed": "last"}, REFUSED),
         ("a forward alone counts or is left out", ([],), {"alone": "zero"}, REFUSED),
