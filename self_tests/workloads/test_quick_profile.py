@@ -18,6 +18,7 @@ from moe_conformance.backends import registry
 from moe_conformance.backends.native import Native
 from moe_conformance.workloads.plan import Case, Plan
 from moe_conformance.workloads.records.runs import ExchangeStep
+from moe_conformance.workloads.records.workload import Batch
 from moe_conformance.workloads.selection import power
 from moe_conformance.workloads.selection.shards import Shard
 from moe_conformance.workloads.selection.stored import FOLDER, of, read
@@ -101,6 +102,11 @@ class TestPlants:
         assert set() == second().keys() & alone().keys()
 
 
+def drawn(batch: Batch) -> list[list[float]]:
+    """Return the tokens of a batch, 0 for those that are no number, which equal nothing."""
+    return batch.x_TD.nan_to_num().tolist()
+
+
 class TestPower:
     def test_every_case_of_the_order_runs(self) -> None:
         """Each is selected, and comes once."""
@@ -139,7 +145,7 @@ class TestPower:
             expected, found = of_quick[case.id], case.workload
             assert (expected.config, expected.layout, expected.schedule) == (found.config, found.layout, found.schedule)
             for ours, others in zip(expected.batches, found.batches, strict=True):
-                assert [each.x_TD.tolist() for each in ours] == [each.x_TD.tolist() for each in others]
+                assert [drawn(each) for each in ours] == [drawn(each) for each in others]
 
     def test_another_backend_runs_the_same_with_its_first_variant(self) -> None:
         """Whatever native's variant is, layouts and workloads come in the same order."""
