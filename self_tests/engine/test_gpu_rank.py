@@ -72,8 +72,9 @@ class TestPoisoned:
         assert expected == str(late)
 
     def test_the_cpu_has_nothing_to_wait_for(self) -> None:
-        """On the CPU the check does nothing."""
+        """On the CPU the check leaves CUDA alone."""
         wait_for_gpu(CPU)
+        assert not torch.cuda.is_initialized()
 
 
 @pytest.fixture
