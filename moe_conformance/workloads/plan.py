@@ -266,6 +266,10 @@ class Plan:
         return {}
 
     @cached_property
+    def _each(self) -> dict[tuple[int, int, int], Case]:
+        return {}
+
+    @cached_property
     def _made(self) -> dict[tuple[int, int], tuple[Case, ...]]:
         return {}
 
@@ -276,16 +280,25 @@ class Plan:
     def _cases(self, number: int, cell: Cell) -> tuple[Case, ...]:
         """Return the cases of a source in a cell that run, the same ones each time."""
         if (number, cell.number) not in self._made:
-            self._made[number, cell.number] = tuple(filter(self._runs_now, self._pool_of(number, cell)))
+            drawn = enumerate(self._share(number, cell))
+            asked = [(index, each) for index, each in drawn if self._runs_now(Case(cell, each, (number, index)))]
+            self._made[number, cell.number] = tuple(self._case(number, cell, index, each) for index, each in asked)
         return self._made[number, cell.number]
 
     def _pool_of(self, number: int, cell: Cell) -> tuple[Case, ...]:
         """Return the cases of a source in a cell, those that do not run as well."""
         if (number, cell.number) not in self._pools:
-            workloads = [self._as_asked(each.through(cell.variant)) for each in self._share(number, cell)]
-            made = tuple(Case(cell, workload, (number, index)) for index, workload in enumerate(workloads))
-            self._pools[number, cell.number] = made
+            drawn = enumerate(self._share(number, cell))
+            self._pools[number, cell.number] = tuple(self._case(number, cell, index, each) for index, each in drawn)
         return self._pools[number, cell.number]
+
+    def _case(self, number: int, cell: Cell, index: int, workload: Workload) -> Case:
+        """Return a case of the pool, the same one each time. Most are never asked for: only the others are made."""
+        place = (number, cell.number, index)
+        if place not in self._each:
+            made = self._as_asked(workload.through(cell.variant))
+            self._each[place] = Case(cell, made, (number, index))
+        return self._each[place]
 
     def _share(self, number: int, cell: Cell) -> Sequence[Workload]:
         """Return the workloads that a cell gets of those of a source."""
@@ -309,7 +322,7 @@ class Plan:
 
     def forget(self) -> None:
         """Let go of all cases: those that nobody else holds are drawn again when they are asked for."""
-        for held in (self._drawn, self._pools, self._made, self._by_run):
+        for held in (self._drawn, self._each, self._pools, self._made, self._by_run):
             held.clear()
 
     def _as_asked(self, workload: Workload) -> Workload:
