@@ -193,6 +193,7 @@ test_by_hand = by_hand(
         ),
     ),
     *rows(first.over_budget, second.over_budget,
+        ("one row fits a budget of one", ([1], 1), False),
         ("a budget of -1", ([1], -1), REFUSED),
         ("rows -1", ([1, -1], 5), REFUSED),
         ("alignment 0", ([1], 5), {"alignment": 0}, REFUSED),
