@@ -166,6 +166,7 @@ test_by_hand = by_hand(
         ("2^-22 less", (1, 1, 2**22 + 1), {"factor": 2.0**22}, [1, 2]),
     ),
     *rows(first.lossless_capacity, second.lossless_capacity,
+        ("the largest load of any rank", ([np.array([[1, 0], [1, 2]]), np.array([[2, -1], [2, 0], [0, 2]])], 3), 3),
         ("a minimum of 5 in threes", ([IDS], 3), {"minimum": 5, "multiple": 3}, 6),
         ("without tokens", ([IDS[:0], IDS[:0]], 3), 0),
         ("no rank", ([], 3), REFUSED),

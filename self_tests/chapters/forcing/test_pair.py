@@ -260,6 +260,7 @@ test_by_hand = by_hand(
         ("groups of no route", (ONE_ID + 3, 3, 3), REFUSED),
     ),
     *rows(first.round_robin, second.round_robin,
+        ("rank 0 begins with expert 0", (2, 3, 5), [[0, 1, 2], [3, 4, 0]]),
         ("rank 4 of five experts begins with the last", (2, 3, 5), {"rank": 4}, [[4, 0, 1], [2, 3, 4]]),
         ("T < 0", (-1, 1, 2), REFUSED),
         ("K = 0", (2, 0, 2), REFUSED),

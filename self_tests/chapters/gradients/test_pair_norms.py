@@ -200,6 +200,7 @@ test_by_hand = by_hand(
         ),
     ),
     # min(1, max_norm / (norm + eps)), and 1 for a norm of zero, where the formula would change something.
+    *rows(first.clip_factor, second.clip_factor, ("eps is 0", (8.0, 8.0), 1.0)),
     *rows(factor(first), factor(second),
         *(
             (f"norm, largest, eps {sizes}", sizes, expected)

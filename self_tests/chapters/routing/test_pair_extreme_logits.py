@@ -218,6 +218,8 @@ test_by_hand = by_hand(
         weights_row("all masked: but no infinity", [-INF, -INF], [9.0, INF], "softmax", False),
         weights_row("NaN", [0.0, 1.0], [NAN, 1.0], "sqrtsoftplus", False, normalise=False),
         weights_row("-inf", [0.0, 1.0], [-INF, 1.0], "sigmoid", False, normalise=False),
+        ("neither normalised nor scaled", *weights_of([0, 1], [7.0, 7.0], [0.0, 0.0], score="sqrtsoftplus"), [True]),
+        ("normalised, the scale is 1", *weights_of([0, 1], [1.5, 0.5], [0.0, 0.0], normalise=True), [False]),
         ("the masked expert in the first slot", *weights_of([2, 0], [0.0, 1.0], [0.0, 0.0, -INF]), [True]),
         ("its weight in the other slot", *weights_of([2, 0], [1.0, 0.0], [0.0, 0.0, -INF]), [False]),
         *(
