@@ -167,7 +167,7 @@ class Single(Worse):
 """
 TWO_CHECKS = '''
 """Two checks of one place."""
-from moe_conformance.judging.exchange.outputs import judge_outputs
+from moe_conformance.judging.shared.exchange.outputs import judge_outputs
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.records.runs import ExchangeStep
 
@@ -186,7 +186,7 @@ def test_again(reading, tally):
 '''
 SHOULD = '''
 """A check of a SHOULD."""
-from moe_conformance.judging.exchange.outputs import judge_outputs
+from moe_conformance.judging.shared.exchange.outputs import judge_outputs
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.records.runs import ExchangeStep
 

@@ -15,7 +15,7 @@ MOODY = f"{TOY.partition(':')[0]}:MoodyToy"
 
 # A check that draws: what fails on the first ranks only is unstable there too.
 DRAWN = """
-from moe_conformance.judging.exchange.outputs import judge_outputs
+from moe_conformance.judging.shared.exchange.outputs import judge_outputs
 from moe_conformance.judging.observed.run import read
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.records.runs import DrawnRuns, ExchangeStep
