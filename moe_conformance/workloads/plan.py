@@ -15,11 +15,10 @@ import torch
 
 from moe_conformance.contract import Backend, Limit
 from moe_conformance.contract.topology import Layout
-from moe_conformance.workloads import golden, scripts, virtual
 from moe_conformance.workloads import recipes as corpus
 from moe_conformance.workloads import routers as routing
+from moe_conformance.workloads import scripts, virtual
 from moe_conformance.workloads.chapter import Chapter
-from moe_conformance.workloads.drawn import DRAWN_WITH, distribution
 from moe_conformance.workloads.records.features import cell_limits, traits
 from moe_conformance.workloads.records.runs import Asked, DrawnStep, ExchangeStep, ExpertsStep, RouterStep, Run
 from moe_conformance.workloads.records.workload import Asynchrony, Workload
@@ -399,22 +398,6 @@ _WORLDS = {
     "full": (*range(1, 10), 12, 15, 16, 24, 27, 32, 36, 48, 64),
     VIRTUAL: (24, 64),
 }
-
-
-def workload_names() -> frozenset[str]:
-    """Return the names of all workloads of all profiles, and what a waiver calls those that are not to be drawn."""
-    recipes = {recipe.name for recipe in (*corpus.PROBE, *corpus.EXPERTS)} | virtual.names()
-    drawn = {DRAWN_WITH + feature.name for feature in (*distribution.PROBE, *distribution.ROUTE)}
-    return frozenset(recipes | {recipe.name for recipe in routing.ROUTERS} | {golden.NAME} | drawn | scripts.names())
-
-
-def layout_names() -> tuple[str, ...]:
-    """Return the names of all layouts of all profiles, in running order."""
-    return tuple(
-        dict.fromkeys(
-            layout.name for layout in (*profiles.layouts("full"), *profiles.beside("quick"), *virtual.layouts())
-        )
-    )
 
 
 def too_large(layout: Layout, ranks: int) -> str | None:

@@ -13,7 +13,7 @@ import pytest
 
 from moe_conformance import spec
 from moe_conformance.report import page, result
-from moe_conformance.workloads.plan import layout_names
+from moe_conformance.workloads.names import layout_names
 from self_tests.plugin.simulated_records import record
 
 playwright = pytest.importorskip("playwright.sync_api", reason="`tox run -e browser` installs what this needs")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from moe_conformance.backends.native import Native
 from moe_conformance.workloads.selection import power
 from self_tests.plugin import plugin_runs
 
 
 class TestSmoke:
-    def test_it_runs_its_cases_alone_and_says_what_they_detect(self, tmp_path):
+    def test_it_runs_its_cases_alone_and_says_what_they_detect(self, tmp_path: Path) -> None:
         """All of those that fit the ranks, held to no floor; the report is of the profile."""
         done = plugin_runs.cli("run", "--profile", "smoke", "--ranks", "1", "--report", "report", cwd=tmp_path)
         report = plugin_runs.result(tmp_path / "report")
