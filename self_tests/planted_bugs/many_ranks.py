@@ -1,6 +1,5 @@
 """Bugs that show on many ranks only; virtual ranks find them. On 8 ranks each of these is as good as native."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """GROUP and EXPT: bugs in which ranks belong together, and in which experts they hold."""
 
-# ruff: noqa: D102 - a plant says in its class what its one method does wrong
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,6 +1,5 @@
 """EXCH: bugs in how wrong use is met: nobody looks, or the one rank that does leaves the others waiting."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """EXCH: bugs that show beside tokens that are not finite: zero times NaN, and repairs that hide them."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

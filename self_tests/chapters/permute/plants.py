@@ -1,6 +1,5 @@
 """EXCH and ROUTE: bugs in what one rank does to rows and routings by itself."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """EXCH: bugs of tokens that the ranks of a tp group hold as copies."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """BIAS: bugs in what is counted: padding, drops, evaluation, recomputation, forced routes."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 import torch

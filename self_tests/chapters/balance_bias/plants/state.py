@@ -1,6 +1,5 @@
 """BIAS: bugs in the bias as a tensor: rebound, not saved, copied, rounded, trained."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 import torch

@@ -1,6 +1,5 @@
 """BIAS: bugs in what an update does: its sign and size, whose loads it uses, and quantiles of the step's scores."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 import torch.distributed as dist

@@ -1,6 +1,5 @@
 """DROP: bugs in exchanges that fill up to a capacity, lose tokens, or have too little room."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,6 +1,5 @@
 """DROP, EXCH: capacities and budgets that are right of tokens (T, D), one microbatch at a time, in training."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """DROP: bugs in how many slots an expert takes, which of them, and what becomes of the others."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 import math

@@ -3,7 +3,6 @@
 T tokens, K slots, N experts held, D hidden, P pairs, B rows of the buffer.
 """
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """RULE: bugs in limits on versions, deferred weight gradients, kernels, and sizes of the routing."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 import warnings

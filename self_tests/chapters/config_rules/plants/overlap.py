@@ -1,6 +1,5 @@
 """RULE: bugs in what overlap of an exchange does not go with."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """RULE: bugs in what is refused, and in what is built though it should not be."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from typing import Any

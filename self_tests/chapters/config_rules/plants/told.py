@@ -1,6 +1,5 @@
 """RULE: bugs in refusals, in what is resolved, in changes that nobody is told of, and in unknown options."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 import warnings

@@ -1,6 +1,5 @@
 """COST: bugs that cost calls or larger ones and change no value."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """COST: bugs by which later steps cost more, memory is kept, or backward costs more."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """DET, GRAD: bugs that show when steps are repeated, or when ranks come in another order."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 import time

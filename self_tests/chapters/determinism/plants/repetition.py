@@ -1,6 +1,5 @@
 """DET, GRAD, ROUTE: bugs that no single run shows: each run is right, and two of them differ."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 import os

@@ -1,6 +1,5 @@
 """DET: backends that leave the settings of their process otherwise than they were."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 import warnings

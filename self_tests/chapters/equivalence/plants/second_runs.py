@@ -1,6 +1,5 @@
 """DET, EXCH, GRAD: bugs of the second of two runs, under autocast, or where a backward keeps a graph of itself."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from collections.abc import Iterable

@@ -1,6 +1,5 @@
 """EXCH: bugs that break a law between two runs: some are right wherever one run alone is judged."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

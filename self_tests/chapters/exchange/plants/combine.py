@@ -1,6 +1,5 @@
 """EXCH: bugs on the way back from the experts: too little, from the wrong expert, in another order, at empty slots."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """EXCH: bugs on the way to the experts, in rows, counts and weights. The way back is in combine.py."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """EXCH: bugs at the ends of what an exchange must bear: many tokens, odd weights, no pairs, three microbatches."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """DET, EXPT, ROUTE, SHARE: what is right in the first step, or where something asks for gradients, and never after."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from collections.abc import Iterable

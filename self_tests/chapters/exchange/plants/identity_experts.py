@@ -1,6 +1,5 @@
 """EXCH: bugs that show where experts answer with the tensor that they were handed."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from typing import Any

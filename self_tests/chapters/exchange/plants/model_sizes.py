@@ -1,6 +1,5 @@
 """EXCH, EXPT, GRAD: sizes of real models at which what is right of small ones is wrong."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """EXCH: bugs by which rows, weights or gradients travel in narrower types than they have, where nobody asked for it."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from typing import Any

@@ -1,6 +1,5 @@
 """EXCH: bugs in the form of outputs, and in what an exchange changes, keeps or lends; the grad mode is one of these."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from collections.abc import Iterable

@@ -1,6 +1,5 @@
 """EXCH, EXPT, ROUTE: what is right of small sizes, of one shape and of some ranks, and of no others."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """EXCH, PACK: what belongs to all ranks of a group is taken for what belongs to this rank."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """EXPT: bugs in the backend's own experts."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from collections.abc import Iterator

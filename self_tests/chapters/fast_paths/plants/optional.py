@@ -1,6 +1,5 @@
 """FAST: bugs of what takes the place of a shortcut that is not there."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping

@@ -1,6 +1,5 @@
 """FORCE: bugs of exchanges that rely on forced routing, and of what routers report of it."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 import warnings

@@ -1,6 +1,5 @@
 """FORCE: bugs of forced groups, loads, weights and gradients."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """GRAD: bugs that show where something goes backward from rows that are no token's."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 import torch

@@ -1,6 +1,5 @@
 """GRAD: bugs of experts that are shared out among their replicas."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from collections.abc import Iterator

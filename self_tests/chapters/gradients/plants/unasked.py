@@ -1,6 +1,5 @@
 """GRAD-15: bugs of exchanges whose tokens or weights ask for no gradient."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from typing import Any

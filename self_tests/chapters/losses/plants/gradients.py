@@ -1,6 +1,5 @@
 """LOSS: bugs in how losses are attached, scaled, recomputed, added over layers and reported."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from collections.abc import Mapping

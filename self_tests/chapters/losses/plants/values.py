@@ -1,6 +1,5 @@
 """LOSS: bugs in the value of a loss: fractions, scores, slots, sequences, padding, precision."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

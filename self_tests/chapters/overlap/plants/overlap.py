@@ -1,6 +1,5 @@
 """OVLP and EXCH-12: bugs in how ranks agree on their collectives and wait for them; most values come out right."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 import time

@@ -1,6 +1,5 @@
 """OVLP-11 and SHARE: rows and gradients that are used before they have come, each on another way of an exchange."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,5 @@
 """OVLP: bugs in steps that overlap exchanges with other microbatches, in deferred weight gradients, and in chunks."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence

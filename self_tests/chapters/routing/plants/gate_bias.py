@@ -1,6 +1,5 @@
 """ROUTE: bugs of the bias of a router's gate, and of the parameters of new routers."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,6 +1,5 @@
 """ROUTE: bugs at large logits and sizes of real models, with no tokens, oblong groups, and options that meet."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """ROUTE: bugs of router replay."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from collections.abc import Mapping

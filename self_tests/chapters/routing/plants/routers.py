@@ -1,6 +1,5 @@
 """ROUTE: bugs in scores, selection and weights, and where a router computes in a wider dtype than its tokens have."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """SHARE: bugs in whole layers, most of them in the experts that every token sees."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,5 @@
 """GRAD, DROP: whole layers of the K and the scores of real models."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from typing import Any

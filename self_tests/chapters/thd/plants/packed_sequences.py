@@ -1,6 +1,5 @@
 """PACK: bugs in how sequences are packed, cut and shared, and in how a router is told of padding."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,6 +1,5 @@
 """PACK, ROUTE: packs that are taken for others of their size, and routers that do not learn beside padding."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,6 +1,5 @@
 """EXCH and GROUP: bugs in where tokens are said to go, and in which groups are taken for local."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from collections.abc import Sequence

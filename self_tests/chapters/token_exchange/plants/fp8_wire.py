@@ -1,6 +1,5 @@
 """EXCH-30: bugs in what a token exchange rounds to eight bits, and one that claims to round its gradients."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """EXCH: bugs in a fused token exchange that a caller meets who keeps its handles."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """EXCH, GRAD and COST: bugs in the fused token exchange and in what its managers send and hand to the experts."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,6 +1,5 @@
 """PACK: bugs in what an exchange does with a common token count, whatever its padding answers."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from dataclasses import replace

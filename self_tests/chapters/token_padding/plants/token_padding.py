@@ -1,6 +1,5 @@
 """PACK: bugs in the common token count, in the padding to it, and in how it is cut off again."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from typing import Any
