@@ -10,8 +10,8 @@ from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine, Job, JobResult
 from moe_conformance.plugin.run import engine_needs
 from moe_conformance.scenarios.offers import WITH_OPTIONS, Asked, Offer
-from moe_conformance.workloads.plan import fitting
 from moe_conformance.workloads.selection import profiles
+from moe_conformance.workloads.selection.profiles import fitting
 
 Say = Callable[[str], None]
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from moe_conformance.cli import catalogue
 from moe_conformance.engine import Engine, EngineError, Job, RankContext
 from moe_conformance.engine.drill import FAULTS, Drill, table
-from moe_conformance.workloads.plan import too_large
 from moe_conformance.workloads.selection import profiles
+from moe_conformance.workloads.selection.profiles import too_large
 
 Say = Callable[[str], None]
 

@@ -11,9 +11,10 @@ import pytest
 
 from moe_conformance.plugin.case_items import Check
 from moe_conformance.plugin.options import Options, Unusable
-from moe_conformance.workloads.plan import Case, Cell, Plan, too_large
+from moe_conformance.workloads.plan import Case, Cell, Plan
 from moe_conformance.workloads.selection import shards
 from moe_conformance.workloads.selection.power import Place
+from moe_conformance.workloads.selection.profiles import too_large
 
 # Shards of so many layouts get whole ones: what the oracles say of a layout's workloads serves all its variants.
 _LAYOUTS_OF_A_SHARD = 6

@@ -23,9 +23,10 @@ from moe_conformance.report.records import EVERY_RANK_FINISHES, FAILING, FOLLOWS
 from moe_conformance.reproducing.alongside import Twins
 from moe_conformance.reproducing.examining import refusal_by_limit, refusal_of
 from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.workloads.plan import Case, Cell, too_large
+from moe_conformance.workloads.plan import Case, Cell
 from moe_conformance.workloads.records.features import broken
 from moe_conformance.workloads.records.workload import Workload
+from moe_conformance.workloads.selection.profiles import too_large
 
 
 @dataclass

@@ -13,9 +13,10 @@ from moe_conformance.contract.topology import Layout
 from moe_conformance.plugin.outcomes import Kept, Outcomes
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending
-from moe_conformance.workloads.plan import Case, Plan, too_large
+from moe_conformance.workloads.plan import Case, Plan
 from moe_conformance.workloads.records.features import broken
 from moe_conformance.workloads.records.workload import Workload
+from moe_conformance.workloads.selection.profiles import too_large
 
 MOST_RUNS = 8  # of a session; where more fail they fail alike
 _EQUAL = 1e-6

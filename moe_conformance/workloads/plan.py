@@ -398,17 +398,3 @@ _WORLDS = {
     "full": (*range(1, 10), 12, 15, 16, 24, 27, 32, 36, 48, 64),
     VIRTUAL: (24, 64),
 }
-
-
-def too_large(layout: Layout, ranks: int) -> str | None:
-    """Return why a layout is not applicable to that many ranks, or None."""
-    if layout.problem:
-        return layout.problem
-    if layout.world > ranks:
-        return f"{layout.name} is a layout of {layout.world} ranks, and --ranks is {ranks}"
-    return None
-
-
-def fitting(layouts: Sequence[Layout], ranks: int) -> list[Layout]:
-    """Return the layouts that are applicable to that many ranks."""
-    return [layout for layout in layouts if too_large(layout, ranks) is None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from moe_conformance.contract.topology import Layout
@@ -94,3 +95,17 @@ def beside(profile: Profile) -> dict[Layout, tuple[str, ...]]:
 def layouts(profile: Profile) -> tuple[Layout, ...]:
     """The layouts of a profile."""
     return quick_layouts() if profile == "quick" else full_layouts()
+
+
+def too_large(layout: Layout, ranks: int) -> str | None:
+    """Return why a layout is not applicable to that many ranks, or None."""
+    if layout.problem:
+        return layout.problem
+    if layout.world > ranks:
+        return f"{layout.name} is a layout of {layout.world} ranks, and --ranks is {ranks}"
+    return None
+
+
+def fitting(layouts: Sequence[Layout], ranks: int) -> list[Layout]:
+    """Return the layouts that are applicable to that many ranks."""
+    return [layout for layout in layouts if too_large(layout, ranks) is None]
