@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import partial
 
+import torch
+
 from moe_conformance.backends import registry
 from moe_conformance.backends.native import Native
 from moe_conformance.engine import Engine
@@ -104,6 +106,7 @@ def store(found: Mapping[str, Place], alone: Mapping[str, str]) -> None:
 
 def main() -> None:
     """Look for what is missing, and store each as it is found."""
+    torch.set_num_threads(1)  # drawing asks small oracles, which take longer on several
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     plan, own, found, without = Plan(Native(), "cpu", "quick"), declared(), second(), alone()
     without |= {name: NOT_YET for name in own if name not in found and name not in without}

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from moe_conformance.backends import registry
 from moe_conformance.report import result
 from moe_conformance.workloads.plan import Case, Cell, Plan
@@ -219,6 +221,7 @@ def store(backend: str, variants: Sequence[str], chosen: Iterable[Place], order:
 
 def main() -> None:
     """Choose for one backend, store it, and tell how much it is."""
+    torch.set_num_threads(1)  # drawing asks small oracles, which take longer on several
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("backend", help="a registered name")
     parser.add_argument("--report", action="append", default=[], type=Path, help="folder of a report of the backend")

@@ -1,6 +1,6 @@
 """All-to-all with counts; received rows are padded to (N, C, D), C the largest load here, for one bmm per matrix."""
 
-# ruff: noqa: D102, I001 - what a method does is in contract.py or in its class; imports in two lines
+# ruff: noqa: D102, I001 - what a method does is in `contract` or in its class; imports in two lines
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence

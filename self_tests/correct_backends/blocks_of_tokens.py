@@ -31,9 +31,9 @@ class Blocks(Gathered):
     name = "blocks-of-tokens"
     judged: Mapping[int, int] = {1: 42, 2: 57, 4: 67}
 
-    def limits(self, variant: str) -> Sequence[Limit]:  # noqa: D102 - see contract.py
+    def limits(self, variant: str) -> Sequence[Limit]:  # noqa: D102 - see `contract`
         blocks = Limit("tokens", range(0, 1 << 20, BLOCK), f"blocks of {BLOCK} tokens", proof="undefined")
         return (*super().limits(variant), blocks)
 
-    def open(self, topology: Topology, device: object) -> Session:  # noqa: D102 - see contract.py
+    def open(self, topology: Topology, device: object) -> Session:  # noqa: D102 - see `contract`
         return _Session(topology)

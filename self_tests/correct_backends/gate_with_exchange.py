@@ -3,7 +3,7 @@
 The adapter offers the router, with its drops, and the layer; the exchange cannot be given a routing.
 """
 
-# ruff: noqa: D102, I001 - what a method does is in contract.py or in its class; imports in two lines
+# ruff: noqa: D102, I001 - what a method does is in `contract` or in its class; imports in two lines
 from __future__ import annotations
 
 from typing import Any

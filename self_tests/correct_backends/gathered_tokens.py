@@ -3,7 +3,7 @@
 The first half is the library, as somebody writes it for training; the second half is the adapter.
 """
 
-# ruff: noqa: D102 - contract.py says what the methods of the adapter do
+# ruff: noqa: D102 - `contract` says what the methods of the adapter do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
 """GShard: one-hot dispatch and combine tensors (T, E, C), einsum, all-to-all of (E, C, D); first choices come first."""
 
-# ruff: noqa: D102, I001 - what a method does is in contract.py or in its class; imports in two lines
+# ruff: noqa: D102, I001 - what a method does is in `contract` or in its class; imports in two lines
 from __future__ import annotations
 
 import math

@@ -5,7 +5,7 @@ The first half is the library, as somebody writes it for training; the second ha
 the rows to the experts.
 """
 
-# ruff: noqa: D102 - contract.py says what the methods of the adapter do
+# ruff: noqa: D102 - `contract` says what the methods of the adapter do
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
 """Sort by expert, all_to_all_single with uneven splits, and experts that are plain nn.Linear modules in a loop."""
 
-# ruff: noqa: D102, I001 - what a method does is in contract.py or in its class; imports in two lines
+# ruff: noqa: D102, I001 - what a method does is in `contract` or in its class; imports in two lines
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence

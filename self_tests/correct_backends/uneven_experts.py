@@ -15,5 +15,5 @@ class _Fewer(GatheredSession):
 class FewerParameters(Gathered):
     """It is wrong: its exchange places every expert, and those left over by the division have no parameters."""
 
-    def open(self, topology: Topology, device: object) -> Session:  # noqa: D102 - see contract.py
+    def open(self, topology: Topology, device: object) -> Session:  # noqa: D102 - see `contract`
         return _Fewer(topology)

@@ -20,7 +20,10 @@ UNUSABLE = {
     "unknown backend": ({"backend": "megatorn"}, r"unknown backend 'megatorn'; known: .*native.*pkg\.mod:Class"),
     "module that is not there": ({"backend": "nowhere.at_all:Backend"}, "does not import"),
     "name that is not there": ({"backend": f"{TOYS}:Tyo"}, "has no Tyo"),
-    "class that is no backend": ({"backend": "json:JSONDecoder"}, "is no backend: it lacks .*versions.*contract.py"),
+    "class that is no backend": (
+        {"backend": "json:JSONDecoder"},
+        "is no backend: it lacks .*versions.*/contract",
+    ),
     "class that cannot be made": ({"backend": "pathlib:PurePath.with_name"}, "is no backend"),
     "missing library": ({"backend": f"{TOYS}:NeedyToy"}, "toylib is not installed: pip install toylib"),
     "no ranks": ({"ranks": "0"}, "no layout fits 0 ranks; give --ranks 1 to 64"),
