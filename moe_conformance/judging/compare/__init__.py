@@ -1,1 +1,1 @@
-"""Comparisons: exact, and within a bound that is derived for every element."""
+"""Comparisons of tensors: exact, or within an error bound per element."""

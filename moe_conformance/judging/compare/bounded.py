@@ -1,4 +1,4 @@
-"""The one bounded comparison: every element within the error that it is allowed."""
+"""Comparison of tensors within an error bound per element."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_conformance.judging.verdict import Tally
 
 
 class Target(NamedTuple):
-    """What a tensor should be, float64, and the error that every element is allowed."""
+    """An expected tensor in float64, and the allowed absolute error of every element."""
 
     expected: Tensor
     allowed: Tensor
@@ -24,7 +24,7 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class Worst:
-    """The element that comes nearest to its bound or goes farthest beyond it."""
+    """The element whose error is the largest relative to its bound."""
 
     ratio: float  # observed / allowed error; inf for NaN, for infinity and where no error is allowed
     at: tuple[int, ...] = ()
@@ -39,11 +39,11 @@ class Worst:
 
     @property
     def size(self) -> float:
-        """The ratio as a finite number, to sort findings by."""
+        """The ratio of error to bound as a finite number, for sorting findings."""
         return min(self.ratio, 1e300)
 
     def __str__(self) -> str:
-        """Say it, for example `1.5 instead of 2 at [0, 3] (12.1 x the allowed error 0.041)`."""
+        """Return a phrase such as `1.5 instead of 2 at [0, 3] (12.1 x the allowed error 0.041)`."""
         index = f" at [{', '.join(map(str, self.at))}]" if self.at else ""
         times = f"{self.ratio:.3g} x the allowed error {self.allowed:.2g}"
         if not isfinite(self.ratio):
@@ -55,10 +55,12 @@ class Worst:
 def compare(
     actual: Tensor, expected: Tensor, allowed: Tensor, tally: Tally | None = None, rank: int | None = None
 ) -> Worst:
-    """Hold every element against its bound; if all hold, count them in the tally, and else how far off they are.
+    """Compare every element with its bound and return the worst one.
 
-    What is not finite holds nowhere, and an element that is allowed no error holds only if it is equal. No elements
-    hold, with ratio 0, and count nothing.
+    If all elements are within their bounds, the tally counts them; otherwise it records how far off they are.
+
+    A value that is not finite is never within its bound. An element whose allowed error is 0 has to be equal. An
+    empty tensor holds with ratio 0 and counts nothing.
 
     >>> one = torch.ones(2)
     >>> compare(torch.tensor([1.5, 1.0]), one, one)
@@ -87,13 +89,16 @@ def compare(
 
 
 def note_beyond(tally: Tally, actual: Tensor, expected: Tensor, allowed: Tensor) -> None:
-    """Count in a tally how far off elements are that a judge compares by itself; nothing of what holds."""
+    """Record in a tally how far elements are out of their bounds, for a judge that compares without `compare`.
+
+    Elements within their bounds are not counted.
+    """
     with tally.uncounted() as own:
         compare(actual, expected, allowed, own)
 
 
 def within(actual: Tensor, expected: Tensor, allowed: Tensor) -> bool:
-    """Whether shapes agree and every element is within its bound, as `compare` has it; for guesses, so quick.
+    """Return whether the shapes agree and every element is within its bound, like `compare` but without a tally.
 
     >>> within(torch.tensor([1.0, torch.inf]), torch.tensor([1.0, torch.inf]), torch.zeros(2))
     False
@@ -102,10 +107,10 @@ def within(actual: Tensor, expected: Tensor, allowed: Tensor) -> bool:
 
 
 def factor(actual: Tensor, expected: Tensor, allowed: Tensor, names: Mapping[str, float]) -> float | None:
-    """Return the one factor by which actual differs from expected, within rounding, or None if there is none.
+    """Return the factor by which actual differs from expected, within rounding, or None if there is none.
 
-    The named factors are tried first, so that a factor that has a name is returned exactly. What is right has none, and
-    neither has what is lost in rounding: some expected element must stand out of its bound.
+    The named factors are tried first, so that a factor that has a name is returned exactly. Returns None for a correct
+    tensor, and where no expected element is larger than its allowed error.
 
     >>> factor(torch.tensor([2.01, 4.0]), torch.tensor([1.0, 2.0]), torch.tensor([0.1, 0.1]), {"ep": 2.0})
     2.0
@@ -124,15 +129,15 @@ def factor(actual: Tensor, expected: Tensor, allowed: Tensor, names: Mapping[str
     return ratio
 
 
-_UNITS = 32  # by how much the largest error may differ from a unit of the dtype that it is held for
+_UNITS = 32  # the largest error may be this many times larger or smaller than a unit of the narrower dtype
 
 
 def too_narrow(actual: Tensor, target: Target, dtype: torch.dtype) -> str | None:
-    """Say so if a result that is wrong in its dtype would be right in a narrower one.
+    """Return the words for a result that was computed in a narrower dtype than its own, or None.
 
-    Bounds are those of the worst case, and far wider than most errors of the narrower dtype. So the largest error must
-    be of its size as well: some units of it, of the largest element. Errors of float16 and of bfloat16 differ by less
-    than they vary, and cannot be told apart.
+    Bounds are those of the worst case and far wider than most errors of the narrower dtype. So the largest error must
+    also be a few roundoff units of that dtype, relative to the largest element. Errors of float16 and of bfloat16
+    differ by less than they vary, and cannot be distinguished.
     """
     if actual.shape != target.expected.shape or not target.expected.numel():
         return None
@@ -154,7 +159,7 @@ def _ratios(actual: Tensor, expected: Tensor, allowed: Tensor) -> Tensor:
 
 
 def _index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of the element that is at a place among all, in their order.
+    """Return the index of an element, given its position in the flattened tensor.
 
     >>> _index(7, (2, 5))
     (1, 2)

@@ -1,8 +1,8 @@
-"""Bounds: how far a correct implementation may be from the oracle, derived for every element, never one rtol for all.
+"""Error bounds: how far a correct implementation may differ from the oracle, derived for every element.
 
-The magnitudes of `reference.rounding` add up rounding errors of the first order. This module says by
-which unit roundoffs an implementation stores and adds up, and provides for products of errors and for numbers too small
-to be normal.
+The magnitudes of `reference.rounding` add up rounding errors of the first order. This module defines
+the unit roundoffs with which an implementation stores and adds up, and adds the products of errors and the errors of
+subnormal numbers.
 
 Source: Higham, "Accuracy and Stability of Numerical Algorithms", sections 2.2 (rounding) and 3.4 (gamma).
 """
@@ -21,7 +21,7 @@ _DEPTH = 16
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """Return the largest relative error of one rounding to nearest.
+    """Return the unit roundoff of a dtype: the largest relative error of one rounding to nearest.
 
     >>> unit_roundoff(torch.bfloat16) == 2**-8, unit_roundoff(torch.float32) == 2**-24
     (True, True)
@@ -30,12 +30,12 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Return the narrowest dtype in which a correct matrix product adds up: float32, or float64 for float64."""
+    """Return the narrowest dtype in which a correct matrix product accumulates: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def rounding(dtype: torch.dtype) -> Rounding:
-    """Return the arithmetic of a correct implementation on tokens of some dtype.
+    """Return the unit roundoffs of a correct implementation on tokens of the given dtype.
 
     >>> rounding(torch.bfloat16) == Rounding(2**-8, 2**-24)
     True
@@ -44,7 +44,7 @@ def rounding(dtype: torch.dtype) -> Rounding:
 
 
 def gamma(n: float, u: float) -> float:
-    """Return the relative error of n roundings of u, all orders included: n u / (1 - n u).
+    """Return the bound n u / (1 - n u) on the relative error of n roundings with unit roundoff u.
 
     >>> gamma(1, 0.5), gamma(0, 0.5)
     (1.0, 0.0)
@@ -58,12 +58,12 @@ def gamma(n: float, u: float) -> float:
 
 
 def allowed(error: Tensor, dtype: torch.dtype, *, addends: int) -> Tensor:
-    """Return the largest allowed error of every element, given the first order of it and the addends of all its sums.
+    """Return the allowed error of every element, given its first-order error and the number of addends of all its sums.
 
     Below the smallest normal number errors are no longer relative: each addend may err by the roundoff of that number.
-    And what the accumulator lost there, all of it if it flushes, was then multiplied: by the large token that made a
-    probability so small, say. Factors up to 1/u are provided for. An element whose addends are all zero has no error
-    and is allowed none.
+    What the accumulator lost there (all of it, if it flushes subnormals to zero) may have been multiplied afterwards,
+    for example by a large token. Factors up to 1/u are covered. An element whose addends are all zero has the allowed
+    error 0.
     """
     u, wide = unit_roundoff(dtype), accumulator(dtype)
     lost = torch.finfo(wide).tiny / unit_roundoff(wide)
@@ -72,7 +72,7 @@ def allowed(error: Tensor, dtype: torch.dtype, *, addends: int) -> Tensor:
 
 
 def sums_of_a_gradient(microbatches: int, replicas: int) -> int:
-    """Count the roundings that the gradient of a parameter may have beside those of one sum over all tokens.
+    """Return how many roundings the gradient of a parameter may have in addition to those of one sum over all tokens.
 
     Every rank's part of every microbatch is stored. Microbatches are added up, and replicas: one rounding for each but
     the first. A mean over data parallel ranks divides, and may be cast.
@@ -81,7 +81,7 @@ def sums_of_a_gradient(microbatches: int, replicas: int) -> int:
 
 
 def longest_sum(config: Config) -> int:
-    """Return the addends of the longest sum within a token: over D, F or E.
+    """Return the number of addends of the longest sum within a token: the largest of D, F and E.
 
     >>> longest_sum(Config(hidden=32, ffn=16))
     32

@@ -1,4 +1,4 @@
-"""The one exact comparison: every element equal, after both sides are cast up to float64."""
+"""Exact comparison of tensors: every element equal after both sides are cast to float64."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def wrong(actual: Tensor, expected: Tensor) -> Tensor:
-    """Mark the elements that differ, bool, of the expected's shape.
+    """Return a bool mask of the elements that differ, in the shape of the expected tensor.
 
     Zeros of either sign are equal; a NaN differs from everything. Nothing to compare gives an empty mask.
 

@@ -1,4 +1,4 @@
-"""One tensor compared exactly with its expected value, differences by row."""
+"""A judge of one tensor: shape and exact values; differences are listed by row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moe_conformance.judging.compare.exact import wrong
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.verdict import AbsentGradient, Mismatch, Stage, Tally, WrongForm
 
-_SHOWN = 4  # values of a row
+_SHOWN = 4  # number of values of a row that a message lists
 
 
 def judge_tensor(
@@ -22,22 +22,22 @@ def judge_tensor(
     row: str = "row",
     rank: int = 0,
 ) -> None:
-    """Require that a tensor has the shape of the expected one, and its values.
+    """Require that a tensor has the shape and the exact values of the expected one.
 
     Args:
         actual: From a rank; None where there is no gradient.
         expected: From the oracle, in any dtype that holds the values.
         tally: Counts every element, and a pair for a tensor that rightly has none.
-        error: What another value is.
-        stage: Where to blame.
+        error: The type of mismatch for a wrong value.
+        stage: The stage that a failure names.
         what: The name of the tensor in the sentence, such as "the gradient of x".
         row: The name of an entry of its first dimension.
-        rank: Whose it is.
+        rank: The rank that the tensor is from.
 
     Raises:
-        AbsentGradient: there is none.
-        WrongForm: another shape.
-        Mismatch: of the type `error`, another value.
+        AbsentGradient: the tensor is None.
+        WrongForm: the shape is wrong.
+        Mismatch: of the type `error`, a value is wrong.
     """
     if actual is None:
         raise AbsentGradient(stage, f"{what} is None on rank {rank}", ranks=(rank,))
