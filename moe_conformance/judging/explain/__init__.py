@@ -1,1 +1,1 @@
-"""Causes of a wrong tensor or row, the widest first."""
+"""Causes of wrong tensors and rows: those that explain the most are tried first."""

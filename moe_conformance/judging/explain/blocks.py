@@ -1,4 +1,4 @@
-"""Saying what is wrong with y or dx: the widest explanation first."""
+"""Explanations of a wrong y or dx: the cause that explains the most is tried first."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from moe_conformance.judging.explain.row import PADDING, explain_row, padded
 from moe_conformance.judging.explain.row_order import in_another_order
 from moe_conformance.judging.findings import Finding, common_ratio, likeliest, ratio_findings, ratio_words, some
 
-_EXPLAINED = 64  # wrong rows and blocks told in words; thousands of them say nothing new
+_EXPLAINED = 64  # wrong rows and blocks that are described in words; more add no information
 
 
 def explain(sheets: Sheets) -> tuple[list[Finding], float | None]:
-    """List what is wrong: one factor, another microbatch's routing, a factor of a rank or of an expert, every row.
+    """Return findings that explain a wrong y or dx, and the factor if one factor explains all of it.
 
-    Returns no findings where nothing is wrong; the ratio only where one factor explains all of it.
+    Tried in this order: one factor, another microbatch's routing, a factor of a rank or of an expert, every row by
+    itself.
+
+    Returns no findings where nothing is wrong.
     """
     rows = list(sheets.wrong_rows())
     if not rows:
@@ -51,7 +54,7 @@ def explain(sheets: Sheets) -> tuple[list[Finding], float | None]:
 
 
 def _own_part(sheets: Sheets, rows: Sequence[WrongRow]) -> list[Finding]:
-    """Find ranks whose tokens have what the experts of their own rank contributed, and nothing from other ranks."""
+    """Find ranks whose tokens have the contributions of the experts of their rank only, and none from other ranks."""
     found = []
     for rank in sorted({row.rank for row in rows}):
         held = sheets.reading.ranks[rank].local_experts
@@ -68,7 +71,7 @@ def _own_part(sheets: Sheets, rows: Sequence[WrongRow]) -> list[Finding]:
 
 
 def _ratios_of_experts(sheets: Sheets, rows: Sequence[WrongRow]) -> Iterator[tuple[int, Finding]]:
-    """Find experts whose contribution to several tokens is off by one factor, and to none is right."""
+    """Find experts whose contribution is wrong by one factor for several tokens, and right for no token."""
     ranks = range(len(sheets.reading.ranks))
     for expert in sorted({e for row in rows for e in row.experts if e < sheets.experts}):
         blamed = [row.rank for row in rows if expert in row.experts]
@@ -83,9 +86,9 @@ def _ratios_of_experts(sheets: Sheets, rows: Sequence[WrongRow]) -> Iterator[tup
 
 
 def _of_one_weight(sheets: Sheets, expert: int, ratio: float) -> bool:
-    """Whether all tokens of an expert share one weight, and the factor is that weight or one over it.
+    """Return whether all tokens of an expert share one weight, and the factor is that weight or one over it.
 
-    That says more of the weights, applied twice or not at all, than of the expert.
+    Then the weights, applied twice or not at all, are a likelier cause than the expert.
     """
     weights = {
         weight

@@ -1,12 +1,12 @@
-"""Why a tensor is out of its bounds: one order of causes, whichever judge asks.
+"""Causes of a tensor that is out of its bounds, in the order in which every judge tries them.
 
 1. It is zero where it should not be.
-2. A candidate of the judge: what one mistake would have given, `(words, tensor)`, the first that fits all elements.
-3. One factor, with the names that it has.
-4. The precision of a narrower dtype.
+2. It is what one mistake gives: the first candidate `(words, tensor)` of the judge that fits all elements.
+3. It is the expected tensor times one factor, with the names of that factor.
+4. It has the precision of a narrower dtype.
 
-What is not finite has no cause here: the sentence shows the element. The widest scope that has a cause is told: the
-whole result (`bounded_tokens`, `bounded_gradients`), then its parts, then every token or tensor by itself.
+Values that are not finite have no cause here: the sentence shows the element. A cause is looked for in the whole result
+first (`bounded_tokens`, `bounded_gradients`), then in its parts, then in every token or tensor by itself.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from torch import Tensor
 from moe_conformance.judging.compare.bounded import Target, compare, factor, too_narrow, within
 from moe_conformance.judging.findings import Finding, ratio_words
 
-Candidate = tuple[str, Tensor]  # "gate and up were swapped", and what that gives
-Found = tuple[list[Finding], float | None]  # and the factor if there is one for all
+Candidate = tuple[str, Tensor]  # such as "gate and up were swapped", and the tensor that this mistake gives
+Found = tuple[list[Finding], float | None]  # and the factor, if one factor explains all
 
 
 class Cause(NamedTuple):
-    """Why something is wrong: by a factor that it has, or as the words say."""
+    """The cause of a wrong tensor, in words, and the factor if it is one."""
 
     words: str
     ratio: float | None = None
 
     def sentence(self, who: str, example: str = "") -> str:
-        """Tell it of "y", say, or of "the weights", with an example where a factor does not say it all.
+        """Return a sentence with the cause; it contains the example unless the cause is a factor.
+
+        `who` is the name of the result, such as "y" or "the weights".
 
         >>> Cause("2.000 x the expected value: ep", 2.0).sentence("y")
         'every element of y is 2.000 x the expected value: ep'
@@ -46,19 +48,19 @@ class Cause(NamedTuple):
 
 
 def is_or_are(who: str) -> str:
-    """Return the verb of "y", "dx" and "a gradient", or that of "the weights"."""
+    """Return "is" or "are", whichever follows the name of a result."""
     return "are" if who.startswith(("the weights", "dweights")) else "is"
 
 
 def cause_of(
     value: Tensor, target: Target, candidates: Iterable[Candidate], names: Mapping[str, float], dtype: torch.dtype
 ) -> Cause | None:
-    """Return the first cause, in the order above, that explains every element of a wrong tensor.
+    """Return the first cause, in the order of this module, that explains every element of a wrong tensor.
 
     Args:
-        value: what came back.
-        target: what should have come back, and the error allowed.
-        candidates: computed one by one, as far as they are asked for.
+        value: the actual tensor.
+        target: the expected tensor, and the allowed error.
+        candidates: computed one by one until one fits.
         names: factors that have a name (see `findings.ratio_words`).
         dtype: of the tokens.
     """
@@ -75,10 +77,10 @@ def cause_of(
 
 
 def fits(value: Tensor, candidate: Tensor, target: Target) -> bool:
-    """Whether a value is what a mistake gives, within the largest error that any element is allowed.
+    """Return whether a tensor is what a mistake gives, within the largest error that any element is allowed.
 
-    The bounds are those of the right value; what a mistake gives may be larger, by larger weights, say. Where that
-    bound would let the right value pass as well, every element keeps its own.
+    The bounds are those of the correct value; a mistake may give larger values, for example through larger weights.
+    Where the largest error would let the correct value fit too, every element is compared with its own bound.
     """
     if not value.numel():
         return True
@@ -89,7 +91,7 @@ def fits(value: Tensor, candidate: Tensor, target: Target) -> bool:
 
 
 def outside(who: str, rank: int, value: Tensor, target: Target) -> Finding:
-    """Tell of one token or tensor what it is instead of what, without a cause."""
+    """Return a finding that states the worst element of one token or tensor, without a cause."""
     worst, be = compare(value, *target), is_or_are(who)
     if not bool(torch.isfinite(value).all()):
         return Finding("not finite", f"{who} {be} {worst}", (rank,), worst.size)

@@ -1,4 +1,4 @@
-"""Why finished gradients of parameters are out of their bounds: all of a kind, of an expert, of a rank, or each."""
+"""Causes of finished parameter gradients that are out of their bounds: by kind, expert, rank or single tensor."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from moe_conformance.workloads.records.workload import ParameterKey, Workload
 Gradients = Mapping[ParameterKey, Tensor]  # of whole parameters, summed over some tokens
 Run = tuple[str, Gradients]
 
-_EXPLAINED = 24  # wrong tensors told in words; hundreds of them say nothing new, and every one takes milliseconds
+_EXPLAINED = 24  # wrong tensors that are described in words; more add no information, and each takes milliseconds
 
 
 def part_name(key: ParameterKey, shard: Shard) -> str:
-    """Name a parameter, or the part of it that is held, in words."""
+    """Return the name of a parameter, with the shard of it that is held."""
     name, number = key
     part = f" (part {shard[1]} of {shard[2]})" if shard and shard[2] > 1 else ""
     if number is None:
@@ -38,7 +38,7 @@ def part_name(key: ParameterKey, shard: Shard) -> str:
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank holds of one parameter's finished gradient, and what it should hold."""
+    """The finished gradient of one parameter on one rank, and its expected value."""
 
     rank: int
     stage: int  # of the pipeline
@@ -46,16 +46,16 @@ class Held:
     shard: Shard
     actual: Tensor | None
     target: Target
-    idle: bool = False  # no token of the stage reaches the expert, in microbatches that go backward
+    idle: bool = False  # in microbatches that go backward, no token of the stage is routed to the expert
 
     @property
     def part(self) -> str:
-        """The parameter in words, with the part of it that is held."""
+        """The name of the parameter, with the shard that is held."""
         return part_name(self.key, self.shard)
 
     @property
     def name(self) -> str:
-        """The parameter in words, and on which rank."""
+        """The name of the parameter and of the rank."""
         return f"{self.part} on rank {self.rank}"
 
     @property
@@ -64,12 +64,12 @@ class Held:
         return torch.zeros_like(self.target.expected) if self.actual is None else self.actual
 
     def holds(self, tally: Tally | None = None) -> bool:
-        """Whether every element is within its bound; if so, count them."""
+        """Return whether every element is within its bound; if so, count them in the tally."""
         return compare(self.value, *self.target, tally, self.rank).holds
 
 
 class Oracle(NamedTuple):
-    """What the gradients of a workload would be: of the tokens of some places only, or with one mistake."""
+    """Computes other gradients of a workload: over the tokens of some places only, or with one mistake."""
 
     workload: Workload
     divisor: int  # of finished gradients: 1 where they are summed, dp * cp where they are averaged
@@ -78,10 +78,12 @@ class Oracle(NamedTuple):
 
 
 def explain_gradients(oracle: Oracle, held: Sequence[Held], names: Mapping[str, float]) -> Found:
-    """Say why gradients of parameters are wrong: a factor of all, of an expert, of a rank; or each tensor by itself.
+    """Return findings that explain wrong parameter gradients.
+
+    A factor of all gradients, of an expert or of a rank is tried first, then each tensor by itself.
 
     Args:
-        oracle: what else they might be.
+        oracle: computes the gradients that mistakes would give.
         held: all gradients that were judged, right and wrong.
         names: factors that have a name (see `findings.ratio_words`).
     """
@@ -102,9 +104,9 @@ def explain_gradients(oracle: Oracle, held: Sequence[Held], names: Mapping[str, 
 
 
 def stage_of(reading: Reading, expected: StageAnswers[Any], wrong: Sequence[Held]) -> Stage:
-    """Say where it went wrong: in "finish" if the gradients before it add up to what finishing should give.
+    """Return "finish" if the gradients before `finish_gradients` add up to the expected ones, else "gradient".
 
-    A backend may keep them out of sight before finishing (they are None, and not zero afterwards): "finish" too.
+    Also "finish" where a backend shows no gradients before finishing (they are None, and not zero afterwards).
     """
     for stage, key, shard in dict.fromkeys((each.stage, each.key, each.shard) for each in wrong):
         finished = [each.value for each in wrong if (each.stage, each.key, each.shard) == (stage, key, shard)]
@@ -122,7 +124,7 @@ def stage_of(reading: Reading, expected: StageAnswers[Any], wrong: Sequence[Held
 
 
 def _cut(grad: Grad, shard: Shard) -> Tensor | None:
-    """Return the part of a gradient that a window is on, which may have been cut since; None where it has none."""
+    """Return the shard of a gradient that a window is on; None if the gradient is None or sharded otherwise."""
     if grad.value is None or grad.shard == shard:
         return grad.value
     if shard is None:
@@ -163,9 +165,9 @@ def _role(held: Held) -> str:
 def _by_group(
     held: Sequence[Held], group: Callable[[Held], str], names: Mapping[str, float], alone: bool
 ) -> list[tuple[Finding, float]]:
-    """Find a factor for each group that holds something wrong; none at all if one of these has none.
+    """Return a finding and a factor for each group with a wrong gradient; nothing if one of these has no factor.
 
-    A tensor that is `alone` in its group is explained by itself, unless it is all that there is of a kind.
+    A group of one tensor has a factor only with `alone`.
     """
     groups: dict[str, list[Held]] = {}
     for each in held:
@@ -194,7 +196,7 @@ def _common(held: Sequence[Held], names: Mapping[str, float]) -> float | None:
 
 
 class _Explainer:
-    """Explains one tensor after the other; keeps what the oracle solved, which all of them ask for."""
+    """Explains wrong tensors one by one, and caches the oracle's solutions for all of them."""
 
     def __init__(self, oracle: Oracle, names: Mapping[str, float]) -> None:
         self.oracle, self.names = oracle, names
@@ -202,7 +204,7 @@ class _Explainer:
         self.mistakes: dict[int, Kept[Run]] = {}
 
     def explain(self, held: Held) -> list[Finding]:
-        """Return the findings that may explain one wrong tensor, see `likeliest`; their kind is the cause."""
+        """Return the findings that may explain one wrong tensor, for `likeliest`; their kind is the cause."""
         worst, who = compare(held.value, *held.target), f"the gradient of {held.name}"
         if held.idle:
             sentence = f"{who} is {worst}, and no token reached the expert"
@@ -226,7 +228,7 @@ class _Explainer:
         return [cause, *(Cause(words) for words, value in self._partial_sums(held) if not bool(value.any()))]
 
     def _candidates(self, held: Held) -> Iterator[Candidate]:
-        """Gradients that are right for something else, those of mistakes, and multiples of sums over other tokens."""
+        """Yield the gradients that mistakes would give: other parameters', partial sums and other oracle runs."""
         yield from self._partial_sums(held)
         yield from self._of_others(held)
         for words, run in self._mistakes(held.stage):
@@ -243,7 +245,7 @@ class _Explainer:
             yield words, self._cut(held, self._solve(places))
 
     def _of_others(self, held: Held) -> Iterator[Candidate]:
-        """The gradients of other parameters, of experts with the same local index, of other parts."""
+        """Yield the gradients of other parameters: of experts with the same local index, and of other shards."""
         workload, (name, number) = self.oracle.workload, held.key
         right = self._solve(self._stage_places(held.stage))
         for other, full in right.items():

@@ -1,4 +1,4 @@
-"""Why y, dx, weights or their gradients are out of their bounds: of all tokens, of some ranks, of each token."""
+"""Causes of y, dx, weights or their gradients that are out of their bounds: of all tokens, a rank or a token."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def explain_tokens(
     dtype: torch.dtype,
     note: Callable[[Place, int], str] = lambda place, token: "",
 ) -> Found:
-    """Say why something that every token has is wrong: one cause for all, one for each wrong rank, or each token.
+    """Return findings that explain a wrong result per token: one cause for all, one per wrong rank, or one per token.
 
     A cause has to explain the microbatches in which something is wrong, and no others.
 
     Args:
         name: "y", "dx", "dweights" or "the weights".
-        actual: what came back, (T, ...) of every place, well formed.
-        targets: what should have come back.
+        actual: the actual values, (T, ...) of every place, of the right shape.
+        targets: the expected values and the allowed errors.
         candidates: the mistakes that this judge knows, see `bounded.cause_of`.
         names: factors that have a name.
         dtype: of the tokens.
-        note: what else to say of a token, behind its number.
+        note: further words about a token, added after its number.
     """
     wrong = [place for place in actual if not within(actual[place], *targets[place])]
     microbatches = {m for m, _ in wrong}
@@ -79,7 +79,7 @@ def _joined(targets: Targets, places: Sequence[Place]) -> Target:
 
 
 def _of_others(targets: Targets, places: Sequence[Place]) -> Iterator[Candidate]:
-    """What one rank would have if it had that of another rank, or of another microbatch."""
+    """Yield, with its words, the result of another rank or of another microbatch at the same places."""
     rank = places[0][1]
     for other in sorted({other for _, other in targets} - {rank}):
         if all((m, other) in targets for m, _ in places):

@@ -1,4 +1,4 @@
-"""Saying that a microbatch was mixed up with another: which were in flight together, and whose routing was used."""
+"""Explanations of microbatches that were mixed up: which were in flight together, and whose routing was used."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from moe_conformance.workloads.records.workload import Batch
 
 
 def flight_words(reading: Reading, wrong: Collection[int]) -> tuple[str, str]:
-    """Return how a sentence about some wrong microbatches begins and ends if these were in flight with others.
+    """Return the start and the end of a sentence about wrong microbatches that were in flight with others.
 
-    At the end it is a remark. At the beginning it stands if one of those in flight is right: a fault that has nothing
-    to do with the others would have shown in all of them.
+    Both are empty if the wrong microbatches were not in flight with others. Only the start is not empty if one of those
+    in flight is right, since a fault that has nothing to do with the others would show in all of them; else the end.
     """
     together = _together(reading.outcome.workload.schedule)
     if not set(wrong) & set(together):
@@ -34,7 +34,7 @@ def flight_words(reading: Reading, wrong: Collection[int]) -> tuple[str, str]:
 
 
 def _together(schedule: str) -> frozenset[int]:
-    """Return the most microbatches that are in flight at one time, none if they run one by one.
+    """Return the largest set of microbatches in flight at one time; empty if they run one after the other.
 
     >>> sorted(_together("F0 F1 B0 B1")), sorted(_together("F0 B0 S F1 B1"))
     ([0, 1], [])
@@ -47,7 +47,7 @@ def _together(schedule: str) -> frozenset[int]:
 
 
 def dispatched_by_another(reading: Reading) -> list[Finding]:
-    """Find microbatches whose tokens were delivered as the routing of another one says; none if one of them was not."""
+    """Find wrong microbatches that were delivered by another one's routing; nothing if one of them was not."""
     matching = reading.matching
     found: dict[int, set[tuple[int, ...]]] = {m: set() for m in range(len(reading.batches))}
     for entry in reading.entries:
@@ -69,14 +69,14 @@ def dispatched_by_another(reading: Reading) -> list[Finding]:
 
 
 def made_by_another(sheets: Sheets) -> list[Finding]:
-    """Find microbatches that are laid out as the routing of another one says; none if that leaves a fault unexplained.
+    """Find microbatches whose values follow the routing of another one; nothing if that leaves a fault unexplained.
 
-    That other need not be the same for all of them, but the way of it is.
+    The other microbatch may differ, the way in which the routing was mixed up (see `_ways`) is the same for all.
     """
     wrong: dict[int, dict[int, list[int]]] = {}  # tokens by microbatch and rank
     for row in sheets.wrong_rows():
         wrong.setdefault(row.microbatch, {}).setdefault(row.rank, []).append(row.token)
-    used: dict[int, dict[str, int]] = {m: {} for m in wrong}  # whose routing explains all ranks, by the way of it
+    used: dict[int, dict[str, int]] = {m: {} for m in wrong}  # other microbatch that explains all ranks, by the way
     for m, ranks in wrong.items():
         for other in sheets.expected:
             fitting = [_fitting(sheets, m, rank, other) for rank in ranks] if other != m else [[]]
@@ -99,7 +99,7 @@ def _told(sheets: Sheets, m: int, wrong: Mapping[int, Sequence[int]], words: str
 
 
 def _fitting(sheets: Sheets, m: int, rank: int, other: int) -> list[str]:
-    """List the `_ways` that make a rank's actual values."""
+    """Return the names of the `_ways` that give a rank's actual values."""
     own, others = sheets.reading.batches[m][rank], sheets.reading.batches[other][rank]
     if own.ids_TK.shape != others.ids_TK.shape:
         return []
@@ -107,13 +107,13 @@ def _fitting(sheets: Sheets, m: int, rank: int, other: int) -> list[str]:
     return [
         words
         for words, pairs in _ways(own, others).items()
-        if len({len(of_P) for of_P in pairs}) == 1  # or the routings have not as many pairs
+        if len({len(of_P) for of_P in pairs}) == 1  # or the two routings have different numbers of pairs
         and torch.equal(actual_TD, _laid(sheets, pairs, sheets.units[m][rank]))
     ]
 
 
 def _laid(sheets: Sheets, pairs: _Pairs, unit_TD: Tensor) -> Tensor:
-    """Return the y (or dx) that a rank's pairs would make, (T, D)."""
+    """Return the y (or dx) that a rank's pairs give, (T, D)."""
     gain_E = torch.tensor([tags.gain(e) for e in range(sheets.experts)], dtype=torch.float64)
     factor_P = pairs.weight_P * gain_E[pairs.expert_P]
     rows_PD = factor_P[:, None] * blocks(sheets.experts, unit_TD.shape[1])[pairs.expert_P] * unit_TD[pairs.from_P]
@@ -121,10 +121,10 @@ def _laid(sheets: Sheets, pairs: _Pairs, unit_TD: Tensor) -> Tensor:
 
 
 class _Pairs(NamedTuple):
-    """A rank's pairs by expert, then token, then slot, which is how permutations sort them."""
+    """A rank's routed pairs, sorted by expert, then token, then slot, as permutations sort them."""
 
-    to_P: Tensor  # whose y (or dx) a pair adds to
-    from_P: Tensor  # whose row (or upstream gradient) it is made of
+    to_P: Tensor  # the token to whose y (or dx) a pair is added
+    from_P: Tensor  # the token whose row (or upstream gradient) is its unit
     slot_P: Tensor
     expert_P: Tensor
     weight_P: Tensor
@@ -139,7 +139,7 @@ def _pairs(batch: Batch) -> _Pairs:
 
 
 def _ways(own: Batch, other: Batch) -> Mapping[str, _Pairs]:
-    """Mix a rank's pairs up with those that another microbatch has there, each way in words."""
+    """Return the pairs of a rank mixed up with those of another microbatch on it, by a description of the way."""
     a, b = _pairs(own), _pairs(other)
     weight_aP = other.weights_TK.double()[a.from_P, a.slot_P]
     weight_bP = own.weights_TK.double()[b.from_P, b.slot_P]

@@ -1,4 +1,4 @@
-"""Saying what one wrong row of y or dx holds instead, as a whole if that explains it, else block by block."""
+"""Explanations of one wrong row of y or dx: as a whole if one cause explains it, else block by block."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from moe_conformance.judging.explain.row_identity import column_words
 from moe_conformance.judging.findings import Finding, common_ratio, ratio_words, some
 from moe_conformance.workloads.records import tags
 
-PADDING = "padding"  # the kind of fault that shows wherever rows are out of place
-_PADDED = tags.PADDING_ANSWER / 32  # times the smallest weight, and more than any legal y or dx
+PADDING = "padding"  # a kind of fault that appears wherever rows are in the wrong place
+_PADDED = tags.PADDING_ANSWER / 32  # exceeds any correct y or dx, even times the smallest weight
 
 
 _Held = tuple[str, str]  # the kind of fault, and a phrase
@@ -30,7 +30,7 @@ class _Piece:
     expert: int | None = None  # None: the whole row
 
     def of(self, sheet: Mapping[int, Ranks]) -> Tensor:
-        """Return these columns of this row in one of the sheets."""
+        """Return the columns of this row from one of the sheets."""
         return sheet[self.row.microbatch][self.row.rank][self.row.token, self.columns].double()
 
     @property
@@ -51,9 +51,10 @@ class _Piece:
 
 
 def explain_row(sheets: Sheets, row: WrongRow) -> list[list[Finding]]:
-    """Explain one row: padding, not finite, another token's and zero as a whole, everything else by block.
+    """Return for each fault of a row the findings that may explain it, for `likeliest`.
 
-    Returns for each fault what may explain it, see `diagnosis.likeliest`.
+    Padding, values that are not finite, another token's row and zero are tried for the whole row, everything else
+    by block.
     """
     whole, faults = _Piece(sheets, row, slice(None)), list[list[Finding]]()
     if padded(sheets, row):
@@ -80,7 +81,7 @@ def explain_row(sheets: Sheets, row: WrongRow) -> list[list[Finding]]:
 
 
 def _answered_by_others(whole: _Piece) -> Iterator[tuple[Finding, tuple[int, int]]]:
-    """Yield each block that is zero beside one of an expert that was not selected, with the weight of the first."""
+    """Yield each block that is zero while one of an unselected expert is not, with the weight of the first."""
     sheets, row = whole.sheets, whole.row
     batch = sheets.reading.batches[row.microbatch][row.rank]
     pieces = {e: _Piece(sheets, row, sheets.columns(e), e) for e in row.experts if e < sheets.experts}
@@ -100,7 +101,7 @@ def _answered_by_others(whole: _Piece) -> Iterator[tuple[Finding, tuple[int, int
 
 
 def padded(sheets: Sheets, row: WrongRow) -> bool:
-    """Whether the answer to a padding row reached a row: most of it is larger than anything else can be."""
+    """Return whether the expert output of a padding row reached a row: most of it is larger than any correct value."""
     actual_D = _Piece(sheets, row, slice(None)).actual
     large_D = actual_D.abs() >= _PADDED
     return bool(large_D.sum() * 2 > len(large_D)) and bool(torch.isfinite(actual_D).all())
@@ -113,7 +114,7 @@ def _explain_block(block: _Piece) -> list[Finding]:
 
 
 def block_words(sheets: Sheets, row: WrongRow, expert: int) -> str:
-    """Name the block of an expert in a row: its columns, and whether a slot is routed to the expert."""
+    """Return the name of an expert's block in a row: its columns, and whether a slot is routed to the expert."""
     slots, columns = _slots(sheets, row, expert), sheets.columns(expert)
     if expert == sheets.experts:
         whose = "no expert's"
@@ -130,7 +131,7 @@ def _slots(sheets: Sheets, row: WrongRow, expert: int) -> list[int]:
 
 
 def _held(block: _Piece, slots: Sequence[int]) -> list[_Held]:
-    """List what a block may hold instead of what is expected, likeliest first."""
+    """Return what a block may hold instead of the expected values, likeliest first."""
     noun, expert = block.sheets.noun, block.expert
     if not bool(torch.isfinite(block.actual).all()):
         return [("not finite", "is not finite")]
@@ -152,7 +153,7 @@ def _held(block: _Piece, slots: Sequence[int]) -> list[_Held]:
 
 
 def _unlike(block: _Piece, slots: Sequence[int]) -> _Held:
-    """Tell the numbers of a block for which there is no better word."""
+    """Return the values of a block for which no other explanation was found."""
     if not slots:
         return "not asked for", f"is not zero but {_numbers(block.actual)}"
     bad = (block.actual != block.expected).nonzero().flatten().tolist()
@@ -161,7 +162,7 @@ def _unlike(block: _Piece, slots: Sequence[int]) -> _Held:
 
 
 def _weighted(block: _Piece, slots: Sequence[int]) -> tuple[list[_Held], _Held | None]:
-    """Explain a block that is the token's own, by another weight than that of its slots; else by the bare factor."""
+    """Explain a block that is the token's unit times another weight; if no weight fits, by the bare factor."""
     reading, row, noun, expert = block.sheets.reading, block.row, block.sheets.noun, block.expert
     times = common_ratio(block.actual, block.unit)
     if times is None or expert is None or expert >= block.sheets.experts:
@@ -187,13 +188,13 @@ def _weighted(block: _Piece, slots: Sequence[int]) -> tuple[list[_Held], _Held |
 
 # ---- other tokens ------------------------------------------------------------------------------------------------
 
-_ALIKE = 3  # a likeness to more tokens than this is chance, in blocks of few columns
+_ALIKE = 3  # in blocks of few columns, a match with more tokens than this is chance
 
 _Place = tuple[int, int, int]  # (microbatch, rank, token)
 
 
 def _exchanged(piece: _Piece) -> str | None:
-    """Name the token that holds what is expected here, while its own values are here."""
+    """Return the name of the token that holds the values expected here, while its values are here; else None."""
     sheets = piece.sheets
     swapped = [
         (m, rank, token)
@@ -204,19 +205,19 @@ def _exchanged(piece: _Piece) -> str | None:
 
 
 def _another_tokens(piece: _Piece) -> str | None:
-    """Name the token whose values these are: as a whole, or its unit with this token's own weights."""
+    """Return the name of the token whose values, or whose unit with this token's weights, these are; else None."""
     same = _names(piece.sheets, _alike(piece, piece.sheets.expected, piece.actual))
     if same:
         return f"that of {same}"
     if not bool((piece.expected != 0).any()) or not bool((piece.unit != 0).all()):
         return None
-    own = piece.expected / piece.unit  # weight * gain in every column: few bits, so exact
+    own = piece.expected / piece.unit  # weight * gain in every column, exact since both have few bits
     made = _names(piece.sheets, _alike(piece, piece.sheets.units, piece.actual, own))
     return f"made of the {piece.sheets.unit} of {made}" if made else None
 
 
 def _alike(piece: _Piece, sheet: Mapping[int, Ranks], actual: Tensor, factor: Tensor | float = 1.0) -> list[_Place]:
-    """List the other tokens whose values in a sheet, times the factor, are the actual ones."""
+    """Return the other tokens whose values in a sheet, times the factor, equal the actual ones."""
     if not bool(actual.any()):
         return []
     own = (piece.row.microbatch, piece.row.rank, piece.row.token)

@@ -1,4 +1,4 @@
-"""Saying what a row is made of: whose row, a multiple, a mix of two, a splice, a shift."""
+"""Identification of a wrong row: a multiple of a known row, a mix of two, a splice or a shift."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_CLOSE = 1e-9  # of squares, relative; the rows here are exact, only this arithmetic rounds
+_CLOSE = 1e-9  # relative, of squared values; the rows are exact, only the arithmetic here rounds
 
 
 def likeness(row_D: Tensor, rows_ND: Tensor, names: Sequence[str]) -> str:
-    """Say what `row_D` is in terms of N known rows, in a phrase that fits behind "is" or "holds".
+    """Return a phrase that describes `row_D` in terms of N known rows, to follow "is" or "holds".
 
-    The most telling answer first; the last resort is the most similar row. Meant for failures: it tries all pairs.
+    The most specific description is returned, and the most similar row as the last resort. Called for failures only:
+    it tries all pairs of rows.
 
     >>> known = torch.tensor([[1.0, 2.0, 4.0], [1.0, -3.0, 0.0]])
     >>> likeness(torch.tensor([2.0, -1.0, 4.0]), known, ["a", "b"])
@@ -37,7 +38,7 @@ def likeness(row_D: Tensor, rows_ND: Tensor, names: Sequence[str]) -> str:
 
 
 def column_words(columns: Sequence[int]) -> str:
-    """Name columns, runs of neighbours together.
+    """Return the names of columns, with runs of neighbours joined.
 
     >>> column_words([3]), column_words([3, 4, 5]), column_words([0, 1, 7])
     ('column 3', 'columns 3..5', 'columns 0..1, 7')
@@ -63,7 +64,7 @@ def _multiple(row_D: Tensor, rows_ND: Tensor, names: Sequence[str]) -> str | Non
 
 
 def _mix(row_D: Tensor, rows_ND: Tensor, names: Sequence[str]) -> str | None:
-    """Fit all pairs of rows at once, from their inner products, and check the best."""
+    """Return the combination of two known rows that equals the row; all pairs are fitted by their inner products."""
     gram_NN, inner_N = rows_ND @ rows_ND.T, rows_ND @ row_D
     square_N = gram_NN.diagonal()
     det_NN = square_N[:, None] * square_N - gram_NN.square()
@@ -99,7 +100,7 @@ def _shift(row_D: Tensor, rows_ND: Tensor, names: Sequence[str]) -> str | None:
 
 
 def _splice(row_D: Tensor, rows_ND: Tensor, names: Sequence[str]) -> str | None:
-    """Look for a beginning of one row and an end of another; a row of zeros counts as known."""
+    """Return the two rows whose beginning and end the row is made of; zeros count as a known row."""
     D, names = len(row_D), [*names, "zero"]
     known_ND = torch.cat([rows_ND, torch.zeros_like(rows_ND[:1])])
     same_ND = known_ND == row_D

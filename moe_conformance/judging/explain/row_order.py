@@ -1,4 +1,4 @@
-"""Contributions of experts that reached other tokens than their own, all of them: rows in another order."""
+"""Explanation of expert contributions that all reached other tokens: rows in another order."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from moe_conformance.judging.explain.row import block_words
 from moe_conformance.judging.findings import Finding, some
 from moe_conformance.workloads.records import tags
 
-_LARGEST = 64  # contributions of an expert that are looked for; pairs of them are tried
+_LARGEST = 64  # contributions of an expert that are searched for; all pairs of them are tried
 
-_Key = tuple[float, ...]  # an expert's block of a unit, which several tokens may have
+_Key = tuple[float, ...]  # the values of an expert's block of a unit; several tokens may have the same
 
 
 @dataclass(frozen=True)
 class _Missing:
-    """The contribution of an expert to a token, whose block is wrong."""
+    """The contribution of an expert to a token whose block is wrong."""
 
     row: WrongRow
     key: _Key
@@ -30,11 +30,11 @@ class _Missing:
 
 
 def in_another_order(sheets: Sheets) -> list[Finding]:
-    """Tell of every wrong block whose contribution it holds, if each that is missing is at another token.
+    """Return a finding per wrong block with the contribution that it holds, if every missing one is at another token.
 
-    All with the weights of the tokens that hold them, or all with those of their own. Nothing is told where rows were
-    not delivered as they were sent, where most tokens have the value of another one as a whole, and unless all that is
-    missing is found.
+    The contributions have either all the weights of the tokens that hold them, or all those of the tokens that they are
+    for. Returns nothing where rows were not delivered as they were sent, where most tokens have another token's whole
+    row, and where some missing contribution is not found.
     """
     matching = sheets.reading.matching
     if matching.lost or matching.extra or matching.corrupt:
@@ -71,7 +71,7 @@ def _found(sheets: Sheets, blocks: Mapping[tuple[int, int], Sequence[WrongRow]],
 def _assigned(
     options: Mapping[WrongRow, Sequence[tuple[_Key, ...]]], missing: Sequence[_Missing]
 ) -> dict[WrongRow, tuple[_Key, ...]] | None:
-    """Take one option of each block, those with the fewest first, so that each missing contribution is held once."""
+    """Choose one option per block, fewest options first, so that each missing contribution is used once."""
     left, held = Counter(each.key for each in missing), {}
     for row in sorted(options, key=lambda row: len(options[row])):
         fitting = next((keys for keys in options[row] if Counter(keys) <= left), None)
@@ -83,7 +83,7 @@ def _assigned(
 
 
 def _missing(sheets: Sheets, expert: int, rows: Sequence[WrongRow]) -> Iterator[_Missing]:
-    """List the contributions of an expert to rows in which its block is wrong."""
+    """Yield the contributions of an expert to the rows in which its block is wrong."""
     for row in rows:
         ids_TK = sheets.reading.batches[row.microbatch][row.rank].ids_TK
         for slot in (ids_TK[row.token] == expert).nonzero().flatten().tolist():
@@ -94,7 +94,7 @@ def _missing(sheets: Sheets, expert: int, rows: Sequence[WrongRow]) -> Iterator[
 def _options(
     sheets: Sheets, row: WrongRow, expert: int, missing: Sequence[_Missing], of_holder: bool
 ) -> list[tuple[_Key, ...]]:
-    """List the contributions of which a block may be made, at most two."""
+    """Return the contributions that a block may be made of, at most two per option."""
     actual = _block(sheets.actual, sheets, row, expert)
     if not bool(actual.any()):
         return [()]
