@@ -1,1 +1,1 @@
-"""What the ranks did, made readable for the judges: runs, scripts, ledgers, traffic."""
+"""What the ranks did, in the form that judges read: runs, scripts, ledgers and traffic."""

@@ -1,4 +1,4 @@
-"""Outputs, gradients and process state that must keep their values after they were returned."""
+"""Judges of memory that must keep its values after it was returned: outputs, gradients and process state."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from moe_conformance.workloads.records.runs import ExchangeStep
 def judge_kept_gradients(reading: Reading, tally: Tally) -> None:
     """Decide whether gradients hold the bytes that their backward left, after all other microbatches have run.
 
-    The gradients themselves are judged as they were when their backward returned; this is about a backend that hands
-    out memory which it goes on using.
+    Other judges compare the gradients as they were when their backward returned. This one detects a backend that
+    returns memory which it continues to use.
 
     Raises:
         WrongGradient: some bytes differ.
@@ -36,8 +36,8 @@ def judge_kept_gradients(reading: Reading, tally: Tally) -> None:
 def judge_kept_outputs(reading: Reading, tally: Tally) -> None:
     """Decide whether y and the rows delivered to experts hold their bytes until their own backward has ended.
 
-    A y that no backward follows holds them until the schedule has. Rows are looked at where the suite's experts keep
-    them: those that answer with the very tensor have given it away.
+    A y without a backward holds them until the schedule has ended. Rows are compared where the suite's experts keep
+    them, not where the experts return the tensor that they received.
 
     Raises:
         WrongOutput: some bytes differ.
@@ -69,8 +69,9 @@ def judge_kept_outputs(reading: Reading, tally: Tally) -> None:
 def judge_state(reading: Reading, tally: Tally) -> None:
     """Decide whether the step left the global state of its process as it was.
 
-    Random generators, default dtype, grad mode, deterministic flags and number of threads, until gradients are
-    finished; building may draw. The grad mode also at the end of every call for which it is switched off.
+    Compared are random generators, default dtype, grad mode, deterministic flags and number of threads, from after
+    building, which may draw random numbers, until gradients are finished. The grad mode is also compared at the end of
+    every call for which it is switched off.
 
     Raises:
         ChangedState: something differs after the schedule.

@@ -1,4 +1,4 @@
-"""Computing once: what belongs to a run that does not know it, and the items of an iterator that is costly."""
+"""Caches: results per run, and an iterable that computes its items once."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Run = TypeVar("Run", Reading, Outcome)
 
 
 def once(run: Run, make: Callable[[Run], T]) -> T:
-    """Return `make(run)` of a reading or an outcome, computed at the first call and kept beside its own attributes.
+    """Return `make(run)` of a reading or an outcome, computed at the first call and cached on `run`.
 
-    Many checks read the same run, and what is kept goes with it.
+    Many checks read the same run. The cache is freed together with the run.
     """
     kept, name = vars(run), f"{make.__module__}.{make.__qualname__}"
     if name not in kept:
@@ -24,7 +24,7 @@ def once(run: Run, make: Callable[[Run], T]) -> T:
 
 
 class Kept(Generic[T]):
-    """Iterates over the same items again and again, and computes each of them when it is first asked for.
+    """An iterable over the items of an iterator, each computed when it is first needed and kept for later iterations.
 
     >>> squares = Kept(n * n for n in range(3))
     >>> next(iter(squares)), list(squares), list(squares)
@@ -32,11 +32,11 @@ class Kept(Generic[T]):
     """
 
     def __init__(self, source: Iterator[T]) -> None:
-        """Keep the items of `source`, which nobody else may draw from."""
+        """Keep the items of `source`, which must not be used by anything else."""
         self._source, self._items = source, list[T]()
 
     def __iter__(self) -> Iterator[T]:
-        """Yield what is kept, then what is left."""
+        """Yield the kept items, then the remaining ones."""
         at = 0
         while True:
             if at == len(self._items):

@@ -1,4 +1,4 @@
-"""What a backend claims of itself, which has to be the same on all ranks."""
+"""The claims of a backend, which must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from moe_conformance.contract import Claims
 from moe_conformance.judging.verdict import MalformedClaim
 from moe_conformance.scenarios.outcome import RankOutcome
 
-_OF_A_RANK = ("weights_at", "dtype")  # seen by the adapter in the tokens of its rank, which may have none
+_OF_A_RANK = ("weights_at", "dtype")  # the adapter derives these from the tokens of its rank, which may have none
 
 
 def claims_of(ranks: Sequence[RankOutcome]) -> Claims:
-    """Return what all ranks claim; `weights_at` and `dtype` are those of the first rank, and others may differ.
+    """Return the claims of all ranks; `weights_at` and `dtype` may differ and are those of the first rank.
 
     Raises:
         MalformedClaim: two ranks claim different values of another field.

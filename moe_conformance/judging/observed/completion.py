@@ -1,4 +1,4 @@
-"""Whether a run ended as it should: every rank, every microbatch."""
+"""Judge of whether a run finished: on every rank, with every microbatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a backend drops slots where the requirements leave it the choice, as it claims."""
+"""The rule by which a backend drops slots, as it claims, where the requirements allow several."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from moe_conformance.reference.shared_experts.whole_layer import Drop
 
 @dataclass(frozen=True)
 class DropRule:
-    """The fields of `Claims` that say which slots are dropped, and what the weights of the others are.
+    """The fields of `Claims` that state which slots are dropped, and what the weights of the others are.
 
-    Decided by what is observed: a backend that claims a field and does otherwise fails as one that does not claim it.
+    The claims are verified: a backend that claims a field and does something else fails.
     """
 
     drop_order: Literal["tokens", "choices"] = "tokens"
@@ -32,14 +32,14 @@ class DropRule:
         return cls(**{each.name: getattr(claims, each.name) for each in fields(cls)})
 
     def policy(self, config: Config) -> Policy:
-        """Return which slots come before which."""
+        """Return the order in which slots are kept."""
         if config.capacity.drop_policy == "weights":
             return "weight"
         return "choice" if self.drop_order == "choices" else "position"
 
     def capacities(self, config: Config, tokens: int) -> tuple[int, ...]:
-        """Return the legal capacities of a rank with so many tokens; see `limits.capacities`."""
-        assert config.capacity.factor is not None  # asked only where there is one
+        """Return the legal capacities of a rank with `tokens` tokens; see `limits.capacities`."""
+        assert config.capacity.factor is not None  # callers have a capacity
         sizes, (factor, minimum) = (
             (tokens, config.top_k, config.experts),
             (config.capacity.factor, config.capacity.minimum),
@@ -47,11 +47,11 @@ class DropRule:
         return limits.capacities(*sizes, factor=factor, minimum=minimum, rounding=self.capacity_rounding)
 
     def renormalises(self, config: Config) -> bool:
-        """Whether weights are divided by the sum over the kept slots."""
+        """Return whether weights are divided by their sum over the kept slots."""
         return config.routing.normalise and self.normalised_over == "kept"
 
     def after_drop(self, config: Config) -> Drop:
-        """Return what becomes of ids and weights."""
+        """Return the function that changes ids and weights after a drop."""
         return (
             partial(after_drop, renormalise=True, scale=config.routing.scale)
             if self.renormalises(config)
@@ -59,7 +59,7 @@ class DropRule:
         )
 
     def others(self) -> Iterator[tuple[DropRule, str]]:
-        """Yield the rules that differ in one field, each with the note for a failure that is none by that rule."""
+        """Yield the rules that differ in one field, each with a note for a failure that would be none by that rule."""
         for each in fields(self):
             (other,) = {*_WORDS[each.name]} - {getattr(self, each.name)}
             claims = f"claims {each.name} = {other!r}"

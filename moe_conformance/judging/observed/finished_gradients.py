@@ -1,4 +1,4 @@
-"""What the ranks hold after `finish_gradients`: all of them, or none where that is not offered."""
+"""The gradients that ranks hold after `finish_gradients`, by rank and by step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
 
 def finals_of(reading: Reading) -> list[Mapping[ParameterKey, Grad]]:
-    """Return every rank's finished gradients, by rank.
+    """Return the finished gradients of every rank.
 
     Raises:
         NotOffered: no rank finishes gradients.
-        AbsentGradient: some ranks do and others do not.
+        AbsentGradient: some ranks finish gradients and others do not.
     """
     finals = [rank.grads_final for rank in reading.ranks]
     finished = [final for final in finals if final is not None]
@@ -36,7 +36,7 @@ def finals_of(reading: Reading) -> list[Mapping[ParameterKey, Grad]]:
 
 
 def steps_of(reading: Reading) -> tuple[Reading, ...]:
-    """Return a reading for every step of a run, in which the gradients of parameters are that step's."""
+    """Return a reading for every step of a run, with the parameter gradients of that step."""
     earlier = []
     for ends in zip(*(rank.earlier for rank in reading.ranks), strict=True):
         ranks = tuple(
@@ -48,5 +48,5 @@ def steps_of(reading: Reading) -> tuple[Reading, ...]:
 
 
 def divisor_of(workload: Workload, loss_convention: str) -> int:
-    """Return by what finished gradients are divided: 1 where they are summed, dp * cp where they are averaged."""
+    """Return the divisor of finished gradients: 1 if they are summed, dp * cp if they are averaged."""
     return workload.layout.dp * workload.layout.cp if loss_convention == "mean_over_dp" else 1

@@ -1,4 +1,4 @@
-"""The collectives in the ranks' ledgers: whether they agree and were waited for."""
+"""Judges of the collectives in the ranks' ledgers: whether ranks agree, and whether handles were waited for."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _HAZARDS: dict[str, type[Mismatch]] = {
 
 
 def judge_agreement(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether the ranks of every group made the same calls, and whether what is sent is what is expected.
+    """Decide whether the ranks of every group called the same collectives, with sizes that fit together.
 
-    Ranks that failed are judged by what they had called until then.
+    Ranks that failed are judged by the calls that they made before.
 
     Raises:
         WrongCollectives: the ledgers of two ranks do not fit together.
@@ -45,12 +45,12 @@ def judge_agreement(outcome: Outcome, tally: Tally) -> None:
 def judge_hazards(outcome: Outcome, tally: Tally, *kinds: str) -> None:
     """Decide whether every rank left the buffers and handles of its asynchronous collectives alone until the wait.
 
-    `kinds` are the hazards to look for. Blocking calls are compared too: they cannot break the rule.
+    `kinds` are the hazards to look for. Blocking calls are counted too, although they cannot have a hazard.
 
     Raises:
-        Hazardous: data of a collective was touched before its wait.
+        Hazardous: a buffer of a collective was read or written before its wait.
         AbandonedCollective: a handle was never waited for.
-        RunFailed: none of this, but a rank did not finish.
+        RunFailed: there is no hazard, but a rank did not finish.
         NotOffered: the ledger has no collective of any rank.
     """
     ranks_by_hazard: dict[str, list[int]] = {}
@@ -65,10 +65,10 @@ def judge_hazards(outcome: Outcome, tally: Tally, *kinds: str) -> None:
 
 
 def early_read(reading: Reading, findings: Sequence[Finding]) -> str:
-    """Say that what is wrong was read before it was waited for, where that is known; else "".
+    """Return a note that the wrong values were read before `wait()`, if that is known, else "".
 
-    It was seen in the ledger, or the output of every asynchronous collective is NaN until the wait ("poisoned") and
-    something is not finite.
+    It is known if the ledger recorded the read, or if outputs of asynchronous collectives are NaN until the wait
+    ("poisoned") and a finding is of a value that is not finite.
     """
     touched = [each for rank in reading.ranks for each in rank.hazards if each.kind == "output touched"]
     if touched:
@@ -79,7 +79,7 @@ def early_read(reading: Reading, findings: Sequence[Finding]) -> str:
 
 
 def times(ranks: list[int]) -> str:
-    """Say on which ranks something happened, and how often if more than once on one.
+    """Return the ranks on which something happened, with how often if more than once on one rank.
 
     >>> times([0, 1, 1])
     'on rank 0, 2 times on rank 1'

@@ -1,4 +1,4 @@
-"""What a probe workload must yield, by the oracles: the deliveries, y, dx and dweights of every microbatch and rank."""
+"""Expected results of workloads with the suite's probe experts: deliveries, y, dx and dweights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PerRank = tuple[tuple[Tensor, ...], ...]  # [microbatch][rank]
 
 @dataclass(frozen=True)
 class Expected:
-    """The oracles' answer, float64, [microbatch][rank]. Where weights are applied, and shards, alter none of it."""
+    """The oracles' results in float64, [microbatch][rank]; independent of where weights are applied, and of shards."""
 
     y: PerRank  # (T, D)
     dx: PerRank  # (T, D)
@@ -31,20 +31,20 @@ class Expected:
 
 
 def expect(workload: Workload, parts: Sequence[float]) -> Expected:
-    """Compute what the probe experts yield, all tokens of all ranks and microbatches in one batch of the oracle.
+    """Compute the results with probe experts, with all tokens of all ranks and microbatches as one batch of the oracle.
 
-    `parts` are the shares that the etp shards answer with, (1,) where every shard answers in full.
+    `parts` are the factors of the etp shards' outputs, (1,) where every shard returns the whole output.
 
-    A weight's gradient is a sum over the expert's block. With terms that are multiples of a unit it is exact in
-    the tokens' dtype as long as the summed magnitudes stay below 2^p units (p significant bits); beyond that it is
-    allowed one rounding of those magnitudes per term.
+    A weight's gradient is a sum over the expert's block. Its terms are multiples of a unit, so that it is exact in the
+    tokens' dtype as long as the summed magnitudes stay below 2^p units (p significant bits). Beyond that the allowed
+    error is one rounding of those magnitudes per term.
 
-    Variants of a backend meet the same workloads, and what is to come back is the same: it is computed once.
+    Cached, since all variants of a backend run the same workloads with the same expected results.
     """
     return _expect(Drawn(workload), tuple(parts))
 
 
-@lru_cache(maxsize=96)  # as in `stage_answers`
+@lru_cache(maxsize=96)  # as in `stage_expected`
 def _expect(drawn: Drawn, parts: tuple[float, ...]) -> Expected:
     workload = drawn.workload
     config = workload.config
@@ -82,7 +82,7 @@ def _expect(drawn: Drawn, parts: tuple[float, ...]) -> Expected:
 def expected_pairs(
     workload: Workload, batches: Sequence[Batch], local_experts: Sequence[Sequence[int]]
 ) -> tuple[Pair, ...]:
-    """List the deliveries of one microbatch, given what every rank says that it holds.
+    """Return the expected deliveries of one microbatch, given the experts that every rank reports to hold.
 
     Raises:
         ValueError: an expert that a token is routed to is held by no rank of the token's exchange group.

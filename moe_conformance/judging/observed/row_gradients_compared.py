@@ -1,4 +1,4 @@
-"""Gradients at the rows delivered to experts, compared exactly with the expected values."""
+"""Exact comparison of the gradients at the rows delivered to experts, one result per row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe_conformance.workloads.records import tags
 
 @dataclass(frozen=True)
 class Compared:
-    """The gradient at one row, the match that it belongs to, and what it should be: row n of two tables."""
+    """The comparison of the gradient at one delivered row: row n of `actual_ND` and `expected_ND`."""
 
     match: Match
     wrong: bool
@@ -30,17 +30,17 @@ class Compared:
 
     @property
     def actual_D(self) -> Tensor:
-        """The gradient."""
+        """The gradient of the row."""
         return self.actual_ND[self.n]
 
     @property
     def expected_D(self) -> Tensor:
-        """What it should be."""
+        """The expected gradient of the row."""
         return self.expected_ND[self.n]
 
 
 def compare_out_gradients(reading: Reading) -> list[Compared]:
-    """Compare the gradient at the output for every delivered pair, where there is one."""
+    """Compare the gradient at the experts' output for every delivered pair that has one."""
 
     def expect(matches: Sequence[Match]) -> Tensor:
         return _upstream(reading, matches, [reading.applied_to(match.entry) == "combine" for match in matches])
@@ -49,7 +49,7 @@ def compare_out_gradients(reading: Reading) -> list[Compared]:
 
 
 def compare_rows_gradients(reading: Reading) -> list[Compared]:
-    """Compare the gradient at every delivered row, where there is one and the row is for delivered pairs alone."""
+    """Compare the gradient at every delivered row that has one and belongs to delivered pairs only."""
     config = reading.outcome.workload.config
     block_ED = blocks(config.experts, config.hidden)
     by_row: dict[tuple[int, int, int, int], list[Match]] = defaultdict(list)
@@ -77,7 +77,7 @@ def _compared(
     expect: Callable[[Sequence[Match]], Tensor],
     gradient: Callable[[Handed], Tensor | None],
 ) -> list[Compared]:
-    """Compare all rows at once; matches whose gradient is absent or not asked for are left out."""
+    """Compare all rows at once; matches whose gradient is absent or not required are left out."""
     grads, starts, end = list[Tensor](), dict[tuple[int, int, int], int](), 0
     for call, entry in {_row(match)[:3]: match.entry for match in matches}.items():
         if reading.goes_backward(entry.microbatch) and (grad_RD := gradient(reading.handed(entry))) is not None:
@@ -96,7 +96,7 @@ def _compared(
 
 
 def _upstream(reading: Reading, matches: Sequence[Match], weighted: Sequence[bool]) -> Tensor:
-    """Return the upstream gradients of matches, (N, D), times their weights where they are weighted."""
+    """Return the upstream gradients of matches, (N, D), times their weights where `weighted` is True."""
     upstream_TD, starts = once(reading, _upstream_of_all)
     token_N = torch.tensor([starts[match.entry.microbatch, match.pair.source] + match.pair.token for match in matches])
     weights = [
@@ -107,7 +107,7 @@ def _upstream(reading: Reading, matches: Sequence[Match], weighted: Sequence[boo
 
 
 def _upstream_of_all(reading: Reading) -> tuple[Tensor, dict[Place, int]]:
-    """Stack the upstream gradients of all places, (all T, D), and say where those of each begin."""
+    """Return the upstream gradients of all places as one tensor, (all T, D), and the first row of each place."""
     starts, end = dict[Place, int](), 0
     for m, ranks in enumerate(reading.batches):
         for rank, batch in enumerate(ranks):

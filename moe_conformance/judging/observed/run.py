@@ -1,4 +1,4 @@
-"""An outcome, read once for all judges: what was delivered, decoded and matched with the routing."""
+"""A reading of an outcome for all judges: delivered rows, decoded and matched with the routing."""
 
 from __future__ import annotations
 
@@ -37,43 +37,43 @@ Applied = Literal["input", "expert", "combine"]
 
 
 class Entry(NamedTuple):
-    """One row delivered for one local expert, and what its tag states (see `tags.Decoded`)."""
+    """One row delivered for one local expert, with the decoded tag of the row (see `tags.Decoded`)."""
 
-    rank: int  # whose experts
-    microbatch: int  # that was in the experts
+    rank: int  # the rank of the expert
+    microbatch: int  # the microbatch that the experts were called for
     call: int
     row: int
     slot: int  # column J of the delivery
     expert: int  # global id
     kind: int  # tags.TAG, PADDING or CORRUPT
     source: int
-    of_microbatch: int  # that the row is tagged with
+    of_microbatch: int  # the microbatch in the row's tag
     token: int
     scale: float
     weight: float | None  # delivered with the row
 
     @property
     def place(self) -> str:
-        """Where the row lies, in words."""
+        """The position of the row, as messages write it."""
         call = f" of call {self.call}" if self.call else ""
         return f"row {self.row}{call} delivered to rank {self.rank} for expert {self.expert}"
 
     @property
     def token_name(self) -> str:
-        """Whose token the row is, in words."""
+        """The token that the row's tag names, as messages write it."""
         other = f" of microbatch {self.of_microbatch}" if self.of_microbatch != self.microbatch else ""
         return f"rank {self.source} token {self.token}{other}"
 
 
 class Match(NamedTuple):
-    """A pair that was delivered."""
+    """A routed pair and the entry that delivered it."""
 
     pair: Pair
     entry: Entry
 
 
 class Lost(NamedTuple):
-    """A pair that was not."""
+    """A routed pair that was not delivered."""
 
     microbatch: int
     pair: Pair
@@ -81,51 +81,51 @@ class Lost(NamedTuple):
 
 @dataclass(frozen=True)
 class Matching:
-    """Deliveries asked for and deliveries found."""
+    """Expected deliveries matched with the observed ones."""
 
     matches: tuple[Match, ...]
     lost: tuple[Lost, ...]
-    extra: tuple[Entry, ...]  # tagged rows that no pair asks for
-    corrupt: tuple[Entry, ...]  # rows that are no token's
+    extra: tuple[Entry, ...]  # tagged rows that belong to no routed pair
+    corrupt: tuple[Entry, ...]  # rows of no token
 
     @property
     def wrong_microbatches(self) -> set[int]:
-        """Microbatches in which not exactly what was asked for was found."""
+        """The microbatches in which a pair was not delivered, or a row belongs to no routed pair."""
         return {each.microbatch for each in self.lost} | {each.microbatch for each in self.extra}
 
 
 @dataclass(frozen=True)
 class Reading:
-    """An outcome in which every rank finished. Made by `read`; everything below is computed once."""
+    """An outcome in which every rank finished, made by `read`. The properties are computed once."""
 
     outcome: Outcome
     ranks: tuple[RankOutcome, ...]  # by rank
 
     @property
     def batches(self) -> Sequence[tuple[Batch, ...]]:
-        """The workload's batches, [microbatch][rank]."""
+        """The batches of the workload, [microbatch][rank]."""
         return self.outcome.workload.batches
 
     def seen(self, microbatch: int, rank: int) -> Microbatch:
-        """What a rank saw of a microbatch."""
+        """Return what a rank recorded in a microbatch."""
         return self.ranks[rank].microbatches[microbatch]
 
     def handed(self, entry: Entry) -> Handed:
-        """The call that an entry belongs to."""
+        """Return the call of the experts that an entry belongs to."""
         return self.seen(entry.microbatch, entry.rank).exchange.handed[entry.call]
 
     def goes_backward(self, microbatch: int) -> bool:
-        """Whether the schedule asks for this microbatch's gradients."""
+        """Return whether the schedule has a backward of this microbatch."""
         return self.outcome.workload.goes_backward(microbatch)
 
     @cached_property
     def claims(self) -> Claims:
-        """What the backend claims; see `claims_of`."""
+        """The claims of the backend; see `claims_of`."""
         return claims_of(self.ranks)
 
     @cached_property
     def parts(self) -> tuple[float, ...]:
-        """Every rank's share of the experts' answers: its etp shard's part, 1 where answers are whole."""
+        """The factor of the experts' outputs on every rank: that of its etp shard, 1 where outputs are whole."""
         parts = [1.0] * len(self.ranks)
         for shards in self.outcome.workload.layout.groups()["etp"]:
             for index, rank in enumerate(shards):
@@ -135,18 +135,18 @@ class Reading:
 
     @cached_property
     def expected(self) -> expected.Expected:
-        """The oracles' answer."""
+        """The expected results with probe experts, from the oracles."""
         return expected.expect(self.outcome.workload, self._shards or [1.0])
 
     @cached_property
     def _shards(self) -> list[float]:
-        """The parts of one etp group's shards, none where answers are whole."""
+        """The factors of the shards of one etp group; empty where outputs are whole."""
         shards = self.outcome.workload.layout.groups()["etp"][0]
         return [self.parts[rank] for rank in shards if self.ranks[rank].partial]
 
     @cached_property
     def token_ratios(self) -> dict[str, float]:
-        """Factors that a wrong scale of y, or of a gradient of tokens or weights, is likely to be, likeliest first."""
+        """Factors by which y, or a gradient of tokens or weights, is likely to be wrong, likeliest first."""
         sizes = {**self.outcome.workload.layout.sizes(), "K": self.outcome.workload.config.top_k}
         named: dict[str, float] = {}
         if len(self._shards) > 1:
@@ -158,23 +158,23 @@ class Reading:
 
     @cached_property
     def expert_ratios(self) -> dict[str, float]:
-        """The same for a gradient of the experts, which knows nothing of slots."""
+        """Factors by which a gradient of the experts' parameters is likely to be wrong, likeliest first."""
         sizes = self.outcome.workload.layout.sizes()
         return ratio_names({name: sizes[name] for name in ("ep", "etp", "edp", "dp", "cp", "tp", "pp", "world")})
 
     @cached_property
     def router_ratios(self) -> dict[str, float]:
-        """The same for the gradient of the router, which all ranks of a pipeline stage hold."""
+        """Factors by which the router's gradient, held by all ranks of a stage, is likely to be wrong."""
         sizes = self.outcome.workload.layout.sizes()
         return ratio_names({name: sizes[name] for name in ("dp", "cp", "tp", "ep", "etp", "edp", "pp", "world")})
 
     @cached_property
     def applied(self) -> tuple[tuple[Applied, ...], ...]:
-        """Where every rank's weights are applied, [rank][microbatch].
+        """Where the weights are applied on every rank, [rank][microbatch].
 
-        As the session claims, or the exchange after the microbatch's forward; but "after the expert" leaves two places,
-        and handing weights over is choosing one. Ones select nothing: experts that take weights are given ones where
-        combine weighs.
+        This is what the exchange claims after the microbatch's forward, else what the session claims. If the config has
+        weights "after the expert", they may be applied by the experts or in combine: by the experts if weights other
+        than 1 are delivered to them. Experts that take weights receive ones where combine applies the weights.
         """
         chosen: list[tuple[Applied, ...]] = []
         asked = self.outcome.workload.config.weights_applied
@@ -190,12 +190,12 @@ class Reading:
         return tuple(chosen)
 
     def applied_to(self, entry: Entry) -> Applied:
-        """Where the weight of a row is applied."""
+        """Return where the weight of a row is applied."""
         return self.applied[entry.rank][entry.microbatch]
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """Everything delivered for an expert, padding included; rows for no expert left out."""
+        """All entries, including padding rows for an expert; rows for no expert are left out."""
         return tuple(
             entry
             for rank in self.ranks
@@ -206,7 +206,7 @@ class Reading:
 
     @cached_property
     def pairs(self) -> tuple[tuple[Pair, ...], ...]:
-        """The deliveries asked for, of every microbatch."""
+        """The expected deliveries of every microbatch."""
         held = [rank.local_experts for rank in self.ranks]
         try:
             return tuple(expected.expected_pairs(self.outcome.workload, ranks, held) for ranks in self.batches)
@@ -215,24 +215,24 @@ class Reading:
 
     @cached_property
     def matching(self) -> Matching:
-        """Deliveries asked for held against deliveries found."""
+        """The expected deliveries matched with the observed ones."""
         return _match(self)
 
     def weight(self, microbatch: int, pair: Pair) -> float:
-        """The routing weight of a pair."""
+        """Return the routing weight of a pair."""
         return self.weights[microbatch][pair.source][pair.token][pair.slot]
 
     @cached_property
     def weights(self) -> list[list[list[list[float]]]]:
-        """Routing weights as numbers, [microbatch][rank][token][slot]."""
+        """The routing weights as floats, [microbatch][rank][token][slot]."""
         return [[batch.weights_TK.double().tolist() for batch in ranks] for ranks in self.batches]
 
 
 def read(outcome: Outcome) -> Reading:
-    """Read an outcome for the judges.
+    """Return the reading of an outcome, for the judges.
 
     Raises:
-        NotOffered: its rows cannot say whose they are.
+        NotOffered: the tokens of its rows cannot be identified.
         Raised, Hung, Died: a rank did not finish.
         MalformedClaim: a rank reports counts or shapes that contradict each other.
     """
@@ -243,7 +243,7 @@ def read(outcome: Outcome) -> Reading:
 
 
 def _require_legible(reading: Reading) -> None:
-    """Raise if weights wipe out or turn over the tags of rows that they multiply.
+    """Raise if weights that rows are multiplied with remove or invert the tags of the rows.
 
     Raises:
         NotOffered: a routed token's weight is zero or negative, and is applied at the experts' input.
@@ -256,10 +256,10 @@ def _require_legible(reading: Reading) -> None:
 
 
 def require_finished(outcome: Outcome) -> None:
-    """Raise unless every rank went through the whole run; blame those that failed by themselves, not their victims.
+    """Raise unless every rank finished the run; ranks that only waited for a failed one are not blamed.
 
     Raises:
-        Raised, Hung, Died: a rank did.
+        Raised, Hung, Died: a rank did not finish.
         MalformedClaim: a rank reports counts or shapes that contradict each other.
     """
     unfinished = [rank for rank in outcome.ranks if rank.status != "ok"]
@@ -284,9 +284,9 @@ _KINDS: dict[str, tuple[type[Mismatch], Stage]] = {
 
 
 def place_of(rank: RankOutcome) -> str:
-    """Return what tells a rank's fault from others: the exception and the line that raised it, else the phase.
+    """Return where a rank failed: the exception and the line that raised it, else the phase.
 
-    Where in the phase a hang is seen depends on the moment.
+    Used to distinguish faults. For a hang the position within the phase is left out, as it varies from run to run.
     """
     if rank.status not in ("raised", "malformed"):
         return rank.reached.partition(":")[0]
@@ -298,7 +298,7 @@ _LINE = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 
 
 def _ending(rank: RankOutcome) -> str:
-    """Say how a rank ended and where."""
+    """Return how a rank ended and in which phase, as messages write it."""
     verb = "reported inconsistent counts, shapes or claims" if rank.status == "malformed" else rank.status
     return f"rank {rank.rank} {verb}" + (f" in {rank.reached}" if rank.reached else "")
 
@@ -313,7 +313,7 @@ def _entries(rank: RankOutcome, call: int, handed: Handed) -> list[Entry]:
     entries = []
     slots = [(row, slot, local) for row, ids_J in enumerate(handed.ids_RJ.tolist()) for slot, local in enumerate(ids_J)]
     for row, slot, local in slots:
-        if local < 0:  # nothing
+        if local < 0:  # an empty slot
             continue
         if local >= len(rank.local_experts):
             of = f"local expert {local}, and holds {len(rank.local_experts)} experts"
@@ -330,7 +330,10 @@ _Key = tuple[int, int, int, int, int]  # (microbatch, destination, source, token
 
 
 def _match(reading: Reading) -> Matching:
-    """Pair up by identity. Slots of one token with the same expert are told apart by weight, smallest first."""
+    """Match expected pairs with entries of the same rank, token and expert.
+
+    Slots of one token with the same expert are matched by weight, smallest first.
+    """
     asked: dict[_Key, list[Pair]] = defaultdict(list)
     for microbatch, of_microbatch in enumerate(reading.pairs):
         for pair in of_microbatch:
@@ -361,7 +364,7 @@ def _match(reading: Reading) -> Matching:
 
 
 def _carried(reading: Reading, entry: Entry) -> float:
-    """Return the weight that can be seen at an entry: beside the row, in it, or in the gradient of its answer."""
+    """Return the weight of an entry: delivered beside the row, as its scale, or from the gradient at its output."""
     applied = reading.applied_to(entry)
     if applied == "expert":
         return entry.weight or 0.0
@@ -375,13 +378,13 @@ def _carried(reading: Reading, entry: Entry) -> float:
 
 
 def projection(actual_D: Tensor, unit_D: Tensor) -> float:
-    """Return how often `unit_D` goes into `actual_D`, by least squares; 0 where the unit is zero."""
+    """Return the factor of `unit_D` in `actual_D`, by least squares; 0 where `unit_D` is zero."""
     actual_D, unit_D = torch.nan_to_num(actual_D.double()), unit_D.double()
     return float(actual_D @ unit_D) / (float(unit_D @ unit_D) or 1.0)
 
 
 def tokens_of(reading: Reading, sequence: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[str]]:
-    """Stack per-rank tensors of all microbatches, (all T, ...), and name the token of every row."""
+    """Return the tensors of all microbatches and ranks as one, (all T, ...), and the name of every row's token."""
     names = [
         f"rank {r} token {t}" + (f" of microbatch {m}" if len(reading.batches) > 1 else "")
         for m, ranks in enumerate(sequence)

@@ -1,4 +1,4 @@
-"""Places: whose tokens a result is made of, which ranks share a batch, and which part of a tensor a rank holds."""
+"""Places (microbatch, rank), pipeline stages, and shards of tensors."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from torch import Tensor
 from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.records.workload import Workload
 
-Place = tuple[int, int]  # (microbatch, rank): the tokens that one rank is fed in one microbatch
+Place = tuple[int, int]  # (microbatch, rank): stands for the tokens of one rank in one microbatch
 Shard = tuple[int, int, int] | None  # (dim, index, of), None for the whole
 
 
 def places_of(workload: Workload, ranks: Iterable[int]) -> tuple[Place, ...]:
-    """Return the places of some ranks, microbatch by microbatch."""
+    """Return the places of some ranks, ordered by microbatch."""
     ranks = tuple(ranks)
     return tuple((m, rank) for m in range(len(workload.batches)) for rank in ranks)
 
 
 def backward_places_of(workload: Workload, ranks: Iterable[int]) -> tuple[Place, ...]:
-    """Return those of `places_of` whose microbatch goes backward: only these are in the gradient of a parameter."""
+    """Return the places of some ranks whose microbatches go backward: only these add to parameter gradients."""
     return tuple(place for place in places_of(workload, ranks) if workload.goes_backward(place[0]))
 
 
 def stages(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of every pipeline stage: a stage has a batch and parameters of its own.
+    """Return the ranks of every pipeline stage; a stage has its own batch and parameters.
 
     >>> stages(Layout(4, pp=2))
     ((0, 1), (2, 3))
@@ -34,7 +34,7 @@ def stages(layout: Layout) -> tuple[tuple[int, ...], ...]:
 
 
 def shard_of(full: Tensor, shard: Shard) -> Tensor:
-    """Return the part of a full tensor that a window (dim, index, of) is on, a view.
+    """Return a view of the shard (dim, index, of) of a full tensor.
 
     >>> import torch
     >>> shard_of(torch.arange(6), (0, 1, 3)).tolist()
@@ -48,7 +48,7 @@ def shard_of(full: Tensor, shard: Shard) -> Tensor:
 
 
 def whole(shards: Iterable[Shard]) -> bool:
-    """Whether parts make up the whole: the whole itself, or all indices along one dimension.
+    """Return whether shards make up the whole tensor: the whole itself, or all indices along one dimension.
 
     >>> whole([(0, 0, 2), (0, 1, 2)]), whole([(0, 0, 2), (1, 1, 2)]), whole([None])
     (True, False, True)
@@ -62,15 +62,15 @@ OWN_PART = "only this rank's part is in it, that of its own experts"  # and noth
 
 
 def is_held(layout: Layout, rank: int, ids_TK: Tensor, experts: int) -> Tensor:
-    """Say which slots are of experts that a rank holds, bool (T, K)."""
+    """Return a bool mask (T, K) of the slots whose experts a rank holds."""
     ranks = next(group for group in layout.groups()["ep"] if rank in group)
     return ids_TK.div(experts // layout.ep, rounding_mode="floor") == ranks.index(rank)
 
 
 def other_sums(workload: Workload, rank: int) -> Iterator[tuple[str, tuple[Place, ...]]]:
-    """List what a rank may have summed over instead of all tokens of its pipeline stage, in words and places.
+    """Yield what a rank may have summed over by mistake instead of all tokens of its stage: words and places.
 
-    Every set of places comes once, under its first name. Microbatches that only go forward are in none but one.
+    Every set of places is yielded once, under its first name. Only the last one has microbatches that only go forward.
     """
     layout = workload.layout
     microbatches = [m for m in range(len(workload.batches)) if workload.goes_backward(m)]

@@ -1,4 +1,4 @@
-"""What the ranks answered to a script, read for the judges, and what every script is judged by: refusals, arguments."""
+"""The results of a script's calls on every rank, and the judges of all scripts: refusals and unchanged arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_conformance.judging.verdict import ChangedInput, Mismatch, Raised, Stag
 from moe_conformance.scenarios.outcome import Answer, Outcome
 from moe_conformance.workloads.records.workload import Ref
 
-# What a program raises by mistake. Others may be meant: an index out of range is how many refuse an id.
+# Errors that a program raises by mistake. An IndexError is not one: many libraries refuse an id by it.
 _MISTAKES = (
     *(AttributeError, ImportError, ModuleNotFoundError, NameError),
     *(RecursionError, TypeError, UnboundLocalError, ZeroDivisionError),
@@ -22,7 +22,7 @@ SLIPS = frozenset(f"builtins.{each.__name__}" for each in _MISTAKES)
 
 
 def answers(outcome: Outcome, call: int) -> tuple[Answer, ...]:
-    """Return what every rank answered to a call that may have raised, by rank.
+    """Return the result of a call on every rank; the call may have raised.
 
     Raises:
         Raised, Hung, Died: a rank did not finish.
@@ -32,11 +32,11 @@ def answers(outcome: Outcome, call: int) -> tuple[Answer, ...]:
 
 
 def values(outcome: Outcome, call: int, name: str = "") -> tuple[Any, ...]:
-    """Return one field of what every rank answered to a call, by rank.
+    """Return one field of the result of a call, by rank.
 
     Raises:
         Raised, Hung, Died: a rank did not finish, or its call raised.
-        Mismatch: the answer of a rank has no such data.
+        Mismatch: the result of a rank has no such field.
     """
     found = []
     for rank, answer in enumerate(answers(outcome, call)):
@@ -52,18 +52,18 @@ def values(outcome: Outcome, call: int, name: str = "") -> tuple[Any, ...]:
 def judge_refused(
     outcome: Outcome, call: int, tally: Tally, *, stage: Stage, asked: str, of_a_type: bool = False
 ) -> tuple[str, ...]:
-    """Require that every rank ended a call with a refusal, and return its messages by rank.
+    """Require that a call raised a refusal on every rank, and return the error messages by rank.
 
     Args:
         outcome: Of a script in which the call may raise.
-        call: Its number.
+        call: The number of the call.
         tally: Counts a pair per rank.
-        stage: Where to blame.
+        stage: The stage that a failure names.
         asked: What was wrong with the call, in words that follow "accepted".
         of_a_type: As of `judge_no_slip`.
 
     Raises:
-        Unrefused: some ranks answered.
+        Unrefused: the call returned on some ranks.
         Raised: some raised an internal error; see `judge_no_slip`.
         Hung: some ranks raised, and others wait for them.
     """
@@ -83,15 +83,15 @@ def judge_refused(
 
 
 def judge_no_slip(outcome: Outcome, call: int, *, of_a_type: bool = False) -> None:
-    """Require that what ranks raised in a call are no slips of its own code, such as a name that is not there.
+    """Require that no rank raised an internal error in a call, such as a NameError.
 
     Args:
         outcome: Of a script in which the call may raise.
-        call: Its number.
+        call: The number of the call.
         of_a_type: Whether what was wrong with the call is a type: then a `TypeError` refuses it.
 
     Raises:
-        Raised: a rank raised one.
+        Raised: a rank raised an internal error.
     """
     for rank, answer in enumerate(answers(outcome, call)):
         if answer.error_type in SLIPS and not (of_a_type and answer.error_type == "builtins.TypeError"):
@@ -104,7 +104,7 @@ def judge_no_slip(outcome: Outcome, call: int, *, of_a_type: bool = False) -> No
 def judge_arguments(outcome: Outcome, tally: Tally) -> None:
     """Decide whether all arguments and upstream gradients of a script hold the bytes that were given.
 
-    Those of a call that raised count too.
+    This includes the arguments of calls that raised.
 
     Raises:
         ChangedInput: one of them does not.
@@ -123,7 +123,7 @@ def judge_arguments(outcome: Outcome, tally: Tally) -> None:
 
 
 def _tensors(given: Any) -> int:
-    """Return how many tensors an argument is made of; a `Ref` leads to none that was given."""
+    """Return the number of tensors in an argument; a `Ref` to another result counts 0."""
     if isinstance(given, Tensor):
         return 1
     if is_dataclass(given) and not isinstance(given, Ref):

@@ -1,6 +1,6 @@
-"""What a run with the backend's own parameters must yield, and how far from it a correct one may be.
+"""Expected results, and their bounds, of a run with the backend's own parameters, stage by stage.
 
-A pipeline stage has a batch and parameters of its own, so that the oracles are asked stage by stage.
+A pipeline stage has its own batch and parameters, so the oracles are called once per stage.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
 
 class Solved(Protocol):
-    """What an oracle returns, values or errors of them."""
+    """The results of an oracle: values, or errors of them."""
 
     @property
     def y_TD(self) -> Tensor:
-        """The output (T, D)."""
+        """The output y, (T, D)."""
 
     @property
     def dx_TD(self) -> Tensor:
-        """The gradient of the tokens (T, D)."""
+        """The gradient of the tokens, (T, D)."""
 
     @property
     def parameters(self) -> Mapping[Any, Tensor]:
@@ -47,7 +47,7 @@ _LARGE = 100_000  # elements of all parameters
 
 @dataclass(frozen=True)
 class StageAnswers(ABC, Generic[S]):
-    """An oracle's answer to a workload, and the bounds around it. All computed at first use and kept."""
+    """The oracle's results for a workload, and their bounds. All are computed at first use and kept."""
 
     workload: Workload
     weights_at: WeightsAt
@@ -55,9 +55,9 @@ class StageAnswers(ABC, Generic[S]):
 
     @classmethod
     def told(cls, workload: Workload, weights_at: str, loss_convention: str) -> Self:
-        """Return it for the workload and for what the session says of itself (see `RankOutcome`).
+        """Return the cached results for a workload and for the `weights_at` and `loss_convention` of a session.
 
-        Variants of a backend meet the same workloads, and what is to come back is the same: it is computed once.
+        All variants of a backend run the same workloads with the same expected results.
         """
         place: WeightsAt = "input" if weights_at == "input" else "output"
         elements = sum(each.numel() for each in workload.parameters.values())
@@ -66,8 +66,8 @@ class StageAnswers(ABC, Generic[S]):
 
     @classmethod
     def of(cls, reading: Reading, workload: Workload | None = None) -> Self:
-        """Make it of a reading: of what was run, or of another workload on the same session."""
-        first = reading.ranks[0]  # what a session says of itself is the same on every rank
+        """Return the results for a reading: of its workload, or of another workload with the same session."""
+        first = reading.ranks[0]  # what a session reports is the same on every rank
         return cls.told(workload or reading.outcome.workload, first.weights_at, first.loss_convention)
 
     @cached_property
@@ -77,37 +77,40 @@ class StageAnswers(ABC, Generic[S]):
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        """All places."""
+        """All places of the workload."""
         return places_of(self.workload, range(self.workload.layout.world))
 
     def y(self, place: Place) -> Target:
-        """The output (T, D) at a place."""
+        """Return the expected output at a place, (T, D)."""
         return self._tokens[place][0]
 
     def dx(self, place: Place) -> Target:
-        """The gradient of the tokens (T, D) at a place."""
+        """Return the expected gradient of the tokens at a place, (T, D)."""
         return self._tokens[place][1]
 
     def parameter(self, stage: int, key: ParameterKey) -> Target:
-        """The finished gradient of a whole parameter: over the stage's tokens that go backward, or their mean."""
+        """Return the expected finished gradient of a whole parameter, summed or averaged over the stage's tokens.
+
+        Only microbatches that go backward count.
+        """
         return self._parameters[stage][key]
 
     @abstractmethod
     def _solved(self, places: Sequence[Place]) -> tuple[S, S]:
-        """Return values and errors of the tokens of some places of one stage."""
+        """Return the values and errors for the tokens of some places of one stage."""
 
     def _of_tokens(self, solved: S) -> tuple[Tensor, ...]:
-        """Return what every token has, y and dx first."""
+        """Return the results that have one row per token, y and dx first."""
         return solved.y_TD, solved.dx_TD
 
     @cached_property
     def _results(self) -> tuple[tuple[S, S], ...]:
-        """Values and errors of every stage, of all its tokens."""
+        """The values and errors of every stage, for all its tokens."""
         return tuple(self._solved(places_of(self.workload, ranks)) for ranks in self.stages)
 
     @cached_property
     def _backward_results(self) -> tuple[tuple[S, S], ...]:
-        """The same, of the tokens that go backward."""
+        """The values and errors of every stage, for its tokens that go backward."""
         if all(map(self.workload.goes_backward, range(len(self.workload.batches)))):
             return self._results
         return tuple(self._solved(backward_places_of(self.workload, ranks)) for ranks in self.stages)
@@ -131,7 +134,7 @@ class StageAnswers(ABC, Generic[S]):
         for ranks, (values, errors) in zip(self.stages, self._backward_results, strict=True):
             tokens = sum(self._count(place) for place in backward_places_of(self.workload, ranks))
             targets = dict[ParameterKey, Target]()
-            for keys in _of_one_shape(values.parameters):  # these at once
+            for keys in _of_one_shape(values.parameters):  # all keys of one shape at once
                 value, error = (torch.stack([each.parameters[key] for key in keys]) for each in (values, errors))
                 both = value / self.divisor, self._allowed(error, tokens) / self.divisor
                 targets |= {key: Target(*of_key) for key, *of_key in zip(keys, *both, strict=True)}

@@ -1,6 +1,6 @@
-"""What leaves a rank by its collectives, read from its ledger: rows of width D, and bytes of anything else.
+"""The rows and bytes that a rank sends to other ranks by its collectives, read from its ledger.
 
-A rank's part for itself does not leave it. What is given to be reduced elsewhere does.
+The part that a rank sends to itself does not count. Data that is reduced on another rank counts.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from moe_conformance.scenarios.outcome import RankOutcome
 
 
 def by_phase(rank: RankOutcome) -> Mapping[str, tuple[Entry, ...]]:
-    """Return what a rank that finished called in each phase, "forward:0", "answered:0", "backward:0", ..., "finish".
+    """Return the ledger entries of a finished rank by phase: "forward:0", "answered:0", "backward:0", ..., "finish".
 
-    A forward is dispatch until the experts are asked, and "answered" from then on.
+    The phase "forward" ends when the experts are called, and "answered" begins.
     """
     found: dict[str, tuple[Entry, ...]] = {}
     for (phase, start), (_, end) in pairwise(rank.phases):
@@ -25,49 +25,49 @@ def by_phase(rank: RankOutcome) -> Mapping[str, tuple[Entry, ...]]:
 
 
 def exchange_phases(rank: RankOutcome) -> Iterator[tuple[str, Sequence[Entry]]]:
-    """List all phases but that which finishes gradients, and repetitions."""
+    """Yield all phases with their calls, except the finishing of gradients and repetitions."""
     for phase, calls in by_phase(rank).items():
         if phase.partition(":")[0] not in ("finish", "repetition"):
             yield phase, calls
 
 
 def signature(entry: Entry) -> tuple[object, ...]:
-    """Return what two equal steps have in common of a call: its kind, ranks, splits, shapes and dtype."""
+    """Return the properties of a call that are equal in equal steps: kind, ranks, splits, shapes and dtype."""
     return entry.op, entry.ranks, entry.in_splits, entry.out_splits, entry.shapes_in, entry.shapes_out, entry.dtype
 
 
 def dispatches(rank: RankOutcome) -> Iterator[tuple[str, Sequence[Entry]]]:
-    """List what a rank called in every dispatch, by phase."""
+    """Yield the phase and the calls of every dispatch of a rank."""
     for phase, calls in by_phase(rank).items():
         if phase.partition(":")[0] in ("forward", "dispatch"):
             yield phase, calls
 
 
 def parted(calls: Sequence[Entry], hidden: int) -> tuple[Sequence[Entry], Sequence[Entry]]:
-    """Part the calls of a dispatch at the first that carries rows of width D."""
+    """Split the calls of a dispatch before the first one that carries rows of width D."""
     first = next((n for n, entry in enumerate(calls) if carries_rows(entry, hidden)), len(calls))
     return calls[:first], calls[first:]
 
 
 def carries_rows(entry: Entry, hidden: int) -> bool:
-    """Whether a call carries rows of width D: floating numbers in its last dimension, as counts may be as many."""
+    """Return whether a call carries rows of width D: floating point, with D as its last dimension."""
     shapes = entry.shapes_in or entry.shapes_out
     return "float" in entry.dtype and bool(shapes) and all(len(of) > 1 and of[-1] == hidden for of in shapes)
 
 
 def rows_leaving(entry: Entry, rank: int, hidden: int) -> float:
-    """Count the rows that leave a rank by a call that carries rows of width D; a reduction may share one out."""
+    """Return the number of rows that leave a rank by a call; a fraction where a reduction shares a row out."""
     return _elements_leaving(entry, rank) / hidden
 
 
 def bytes_leaving(entry: Entry, rank: int) -> float:
-    """Count the bytes that leave a rank by a call."""
+    """Return the number of bytes that leave a rank by a call."""
     given = sum(map(math.prod, entry.shapes_in))
     return _elements_leaving(entry, rank) * entry.bytes_in / given if given else 0.0
 
 
 def _elements_leaving(entry: Entry, rank: int) -> float:
-    """Count the elements that a rank gives to others, once for each rank that gets them."""
+    """Return the number of elements that a rank sends to others, counted once per receiving rank."""
     given, W = [math.prod(shape) for shape in entry.shapes_in], len(entry.ranks)
     if not given or W == 1:
         return 0.0
