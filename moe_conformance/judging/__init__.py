@@ -1,1 +1,1 @@
-"""Comparison, diagnosis and verdicts: everything that is decided about an outcome is decided here, on the driver."""
+"""Judging: compares what the ranks did with the oracles, explains differences and raises verdicts, on the driver."""

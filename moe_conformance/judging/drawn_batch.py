@@ -1,6 +1,7 @@
-"""All judgements on one outcome, in the order in which a fault shows first: for batches that were drawn.
+"""All judges of a run, called in order on the outcome of a randomly drawn batch.
 
-The first fault is raised in a type of its own (see `kinds`), with the requirement that it violates.
+The order is that in which faults become visible. The first fault is raised in an exception type of its own (see
+`mismatch_types`), with the requirement that it violates.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ Judge = Callable[[Reading, Tally], None]
 
 
 class Special(NamedTuple):
-    """A requirement on some configurations only, decided together with a general one."""
+    """A requirement that applies to some configurations only, decided together with a general one."""
 
     requirement: str
     applies: Callable[[Config], bool]
-    judge: Judge  # counts what the special requirement made a difference to
+    judge: Judge  # counts the elements in which the special requirement makes a difference
 
 
 class Judgement(NamedTuple):
-    """A judge and the requirement that it decides.
+    """A judge, the general requirement that it decides, and its special requirements.
 
-    A violation is one of the first special requirement that applies: a smallest batch has no groups, no bias, no scale
-    and no normalisation unless the fault needs them.
+    A violation is attributed to the first special requirement that applies to the configuration: the smallest failing
+    batch has no groups, bias, scale or normalisation unless the fault needs them.
     """
 
     requirement: str
@@ -57,7 +58,7 @@ class Judgement(NamedTuple):
     special: tuple[Special, ...] = ()
 
     def violated(self, config: Config) -> str:
-        """Return the requirement that a violation is one of."""
+        """Return the requirement that a violation under this configuration is attributed to."""
         return next((each.requirement for each in self.special if each.applies(config)), self.requirement)
 
 
@@ -99,7 +100,7 @@ ROUTE = (
 
 
 def decided_by(judgements: tuple[Judgement, ...]) -> tuple[str, ...]:
-    """Return all requirements that judgements may decide.
+    """Return the ids of all requirements that the judgements may decide.
 
     >>> decided_by(ROUTE)[:3]
     ('ROUTE-01', 'ROUTE-02', 'ROUTE-03')
@@ -109,7 +110,7 @@ def decided_by(judgements: tuple[Judgement, ...]) -> tuple[str, ...]:
 
 
 def judge_batch(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether an outcome passes every judgement on its kind of run, and note which requirements that decided.
+    """Decide whether an outcome passes all judges of its kind of run, and record which requirements they decided.
 
     Raises:
         Mismatch: the first fault.
@@ -120,7 +121,7 @@ def judge_batch(outcome: Outcome, tally: Tally) -> None:
         with _told(read, "EXCH-09" if probe else None):
             reading = read(outcome)
     except NotOffered:
-        return  # its rows say nothing, those of other examples do
+        return  # the rows of this example cannot be identified, those of other examples can
     judgements = PROBE if probe else ROUTE
     for judgement in judgements:
         # one rank calls no collective, weights that are applied in combine do not travel, loads need not be reported
@@ -145,7 +146,7 @@ def _count(requirement: str, judge: Judge, reading: Reading, tally: Tally) -> No
 
 @contextmanager
 def _told(judge: Callable[..., object], requirement: str | None) -> Iterator[None]:
-    """Let a mismatch be of its own kind, and say which requirement it violates."""
+    """Raise a mismatch of the block in its own type (see `mismatch_types`), with the requirement that it violates."""
     try:
         yield
     except Mismatch as mismatch:

@@ -1,7 +1,6 @@
-"""Words for what went wrong, shared by the exact and the bounded judges.
+"""Findings: faults in words, how they are joined to a message, and the phrases that all judges use.
 
-A judge lists findings, one per fault that it can name; `fail` prints the first and the worst of every kind, counts the
-others and raises.
+A judge makes one finding per fault. `fail` joins the first and the worst of every kind, counts the others and raises.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from moe_conformance.judging.verdict import Mismatch, Stage
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault, in words. Of each kind the first is printed, the others are counted."""
+    """One fault, in words. A message has the first and the worst finding of each kind, and counts the others."""
 
     kind: str
     sentence: str
-    ranks: tuple[int, ...]  # to blame for this one
-    size: float = 0.0  # how far off, in any unit: decides which is the worst of its kind, and nothing else
+    ranks: tuple[int, ...]  # at which the fault is
+    size: float = 0.0  # the size of the error in any unit, only used to choose the worst of a kind
 
 
 def tell(findings: Sequence[Finding]) -> str:
-    """Join the first and the worst finding of every kind and count the rest.
+    """Return a message with the first and the worst finding of every kind, and the number of the others.
 
     >>> lost = [Finding("lost", f"token {t} was not delivered", (0,)) for t in range(3)]
     >>> tell([*lost, Finding("twice", "token 7 was delivered twice", (1,))])
@@ -50,9 +49,9 @@ def _tell_kind(same: Sequence[Finding]) -> str:
 
 
 def likeliest(faults: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Select for every fault, of the findings that would explain it, the one whose kind explains the most faults.
+    """Choose for every fault one of its possible explanations: the one whose kind explains the most faults.
 
-    Between equals the first. One value may match a cause by chance; a cause that all values match is likely.
+    Of equal ones the first is chosen. One value may match a cause by chance; a cause that all values match is likely.
 
     >>> twice, other = Finding("twice", "twice", (0,)), Finding("other", "another's", (0,))
     >>> [found.kind for found in likeliest([[twice, other], [other]])]
@@ -71,13 +70,13 @@ def fail(
     start: str = "",
     note: str = "",
 ) -> NoReturn:
-    """Raise the mismatch that the findings amount to, blaming all their ranks. Around them go `start` and `note`."""
+    """Raise a mismatch whose message is `start`, the findings and `note`, and that blames the ranks of all findings."""
     ranks = tuple(sorted({rank for finding in findings for rank in finding.ranks}))
     raise error(stage, start + tell(findings) + note, ranks=ranks, ratio=ratio)
 
 
 def common_ratio(actual: Tensor, expected: Tensor, tolerance: float = 0.0) -> float | None:
-    """Return the one factor c with actual = c * expected in every element, or None if there is none.
+    """Return the factor c with actual = c * expected in every element, or None if there is none.
 
     `tolerance` is the largest |actual - c * expected| that rounding explains, relative to the largest |c * expected|.
     None also where nothing is expected to differ from zero, where shapes differ and where actual is not finite.
@@ -93,14 +92,14 @@ def common_ratio(actual: Tensor, expected: Tensor, tolerance: float = 0.0) -> fl
     at = int(e.abs().argmax())
     if e[at] == 0 or not bool(torch.isfinite(a).all()):
         return None
-    # With rounding, least squares; without, one element fixes the ratio exactly.
+    # With rounding, the least squares solution; without, the quotient of one element is exact.
     ratio = float(a @ e / (e @ e)) if tolerance else float(a[at] / e[at])
     off = float((a - ratio * e).abs().max())
     return ratio if off <= tolerance * abs(ratio) * float(e[at].abs()) else None
 
 
 def ratio_names(sizes: Mapping[str, float]) -> dict[str, float]:
-    """Return the factors that a wrong scale is likely to be, by name: the given sizes and one over each.
+    """Return factors by which a result is likely to be wrong, by name: each size and one over it.
 
     >>> ratio_names({"ep": 2, "tp": 1})
     {'ep': 2.0, '1/ep': 0.5}
@@ -110,9 +109,9 @@ def ratio_names(sizes: Mapping[str, float]) -> dict[str, float]:
 
 
 def ratio_words(ratio: float, names: Mapping[str, float]) -> str:
-    """Return a ratio in words, with every name whose value it is, in the order of the names.
+    """Return a ratio in words, followed by the names of all factors that have this value.
 
-    It has three decimals, or as many more as tell it from 1.
+    The ratio has three decimals, or more if it would read as 1.
 
     >>> ratio_words(2.0, {"ep": 2.0, "tp": 2.0, "K": 3.0}), ratio_words(0.0, {}), ratio_words(0.3, {})
     ('2.000 x the expected value: ep or tp', 'zero', '0.300 x the expected value')
@@ -128,7 +127,7 @@ def ratio_words(ratio: float, names: Mapping[str, float]) -> str:
 
 
 def apart(actual: float, expected: float) -> tuple[str, str]:
-    """Write two numbers in as few digits as tell them apart.
+    """Return two numbers as text, with as few digits as make them differ.
 
     >>> apart(1.5, 2.0), apart(1.0000001, 1.0)
     (('1.5', '2'), ('1.0000001', '1'))
@@ -141,7 +140,7 @@ def apart(actual: float, expected: float) -> tuple[str, str]:
 
 
 def unequal(actual_TD: Tensor, expected_TD: Tensor) -> str:
-    """Return in words how a (T, D) tensor differs from the expected one: in shape, or at which tokens and by what.
+    """Return a phrase about how a (T, D) tensor differs from the expected one: its shape, or tokens and values.
 
     >>> unequal(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 2.0], [3.0, 5.0]]))
     'is wrong at token 1: 4 instead of 5 in column 1'
@@ -157,7 +156,7 @@ def unequal(actual_TD: Tensor, expected_TD: Tensor) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number and a noun, in the plural where needed.
+    """Return a number and a noun, in the plural if needed.
 
     >>> count(1, "row"), count(2, "row")
     ('1 row', '2 rows')
@@ -166,7 +165,7 @@ def count(number: int, noun: str) -> str:
 
 
 def some(items: Iterable[object], limit: int = 3) -> str:
-    """List the first few items and count the rest.
+    """Return the first few items as text, and the number of the others.
 
     >>> some([1, 2, 3, 4, 5])
     '1, 2, 3 and 2 more'
@@ -183,16 +182,16 @@ def ratio_findings(
     names: Mapping[str, float],
     tolerance: float = 0.0,
 ) -> tuple[list[Finding], float | None]:
-    """Look for one factor between actual and expected: of all ranks together, else of each rank by itself.
+    """Find one factor between actual and expected, of all ranks together or else of single ranks.
 
     Args:
         what: the name of the result in the sentence, such as "y" or "the gradients of the weights".
-        by_rank: of every rank, actual and expected, of equal shapes.
+        by_rank: the actual and expected tensor of every rank, of equal shapes.
         names: see `ratio_words`.
         tolerance: see `common_ratio`.
 
-    Returns the findings and, if it is one for all ranks, the ratio. A rank that is right, or wrong in another way,
-    is not found.
+    Returns the findings and, if one ratio holds for all ranks, that ratio. There is no finding for a rank that is
+    right, or wrong in another way.
     """
     sides = by_rank.values()
     ratio = None

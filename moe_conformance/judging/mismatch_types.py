@@ -1,7 +1,8 @@
-"""Kinds of fault as exception types: Hypothesis follows one type, and so one fault, to its smallest batch.
+"""Exception types per fault, by which Hypothesis shrinks one fault at a time.
 
-A class of `verdict` names what is wrong, and several judges raise the same class. Two wrong gradients are two faults
-all the same, and so are exceptions that ranks raised in different lines.
+Hypothesis follows one exception type to its smallest batch. A class of `verdict` names what is wrong, and several
+judges raise the same class; but two different wrong gradients are two faults, and so are exceptions that ranks raised
+in different lines.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from moe_conformance.judging.verdict import Mismatch
 
 
 def of_its_own_kind(mismatch: Mismatch, judge: str) -> Mismatch:
-    """Return the mismatch in the type that only this judge raises, and only for faults of the same place.
+    """Return the mismatch in a subclass of its type that stands for this judge and this place of failure.
 
-    Its class is a subclass of the mismatch's, of the same name, and the same one for the same fault.
+    The subclass has the name of its base class, and is the same one for the same fault.
     """
     kind = _kind(type(mismatch), judge, mismatch.place)  # type: ignore[arg-type]  # mypy takes no class for hashable
     own = kind(mismatch.stage, mismatch.sentence, ranks=mismatch.ranks, ratio=mismatch.ratio)
