@@ -1,1 +1,1 @@
-"""Judges of two runs that must give the same."""
+"""Judges of two runs that must give the same results."""

@@ -1,4 +1,4 @@
-"""The rows delivered to the experts of an equivalent run, compared byte by byte with those of the original run."""
+"""Byte-by-byte comparison of the rows that the experts of a run and of an equivalent run receive."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from moe_conformance.workloads.twins import Twin
 def judge_same_deliveries(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:
     """Decide whether the experts of an equivalent run receive the original's rows, in the same places and order.
 
-    Only rows for some expert are compared, and their weights only where the equivalent run has the original's. Every
-    microbatch of the equivalent run is fed one of the original, whole.
+    Only rows for an expert are compared, and their weights only where the equivalent run has those of the original.
+    Every microbatch of the equivalent run has all tokens of one microbatch of the original.
 
     Raises:
         WrongDelivery: a row, its experts, its weights or a count differ.
@@ -46,7 +46,7 @@ def judge_same_deliveries(original: Reading, twin: Twin, other: Reading, tally: 
 
 
 def _differences(now: Handed, was: Handed, weighed: bool) -> Iterator[tuple[str, str]]:
-    """Yield what differs, and how."""
+    """Yield the name of each difference, and a description of it."""
     if not same_bytes(now.ids_RJ, was.ids_RJ):
         yield "experts of the rows", f"are {_some(now.ids_RJ)} instead of {_some(was.ids_RJ)} in the original run"
         return

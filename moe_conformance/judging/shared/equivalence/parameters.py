@@ -1,4 +1,4 @@
-"""The finished gradients of the experts of a run and of an equivalent run, compared whole, parameter by parameter."""
+"""Comparison of the experts' finished gradients of a run and of an equivalent run, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _Whole = dict[tuple[int, Key], Tensor]  # by pipeline stage and parameter
 
 
 def judge_same_parameters(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:
-    """Decide whether every expert has the gradient that it has in the original, in every step of the equivalent run.
+    """Decide whether the experts' gradients equal those of the original in every step of the equivalent run.
 
-    To the bit where the equivalent run requires it, on every rank, before finishing too; else put together from their
-    shards, within
-    the rounding errors of both. A backend that finishes no gradients has none of those.
+    They are equal to the bit, on every rank and also before finishing, where the equivalent run requires it. Otherwise
+    the gradients, put together from their shards, agree within the rounding errors of both runs. For a backend that
+    finishes no gradients there are no finished ones to compare.
 
     Raises:
         Uncovered: the ranks do not hold some gradient whole.
         AbsentGradient: the equivalent run finishes no gradients, and the original did.
-        WrongGradient: an element differs; to the bit, also a gradient that is there in one run only.
+        WrongGradient: an element differs; or a gradient that has to be equal to the bit is present in one run only.
     """
     if "parameters" in twin.workload.twist.unasked:
         _require_absent(twin, other, tally)
@@ -43,7 +43,7 @@ def judge_same_parameters(original: Reading, twin: Twin, other: Reading, tally: 
 
 
 def _require_same(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:
-    """Raise unless every rank holds the same gradients, before and after finishing; 0 and -0 are the same."""
+    """Raise unless every rank holds the same gradients before and after finishing; 0 and -0 are equal."""
     findings = []
     steps = steps_of(other)
     for n, step in enumerate(steps):
@@ -66,9 +66,10 @@ _Grads = Mapping[ParameterKey, Grad]
 
 
 def _compared(before: RankOutcome, now: RankOutcome, *, first: bool) -> Iterator[tuple[str, _Grads, _Grads]]:
-    """Yield what is to be the same: what a step ends with, and what it has before that.
+    """Yield the gradients that must be equal: those at the end of a step, and those before finishing.
 
-    From the second step on the latter is free where gradients are finished: a backend may reduce in the backward then.
+    From the second step on those before finishing may differ if gradients are finished: a backend may then reduce in
+    the backward.
     """
     if first or before.grads_final is None:
         yield "before", before.grads_local, now.grads_local
@@ -80,7 +81,7 @@ def _elements(grad: Grad) -> int:
 
 
 def _said(now: Grad | None, was: Grad | None) -> str:
-    """Say how a gradient differs from what it was; nothing if it does not."""
+    """Return how a gradient differs from that of the original, "" if it does not."""
     if now is None or was is None or (now.value is None) != (was.value is None):
         absent = now is None or now.value is None
         return "is missing; it exists in the original run" if absent else "exists; it is missing in the original run"
@@ -95,7 +96,7 @@ def _said(now: Grad | None, was: Grad | None) -> str:
 
 
 def _require_near(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:
-    """Raise unless every gradient, put together from its shards, is near to what it was."""
+    """Raise unless every gradient, put together from its shards, is within the bounds of both runs."""
     try:
         before = assembled(original)
     except NotOffered:
@@ -106,7 +107,9 @@ def _require_near(original: Reading, twin: Twin, other: Reading, tally: Tally) -
         number = int(twin.numbers_E[expert])
         actual = now[stage, (name, number)]
         allowed = torch.zeros_like(was, dtype=torch.float64)
-        if actual.shape != was.shape or bool((actual != was).any()):  # bounds cost more than all the rest
+        if actual.shape != was.shape or bool(
+            (actual != was).any()
+        ):  # computing bounds costs more than everything else here
             allowed = allowed_of(original, stage, (name, expert)) + allowed_of(other, stage, (name, number))
         there = f" (expert {number} in this run)" if number != expert else ""
         sentence = f"the gradient of {name} of expert {expert}{there} differs from the original run"
@@ -118,13 +121,13 @@ def _require_near(original: Reading, twin: Twin, other: Reading, tally: Tally) -
 def far_off(
     reading: Reading, stage: int, compared: tuple[Tensor, Tensor, Tensor], sentence: str, tally: Tally
 ) -> list[Finding]:
-    """Count the elements of a whole gradient that is what is expected, within what is allowed; else say so.
+    """Return a finding if a whole gradient is out of its bounds, else count its elements.
 
     Args:
-        reading: Whose ranks hold it, those of the pipeline stage.
-        stage: Its number.
-        compared: The gradient, what is expected of it, and by how much it may be off, all of one shape.
-        sentence: What is wrong if it is off; by how much is added.
+        reading: The run; the ranks of its pipeline stage hold the gradient.
+        stage: The number of the pipeline stage.
+        compared: The gradient, the expected gradient and the allowed error, all of one shape.
+        sentence: The start of the message; the worst element is added.
         tally: Counts elements.
     """
     worst = compare(*compared, tally)
@@ -135,7 +138,7 @@ def far_off(
 
 
 def assembled_again(twin: Twin, other: Reading) -> _Whole:
-    """Return `assembled` of an equivalent run, or of a step of it, whose original has such gradients.
+    """Return `assembled` of an equivalent run, or of one of its steps, if the original has finished gradients.
 
     Raises:
         AbsentGradient: the equivalent run finishes none.
@@ -149,7 +152,7 @@ def assembled_again(twin: Twin, other: Reading) -> _Whole:
 
 
 def _require_absent(twin: Twin, other: Reading, tally: Tally) -> None:
-    """Raise if some parameter has a gradient; zeros are none where there was a buffer before it was frozen."""
+    """Raise if a parameter has a gradient; zeros are allowed if it had a buffer before it was frozen."""
     findings = []
     for rank in other.ranks:
         for when, grads in (("before", rank.grads_local), ("after", rank.grads_final or {})):
@@ -165,21 +168,21 @@ def _require_absent(twin: Twin, other: Reading, tally: Tally) -> None:
 
 
 def _unasked(grad: Grad, buffered: bool) -> str:
-    """Say what is there of a gradient that nobody asked for; nothing if it is absent."""
+    """Return what is wrong with a gradient of a parameter that requires none, "" if it is absent."""
     if grad.value is None:
         return ""
     if bool(grad.value.any()):
         return "a gradient instead of None"
-    # a gradient of zeros counts where there was none when it was frozen: optimisers decay what has one
+    # zeros are wrong where there was no gradient before freezing: optimisers decay parameters that have one
     return "" if buffered else "a gradient of zeros instead of None, and had none when it was frozen,"
 
 
 def assembled(reading: Reading) -> _Whole:
-    """Return every finished gradient whole, float64, summed over the ranks and not averaged; zeros where it is None.
+    """Return every finished gradient as a whole tensor, float64, summed over the ranks; zeros where it is None.
 
     Raises:
         NotOffered: the backend finishes no gradients.
-        Uncovered: some part of one is held by no rank.
+        Uncovered: a part of a gradient is held by no rank.
     """
     finals, workload = finals_of(reading), reading.outcome.workload
     divisor = expected_of(reading).divisor
@@ -211,6 +214,6 @@ def _joined(full: Tensor, parts: dict[Shard, Tensor | None]) -> Tensor:
 
 
 def allowed_of(reading: Reading, stage: int, key: Key) -> Tensor:
-    """Return by how much rounding may change a gradient that `assembled` returns."""
+    """Return the allowed error of a gradient that `assembled` returns."""
     expected = expected_of(reading)
     return expected.parameter(stage, key).allowed * expected.divisor

@@ -1,4 +1,4 @@
-"""Equivalent runs that a backend may refuse with an error on every rank: strided inputs, a backward with a graph."""
+"""Judges of equivalent runs that a backend may refuse on every rank: strided inputs, a backward with a graph."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from moe_conformance.scenarios.outcome import RankOutcome
 
 
 def judge_strided(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide `judge_alike` of equivalent runs whose inputs have other strides; to refuse them is legal too.
+    """Decide `judge_alike` of equivalent runs whose inputs have other strides, or whether all ranks refuse them.
 
-    The rows that the experts receive are the same to the bit. An error counts as a refusal if every rank raised it in
+    The rows that the experts receive are equal to the bit. An error counts as a refusal if every rank raised it in
     the first forward, before any collective of that forward.
     """
     present = those_that_ran([_or_refused(each) for each in ran])
@@ -26,12 +26,12 @@ def judge_strided(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
 
 
 def judge_with_a_graph(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide `judge_alike` of equivalent runs whose backward keeps its graph; an error on every rank is legal too."""
+    """Decide `judge_alike` of equivalent runs whose backward keeps its graph, or whether all ranks refuse it."""
     judge_alike(reading, [_or_raised_backward(each) for each in ran], tally)
 
 
 def _or_raised_backward(ran: Ran) -> Ran:
-    """Return an equivalent run whose backward every rank ended with an error as one that was not run."""
+    """Return an equivalent run as not run if every rank raised an error in its backward."""
     ranks = () if ran.outcome is None else ran.outcome.ranks
     if not ranks or not all(rank.status == "raised" and rank.reached.startswith("backward:") for rank in ranks):
         return ran
@@ -39,10 +39,10 @@ def _or_raised_backward(ran: Ran) -> Ran:
 
 
 def _or_refused(ran: Ran) -> Ran:
-    """Return an equivalent run that every rank refused with an error at once as one that was not run.
+    """Return an equivalent run as not run if every rank refused it in its first forward.
 
     Raises:
-        Raised: some ranks did, and others had begun: they wait.
+        Raised: some ranks refused, and others had begun and wait for them.
     """
     if ran.outcome is None:
         return ran

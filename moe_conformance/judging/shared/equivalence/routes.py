@@ -1,4 +1,4 @@
-"""The experts and weights that a router gives a token, compared between a run and an equivalent run."""
+"""Comparison of the experts and weights that a router selects in a run and in an equivalent run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from moe_conformance.workloads.twins import picked
 
 
 class Routes(NamedTuple):
-    """What was decided for some tokens, by ascending expert, and how near to the oracle's it has to be."""
+    """The selected experts and weights of some tokens, by ascending expert, and their bounds."""
 
     ids_TK: Tensor
     weights_TK: Tensor
@@ -34,15 +34,15 @@ class Routes(NamedTuple):
 
 
 def judge_same_routes(reading: Reading, ran: Sequence[Ran], tally: Tally, *, to_the_bit: bool) -> None:
-    """Decide whether every token of an equivalent run is routed as in the original, whatever the order of slots.
+    """Decide whether every token of an equivalent run has the experts and weights of the original, in any slot order.
 
-    To the bit, ties included; or as rounding has it: where scores are nearer to each other than that, both choices are
-    legal, and weights may differ by the errors of both runs.
+    With `to_the_bit` they are equal to the bit, ties included. Otherwise within rounding: where scores differ by less
+    than that, both choices are legal, and weights may differ by the errors of both runs.
 
     Raises:
         NotOffered: none of the equivalent runs was run.
         WrongForm, WrongSelection: other experts were selected.
-        WrongWeight: they weigh something else.
+        WrongWeight: the same experts have other weights.
     """
     world = range(len(reading.ranks))
     before = [[_routes(reading, (m, rank)) for rank in world] for m in range(len(reading.batches))]
@@ -63,7 +63,9 @@ def judge_same_routes(reading: Reading, ran: Sequence[Ran], tally: Tally, *, to_
 
 
 def judge_repeated_routes(ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide whether all runs but the first have its bits: ids slot by slot, weights, gradients of tokens and router.
+    """Decide whether all runs but the first equal the first one to the bit: ids by slot, weights and gradients.
+
+    The gradients are those of the tokens and of the router.
 
     Raises:
         NotOffered: the first was not run, or none of the others.
@@ -74,7 +76,7 @@ def judge_repeated_routes(ran: Sequence[Ran], tally: Tally) -> None:
 
 
 def judge_same_bits(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide whether equivalent runs have the bits of the original: ids slot by slot, weights and gradients.
+    """Decide whether equivalent runs equal the original to the bit: ids slot by slot, weights and gradients.
 
     Raises:
         NotOffered: none of the equivalent runs was run.
@@ -89,12 +91,12 @@ def judge_same_bits(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
 
 
 def judge_recomputed(ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide whether a run with recomputation has the bits of the first, which has none: routes and all gradients.
+    """Decide whether a run with recomputation equals the first, which has none, to the bit: routes and all gradients.
 
-    Outputs too, where there are experts.
+    Outputs are compared too if there are experts.
 
     Raises:
-        NotOffered: the first was not run, or not the other.
+        NotOffered: the first or the other was not run.
         As `judge_repeated_routes` and `judge_alike`.
     """
     original, others = _first_of(ran)
@@ -105,7 +107,7 @@ def judge_recomputed(ran: Sequence[Ran], tally: Tally) -> None:
 
 
 def judge_choices_behind_draws(ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide `judge_same_choices` of all runs but the first held against it in place of the original.
+    """Decide `judge_same_choices` of all runs but the first, compared with the first instead of the original.
 
     Raises:
         NotOffered: the first was not run, or none of the others.
@@ -115,10 +117,10 @@ def judge_choices_behind_draws(ran: Sequence[Ran], tally: Tally) -> None:
 
 
 def _first_of(ran: Sequence[Ran]) -> tuple[Reading, list[Ran]]:
-    """Return the first run, that the others are held against, and the others.
+    """Return the first run, with which the others are compared, and the others.
 
     Raises:
-        NotOffered: it was not run.
+        NotOffered: the first was not run.
     """
     first, *others = ran
     if first.outcome is None:
@@ -127,7 +129,7 @@ def _first_of(ran: Sequence[Ran]) -> tuple[Reading, list[Ran]]:
 
 
 def judge_same_choices(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide whether every token of an equivalent run has the same experts as in the original, whatever their weights.
+    """Decide whether every token has the same experts as in the original, whatever their weights.
 
     Raises:
         NotOffered: none of the equivalent runs was run.
@@ -150,13 +152,13 @@ def _routes(reading: Reading, place: Place) -> Routes:
     expected = expected_of(reading)
     ids_TK, order_TK = expected.ids[place].sort(dim=1)
     weights_TK = reading.seen(*place).router.weights_TK
-    assert weights_TK is not None  # as ids are there, which `expected_of` asks for
+    assert weights_TK is not None  # present, since ids are, which `expected_of` requires
     allowed_TK = expected.weights(place).allowed.gather(1, order_TK)
     return Routes(ids_TK, weights_TK.gather(1, order_TK), allowed_TK, expected.legal(place))
 
 
 def _columns(routes: Sequence[Sequence[Routes]]) -> list[list[list[Tensor]]]:
-    """Return each field [microbatch][rank]."""
+    """Return for each field of `Routes` its tensors by [microbatch][rank]."""
     return [[[each[field] for each in ranks] for ranks in routes] for field in range(len(Routes._fields))]
 
 
@@ -173,7 +175,7 @@ def _selected(rank: int, t: int, now_TK: Tensor, was_TK: Tensor) -> str:
 
 
 def _other_slots(original: Reading, other: Reading) -> Iterator[Finding]:
-    """Yield tokens whose experts, the same ones, fill other slots."""
+    """Yield findings for tokens whose experts are the same, in other slots."""
     was = expected_of(original).ids
     for (m, rank), now_TK in expected_of(other).ids.items():
         for t in (now_TK != was[m, rank]).any(1).nonzero().flatten().tolist():
@@ -185,7 +187,7 @@ def _other_slots(original: Reading, other: Reading) -> Iterator[Finding]:
 
 
 def _other_weights(now: Routes, was: Routes, rank: int, to_the_bit: bool, tally: Tally) -> Iterator[Finding]:
-    """Yield tokens that selected the same experts, with other weights; the tally has by how much they differ."""
+    """Yield findings for tokens that selected the same experts with other weights; the tally records the errors."""
     off_TK = (now.weights_TK.double() - was.weights_TK.double()).abs()
     allowed_TK = (now.allowed_TK + was.allowed_TK) * (not to_the_bit)
     same_TK = (now.ids_TK == was.ids_TK).all(1, keepdim=True).expand_as(off_TK)

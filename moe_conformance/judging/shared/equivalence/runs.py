@@ -1,4 +1,4 @@
-"""A run compared with equivalent runs: what the spec requires to be the same is compared, differences by token."""
+"""Comparison of a run with equivalent runs: results that the spec requires to be equal, differences by token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from moe_conformance.workloads.twins import Rows, Twin, picked
 
 @dataclass(frozen=True)
 class Ran:
-    """An equivalent run and what its run brought back, or why there is nothing."""
+    """An equivalent run and its outcome, or the reason why it was not run."""
 
     twin: Twin
     outcome: Outcome | None
@@ -42,18 +42,18 @@ class Ran:
 
 
 class RunTwins(Protocol):
-    """What a check asks for its equivalent runs."""
+    """Runs equivalent runs for a check."""
 
     @property
     def variants(self) -> Sequence[str]:
         """All variants of the backend."""
 
     def __call__(self, twins: Sequence[Twin]) -> list[Ran]:
-        """Run equivalent runs on the ranks that the original ran on, one after the other."""
+        """Run equivalent runs on the ranks of the original, one after the other."""
 
 
 class Sides(NamedTuple):
-    """A run, an equivalent run of it, and the equivalent run's run."""
+    """A run, an equivalent run of it, and the reading of the equivalent run."""
 
     original: Reading
     twin: Twin
@@ -61,16 +61,16 @@ class Sides(NamedTuple):
 
 
 def judge_alike(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide whether every equivalent run gives the same y, dx, dweights and finished gradients of parameters.
+    """Decide whether every equivalent run gives the same y, dx, dweights and finished parameter gradients.
 
-    Every byte where the equivalent run requires it; else every value with the suite's experts, which are exact, and
-    with the backend's own every element within the rounding errors of both runs. What the run left alone, the
-    equivalent run leaves alone: inputs and the state of the process, and in the same order of microbatches outputs and
-    gradients too.
+    Equal are every byte where the equivalent run requires it, else every value with the suite's experts, which are
+    exact; with the backend's own experts every element agrees within the rounding errors of both runs. Inputs and
+    process state that the original did not change are not changed by the equivalent run; nor are outputs and gradients,
+    if the order of microbatches is the same.
 
     Raises:
         NotOffered: the backend ran none of the equivalent runs.
-        ChangedInput: something was written over that the run left alone.
+        ChangedInput: something was overwritten that the original did not change.
         WrongForm, WrongDelivery, WrongOutput, AbsentGradient, WrongGradient: something differs.
         Raised, Hung, Died, RunFailed: the equivalent run did not finish, or was refused what the run was built with.
     """
@@ -86,7 +86,7 @@ def judge_alike(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
 
 
 def judge_repeated(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide `judge_alike` of the first equivalent run, and of all others compared with the first, not the original.
+    """Decide `judge_alike` of the first equivalent run, and of all others compared with the first.
 
     Raises:
         NotOffered: the first was not run, or none of the others.
@@ -99,6 +99,8 @@ def judge_repeated(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
 
 def judge_recomputed_steps(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
     """Decide `judge_alike` of the second equivalent run compared with the first, and of all further ones.
+
+    The further ones are compared with the original.
 
     Raises:
         NotOffered: the first was not run, and there are no further ones.
@@ -114,7 +116,7 @@ def judge_recomputed_steps(reading: Reading, ran: Sequence[Ran], tally: Tally) -
 
 
 def judge_same_answers(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide whether y alone is, token by token, what it was within the rounding errors of both runs.
+    """Decide whether y of every token agrees with the original within the rounding errors of both runs.
 
     Raises:
         NotOffered: the backend ran none of the equivalent runs.
@@ -126,7 +128,7 @@ def judge_same_answers(reading: Reading, ran: Sequence[Ran], tally: Tally) -> No
 
 
 def judge_same_gradients(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide whether dx and the finished gradients of parameters are, to the bit, what they were; y is not looked at.
+    """Decide whether dx and the finished parameter gradients equal those of the original to the bit; y may differ.
 
     Raises:
         NotOffered: the backend ran none of the equivalent runs.
@@ -143,7 +145,7 @@ def those_that_ran(ran: Sequence[Ran]) -> list[Ran]:
     """Return the equivalent runs that have an outcome.
 
     Raises:
-        NotOffered: none has.
+        NotOffered: no equivalent run has an outcome.
     """
     present = [each for each in ran if each.outcome is not None]
     if not present:
@@ -154,7 +156,7 @@ def those_that_ran(ran: Sequence[Ran]) -> list[Ran]:
 
 
 def judge_scaled(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide `judge_alike` of runs with other weights; weights applied before the experts have no such requirement.
+    """Decide `judge_alike` of runs with other weights, unless weights are applied before the experts.
 
     Raises:
         NotOffered: the backend applies weights at the experts' input.
@@ -165,7 +167,7 @@ def judge_scaled(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
 
 
 def judge_across(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide `judge_alike` of equivalent runs through other exchanges that apply weights at the same place.
+    """Decide `judge_alike` of runs through other exchanges that apply weights at the same place.
 
     Raises:
         NotOffered: there is no such exchange.
@@ -184,7 +186,7 @@ def judge_across(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
 
 
 def read_twin(ran: Ran) -> Reading:
-    """Read an equivalent run's outcome; a failure is told with how the equivalent run differs."""
+    """Return the reading of an equivalent run; the message of a failure states how that run differs."""
     assert ran.outcome is not None
     try:
         return read(ran.outcome)
@@ -198,9 +200,9 @@ def read_twin(ran: Ran) -> Reading:
 
 
 def _require_left_alone(sides: Sides) -> None:
-    """Raise if the equivalent run changed what the original left alone everywhere.
+    """Raise if the equivalent run changed memory or state that the original did not change on any rank.
 
-    What was handed out is looked at only in the same order of microbatches: behind others is where GRAD-07 looks.
+    Outputs and gradients are compared only if the order of microbatches is the same: GRAD-07 decides the other orders.
     """
     handed_out = sides.twin.workload.schedule == sides.original.outcome.workload.schedule
     known = {name for rank in sides.original.ranks for name in _changed(rank, handed_out)}
@@ -215,7 +217,7 @@ def _require_left_alone(sides: Sides) -> None:
 
 
 def _changed(rank: RankOutcome, handed_out: bool) -> Iterator[str]:
-    """Yield what a rank found changed, by name: state, inputs, and outputs and gradients where asked for."""
+    """Yield the names of what changed on a rank: state and inputs, with `handed_out` also outputs and gradients."""
     yield from rank.state_changed
     for seen in rank.microbatches:
         yield from seen.inputs_changed
@@ -228,17 +230,17 @@ def _changed(rank: RankOutcome, handed_out: bool) -> Iterator[str]:
 
 
 class _Judged(NamedTuple):
-    """A result that every token has."""
+    """A result that has one row per token, and how it is judged."""
 
     name: str
     error: type[Mismatch]
     value: Callable[[Microbatch], Tensor | None]
     allowed: Callable[[OwnExpected, Place], Tensor]
-    asks: str = ""  # the input whose gradient it is
+    asks: str = ""  # the input that the gradient belongs to
 
     @property
     def backward(self) -> bool:
-        """Whether a backward makes it."""
+        """Whether the result is computed by a backward."""
         return bool(self.asks)
 
 
@@ -265,7 +267,7 @@ def _judge_tokens(sides: Sides, judged: _Judged, tally: Tally) -> None:
 
 
 def _differences(sides: Sides, judged: _Judged, tally: Tally) -> Iterator[Finding]:
-    """Yield a finding for every token that differs; what does not is counted."""
+    """Yield a finding for every token that differs, and count the others."""
     known: list[list[Tensor | None]] = [
         [judged.value(sides.original.seen(m, rank)) for rank in range(len(ranks))]
         for m, ranks in enumerate(sides.original.batches)
@@ -305,7 +307,7 @@ def _differences(sides: Sides, judged: _Judged, tally: Tally) -> Iterator[Findin
 
 
 def _expected(rows: Rows, known: Sequence[Sequence[Tensor | None]], name: str) -> Tensor | None:
-    """Return what the original's values say of an equivalent run's rows; None if one of them is."""
+    """Return the rows of the original that an equivalent run's rows must equal; None if one of them is None."""
     values = [[value for value in ranks if value is not None] for ranks in known]
     if any(known[m][rank] is None for m, rank, _ in rows.source_T3.tolist()) or not any(values):
         return None
@@ -318,13 +320,13 @@ def _expected(rows: Rows, known: Sequence[Sequence[Tensor | None]], name: str) -
 
 
 def _differs(sides: Sides, judged: _Judged, place: Place, actual: Tensor, was: Tensor, tally: Tally) -> Tensor:
-    """Mark the elements that differ by more than the spec allows; the tally has by how much, if that is bounded."""
+    """Return a mask of the elements that differ by more than the spec allows; the tally records bounded errors."""
     if sides.twin.bits:
         return _as_integers(actual) != _as_integers(was)
     if not sides.original.outcome.workload.parameters:
         return actual.double() != was.double()
     off = (actual.double() - was.double()).abs()
-    if not bool((off != 0).any()):  # near enough whatever the bounds, which cost more than all the rest
+    if not bool((off != 0).any()):  # no need for bounds, which cost more than everything else here
         return torch.zeros_like(off, dtype=torch.bool)
     m, rank = place
     rows = sides.twin.origin[m][rank]
@@ -353,7 +355,7 @@ def _finding(
     differs: Tensor,
     known: Sequence[Sequence[Tensor | None]],
 ) -> Finding:
-    """Tell of one token, by the element that is farthest off, and whose row it looks like."""
+    """Return a finding about one token: its worst element, and the known row that it resembles."""
     m, rank, t = at
     source = tuple(sides.twin.origin[m][rank].source_T3[t].tolist())
     off = torch.nan_to_num((actual[t].double() - was[t].double()).abs(), nan=torch.inf) * differs
@@ -366,7 +368,7 @@ def _finding(
         f"instead of {_number(was[t, worst], actual[t, worst])} in the original run{where}"
     )
     if name != "dweights" and all(value is not None for ranks in known for value in ranks):
-        rows, names = tokens_of(sides.original, known)  # type: ignore[arg-type]  # none is None
+        rows, names = tokens_of(sides.original, known)  # type: ignore[arg-type]  # no element is None
         said = likeness(actual[t], rows, names)
         own = f"rank {source[1]} token {source[2]}"
         if own not in said and not said.startswith("no token's"):
@@ -375,6 +377,6 @@ def _finding(
 
 
 def _number(value: Tensor, beside: Tensor) -> str:
-    """Write a number so that it differs from the one beside it, if it does."""
+    """Return a number as text that differs from the text of the other number, if the numbers differ."""
     one, other = float(value), float(beside)
     return f"{one:.{6 if f'{one:.6g}' != f'{other:.6g}' else 17}g}"
