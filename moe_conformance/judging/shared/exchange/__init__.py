@@ -1,1 +1,1 @@
-"""Judges of dispatch, what the experts are handed, and combine."""
+"""Judges of exchanges: dispatch, rows delivered to the experts, and combine."""

@@ -1,4 +1,4 @@
-"""Counts: the number of rows of each local expert, as the backend reports it (tokens per expert)."""
+"""Judge of counts: the number of rows of each local expert, as the backend reports it (tokens per expert)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_conformance.workloads.records import tags
 
 
 def judge_counts(reading: Reading, tally: Tally) -> None:
-    """Decide whether the reported counts are those of the delivered rows, and those of the routing.
+    """Decide whether the reported counts agree with the delivered rows and with the routing.
 
     Per rank, microbatch and local expert, summed over calls: the count lies between the number of token rows and
     that number plus the all-zero rows for that expert (padding), and without its padding it is the routed pairs. With
@@ -51,7 +51,10 @@ def judge_counts(reading: Reading, tally: Tally) -> None:
 def _claimed(
     rank: int, microbatch: int, counts: list[Tensor | None], held: int, findings: list[Finding]
 ) -> list[int] | None:
-    """Sum the counts of the calls of one microbatch; None if a call has none or another number of them."""
+    """Return the sum of the counts over the calls of one microbatch; None where the counts of a call are wrong.
+
+    A finding is added where a call reports no counts, or another number of them than local experts.
+    """
     total = [0] * held
     for counts_N in counts:
         if counts_N is None:

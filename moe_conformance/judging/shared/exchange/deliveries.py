@@ -1,4 +1,4 @@
-"""Deliveries and rows: every routed pair reaches each rank that holds its expert once, and every row is a token's."""
+"""Judges of delivered rows: every routed pair reaches each rank that holds its expert once, unaltered."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_conformance.workloads.records import tags
 def judge_deliveries(reading: Reading, tally: Tally) -> None:
     """Decide whether every routed pair was delivered, once, to each rank of its group that holds its expert.
 
-    Padding rows are not looked at; where a row is of no token, its pair counts as not delivered.
+    Padding rows are ignored. The pair of a row of no token counts as not delivered.
 
     Raises:
         WrongDelivery: pairs not delivered, delivered twice, delivered elsewhere, or delivered but not routed.
@@ -31,7 +31,7 @@ def judge_deliveries(reading: Reading, tally: Tally) -> None:
 
 
 def judge_rows(reading: Reading, tally: Tally) -> None:
-    """Decide whether every row for an expert is one token's row, unaltered.
+    """Decide whether every row for an expert is the unaltered row of one token.
 
     Where weights are applied at the input the row may be scaled; `judge_weights` decides by which weight. All-zero
     rows are padding.
@@ -75,7 +75,7 @@ def _judge_rows_dtype(reading: Reading) -> None:
 
 
 def _exists(reading: Reading, entry: Entry) -> bool:
-    """Whether the token that the tag of a row names is in the workload."""
+    """Return whether the workload has the token that the tag of a row names."""
     batches = reading.batches
     return (
         entry.of_microbatch < len(batches)
@@ -94,7 +94,7 @@ def _told(reading: Reading, entry: Entry) -> str:
 
 
 def _misdelivered(reading: Reading) -> Iterator[Finding]:
-    """Explain pairs that are missing and extra rows by each other as far as possible; each is in one finding."""
+    """Yield findings that match missing pairs with extra rows as far as possible; each is in one finding."""
     lost, extra = list(reading.matching.lost), list(reading.matching.extra)
     for entry in [entry for entry in extra if entry.of_microbatch != entry.microbatch]:
         extra.remove(entry)
@@ -124,7 +124,7 @@ def _misdelivered(reading: Reading) -> Iterator[Finding]:
 
 
 def _exchanged(lost: list[Lost], extra: list[Entry]) -> Iterator[Finding]:
-    """Find two rows that are in each other's place, and take them off both lists."""
+    """Yield findings for pairs of rows that are in each other's place, and remove them from both lists."""
     for missing in list(lost):
         here = next((e for e in extra if not _same_token(e, missing) and _in_place_of(e, missing)), None)
         if here is None or missing not in lost:
@@ -156,7 +156,7 @@ def _superfluous(entry: Entry, times: int) -> Finding:
 
 
 def _told_lost(reading: Reading, missing: Lost) -> Finding:
-    """Name a pair that was not delivered, and the rows on that rank that may be what is left of it."""
+    """Return a finding for a pair that was not delivered, with the rows on that rank that may be its remains."""
     pair = missing.pair
     handed = [e for e in reading.entries if e.rank == pair.destination and e.microbatch == missing.microbatch]
     here = [entry for entry in handed if entry.expert == pair.expert]

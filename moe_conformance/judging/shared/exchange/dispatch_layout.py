@@ -1,4 +1,4 @@
-"""The destinations of tokens and their counts, compared with the oracle; and which groups are local."""
+"""Judges of dispatch layouts: destinations of tokens, counts, and which groups are local."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WORDS = {
 
 
 def judge_dispatch_layout(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether a layout has the destination ranks of every token, and the counts per rank, node and expert.
+    """Decide whether a layout has the correct destination ranks of every token and counts per rank, node, expert.
 
     Raises:
         WrongForm: a table of another shape or kind: booleans for ranks, integers for counts.
@@ -41,7 +41,7 @@ def judge_dispatch_layout(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_transport(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether groups are local by the domains of their members.
+    """Decide whether a group is reported as local if and only if its ranks are in one domain.
 
     Raises:
         WrongForm: `is_local` returned neither True nor False.

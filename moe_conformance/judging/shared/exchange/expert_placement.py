@@ -1,4 +1,4 @@
-"""The experts that every rank reports as its own, compared with the groups of the layout."""
+"""Judge of the experts that every rank reports to hold, compared with the groups of the layout."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from moe_conformance.scenarios.outcome import Outcome
 
 
 def judge_placement(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every expert is on one ep coordinate, and shards and replicas name the same experts in one order.
+    """Decide whether every expert is on one ep coordinate, and its shards and replicas report the same experts.
 
-    The ids are those that the backend reports. Where they are not true, rows are delivered to other experts (EXCH-01),
-    or outputs are those of other parameters (EXPT-01).
+    The order of the experts is the same too. The ids are those that the backend reports. If it reports wrong ones, rows
+    are delivered to other experts (EXCH-01), or outputs are those of other parameters (EXPT-01).
 
     Raises:
         WrongGroups: an expert is on no rank of an ep group, or on two, or is none of the experts; the ranks of an etp

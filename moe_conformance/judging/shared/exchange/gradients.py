@@ -1,4 +1,4 @@
-"""Gradients of the inputs of an exchange: x and the routing weights."""
+"""Judges of the gradients of an exchange's inputs: x and the routing weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe_conformance.scenarios.outcome import Grad, Microbatch
 
 
 def judge_dx(reading: Reading, tally: Tally) -> None:
-    """Decide whether dx equals the expected value in every element, exactly, and if not, which tensor is wrong first.
+    """Decide whether every element of dx exactly equals the expected value; the message names the first wrong tensor.
 
     Raises:
         AbsentGradient: there are tokens, and their gradient is None.
@@ -48,10 +48,10 @@ def judge_dx(reading: Reading, tally: Tally) -> None:
 
 
 def judge_dweights(reading: Reading, tally: Tally) -> None:
-    """Decide whether every routing weight has the gradient of its own (token, slot); an empty slot has zero.
+    """Decide whether every routing weight has the gradient of its (token, slot), and empty slots have zero.
 
-    Exact wherever the sum over the expert's columns is exact in the tokens' dtype, in any order; elsewhere within the
-    rounding of that sum (see `expected.expect`).
+    Exact where the sum over the expert's columns is exact in the tokens' dtype in any order, elsewhere within the
+    rounding of that sum (see `probe_expected.expect`).
 
     Raises:
         AbsentGradient: there are routed slots, and the gradient of the weights is None.
@@ -86,10 +86,10 @@ def judge_dweights(reading: Reading, tally: Tally) -> None:
 
 
 def judge_asked(reading: Reading, tally: Tally) -> None:
-    """Decide `judge_dx` or `judge_dweights` of the input that asks for a gradient; the other has to have none.
+    """Decide `judge_dx` or `judge_dweights` for the input that requires a gradient; the other must have none.
 
     Raises:
-        AbsentGradient, WrongGradient: as these; or what asks for no gradient has one.
+        AbsentGradient, WrongGradient: as these judges; or an input that requires no gradient has one.
     """
     unasked = reading.outcome.workload.twist.unasked
     findings = []
@@ -109,7 +109,7 @@ def judge_asked(reading: Reading, tally: Tally) -> None:
 
 
 def _wrong_weights(reading: Reading, m: int, rank: int, actual_TK: Tensor, allowed_TK: Tensor) -> list[Finding]:
-    """Describe every token of one rank whose weights have wrong gradients."""
+    """Return a finding for every token of one rank whose weights have wrong gradients."""
     expected_TK = reading.expected.dweights[m][rank]
     bad_TK = ~((actual_TK - expected_TK).abs() <= allowed_TK)
     bad = bad_TK.any(1).nonzero().flatten().tolist()
@@ -152,7 +152,7 @@ def _told(reading: Reading, m: int, rank: int, token: int, actual_TK: Tensor, ba
 def _of_inputs(
     reading: Reading, m: int, name: str, gradient: Callable[[Microbatch], Grad], expected: tuple[Tensor, ...]
 ) -> list[Tensor]:
-    """Return the gradient of an input on every rank; zeros where it is None and there is nothing to differentiate."""
+    """Return the gradient of an input on every rank; zeros where it is None and no token or slot needs it."""
     absent, misshapen, found = [], [], []
     for rank, expected_T in enumerate(expected):
         value = gradient(reading.seen(m, rank)).value

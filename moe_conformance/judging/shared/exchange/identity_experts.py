@@ -1,4 +1,4 @@
-"""Exchanges around experts that return the tensor that they receive: y, dx and dweights, every element exactly."""
+"""Judges of exchanges around experts that return their input tensor: y, dx and dweights, exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Solved = tuple[tuple[layer.Gradients, ...], ...]  # [microbatch][rank]
 
 
 def judge_identity_outputs(reading: Reading, tally: Tally) -> None:
-    """Decide whether every token gets itself, times the sum of the weights of its filled slots.
+    """Decide whether y of every token is the token times the sum of the weights of its filled slots.
 
     Raises:
         NotOffered: no expert returned its input tensor: weights are applied there, or several slots share a row.
@@ -30,7 +30,7 @@ def judge_identity_outputs(reading: Reading, tally: Tally) -> None:
 
 
 def judge_identity_dx(reading: Reading, tally: Tally) -> None:
-    """Decide whether every token gets the upstream gradient, times that sum.
+    """Decide whether dx of every token is its upstream gradient times the sum of its filled slots' weights.
 
     Raises:
         NotOffered, WrongGradient: as `judge_identity_outputs`.
@@ -40,7 +40,7 @@ def judge_identity_dx(reading: Reading, tally: Tally) -> None:
 
 
 def judge_identity_dweights(reading: Reading, tally: Tally) -> None:
-    """Decide whether the gradient of a filled slot's weight is <x, upstream>, and zero of an empty one's.
+    """Decide whether the weight gradient of a filled slot is <x, upstream>, and that of an empty slot zero.
 
     Raises:
         NotOffered, WrongGradient: as `judge_identity_outputs`.
@@ -50,7 +50,7 @@ def judge_identity_dweights(reading: Reading, tally: Tally) -> None:
 
 
 def judge_identity_inputs(reading: Reading, tally: Tally) -> None:
-    """Decide `judge_inputs` where the delivered rows may be x itself, and are returned by the experts.
+    """Decide `judge_inputs` where the delivered rows may be x itself, and the experts return them.
 
     Raises:
         NotOffered: as `judge_identity_outputs`.
@@ -64,7 +64,7 @@ def judge_identity_inputs(reading: Reading, tally: Tally) -> None:
 
 
 def judge_answered_outputs(reading: Reading, tally: Tally) -> None:
-    """Decide `judge_identity_outputs`, also of expert outputs in memory of their own.
+    """Decide `judge_identity_outputs`, also for expert outputs in newly allocated memory.
 
     Raises:
         WrongOutput: an element differs, or y is missing.
@@ -73,7 +73,7 @@ def judge_answered_outputs(reading: Reading, tally: Tally) -> None:
 
 
 def judge_answered_dx(reading: Reading, tally: Tally) -> None:
-    """Decide `judge_identity_dx`, also of expert outputs in memory of their own.
+    """Decide `judge_identity_dx`, also for expert outputs in newly allocated memory.
 
     Raises:
         WrongGradient: an element differs, or dx is missing.
@@ -82,7 +82,7 @@ def judge_answered_dx(reading: Reading, tally: Tally) -> None:
 
 
 def judge_answered_dweights(reading: Reading, tally: Tally) -> None:
-    """Decide `judge_identity_dweights`, also of expert outputs in memory of their own.
+    """Decide `judge_identity_dweights`, also for expert outputs in newly allocated memory.
 
     Raises:
         WrongGradient: an element differs, or dweights are missing.
@@ -127,7 +127,7 @@ def _judge(
 
 
 def _in_type_of(expected: Tensor, batch: Batch, name: str) -> Tensor:
-    """Round once, as a weight of all bits is where it multiplies a narrower row; everything else has room."""
+    """Return expected values rounded to the dtype of their input, which for weights may be wider than that of x."""
     dtype = (batch.weights_TK if name == "dweights" else batch.x_TD).dtype
     return expected.to(dtype).double()
 

@@ -1,4 +1,4 @@
-"""Naming the first tensor that is wrong, of those that the suite sees, and so the operation that made it."""
+"""The first wrong tensor of those that the suite records, which tells which operation is wrong."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moe_conformance.judging.shared.exchange.weights import wrong_weights
 
 
 def before_experts(reading: Reading) -> str | None:
-    """Name what is wrong at the experts' input already, or return None: y and dx cannot be right then."""
+    """Return the name of what is wrong at the experts' input, or None: y and dx cannot be right then."""
     matching = reading.matching
     scaled = any(m.entry.scale != 1 and reading.applied_to(m.entry) != "input" for m in matching.matches)
     if matching.lost or matching.extra or matching.corrupt or scaled:
@@ -19,7 +19,7 @@ def before_experts(reading: Reading) -> str | None:
 
 
 def last_seen_right(reading: Reading) -> str:
-    """Name the first tensor that is wrong on the way to dL/dx, and the operation that made it."""
+    """Return the name of the first wrong tensor on the way to dL/dx, and of the operation that computed it."""
     before = before_experts(reading)
     if before:
         return before

@@ -1,4 +1,4 @@
-"""Wrong use of an exchange: it is refused, no rank hangs, and later calls are right."""
+"""Judges of wrong use of an exchange: it is refused, no rank hangs, and later calls are right."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from moe_conformance.workloads.records.workload import Workload
 
 
 def wrong_input(workload: Workload) -> bool:
-    """Whether the invalid input is one of dispatch."""
+    """Return whether the invalid input is one of dispatch."""
     return bool(misuse.input_of(workload))
 
 
 def wrong_answers(workload: Workload) -> bool:
-    """Whether the invalid input is one of combine."""
+    """Return whether the invalid input is one of combine."""
     return bool(misuse.answer_of(workload)) or misuse.TWICE in workload.shows
 
 
 def judge_wrong_input(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every rank raises where one of its exchange group has invalid input, between two valid steps.
+    """Decide whether every rank of an exchange group raises if one of its ranks has invalid input.
+
+    The step with invalid input is between two valid steps.
 
     Raises:
         Unrefused: a rank accepted it.
@@ -45,9 +47,9 @@ def judge_wrong_input(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_wrong_answers(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether ranks raise whose input to combine does not fit, no other rank hangs, and later steps are right.
+    """Decide whether ranks raise on invalid input to combine, no other rank hangs, and later steps are right.
 
-    A handle that is used in combine twice may be refused by all ranks, or give the same again on all.
+    A second combine with the same handle may be refused by all ranks, or return the same result on all.
 
     Raises:
         Unrefused: a rank accepted what does not fit.
@@ -71,7 +73,7 @@ def judge_wrong_answers(outcome: Outcome, tally: Tally) -> None:
             what, _ = misuse.ANSWERS[misuse.answer_of(workload)]
             sentence = f"combine accepted {what} on rank {some(answered)}; expected: an error"
             raise Unrefused("combine", sentence, ranks=tuple(answered))
-        for rank in wrong:  # where the shapes are equal there is nothing to refuse
+        for rank in wrong:  # if the shapes are equal there is nothing to refuse
             tally.add(pairs=1, rank=rank)
     for after in range(number + 1, len(workload.calls)):
         judge_y(outcome, after, 0, tally)
@@ -117,7 +119,7 @@ def judge_y(outcome: Outcome, call: int, microbatch: int, tally: Tally) -> None:
 
 
 def wrong_call(workload: Workload) -> int:
-    """Return the number of the call with invalid input: the first that may raise."""
+    """Return the number of the call with invalid input, which is the first that may raise."""
     return next(number for number, call in enumerate(workload.calls) if call.may_raise)
 
 

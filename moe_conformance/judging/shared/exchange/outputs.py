@@ -1,4 +1,4 @@
-"""Outputs: y in shape, dtype and every element, and the inputs unchanged."""
+"""Judges of outputs: the shape, dtype and every element of y, and unchanged inputs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from moe_conformance.judging.verdict import ChangedInput, Stage, Tally, WrongFor
 
 
 def judge_form(reading: Reading, tally: Tally) -> None:
-    """Decide whether y has the shape and dtype of x, and is finite wherever nothing on the way to it can overflow.
+    """Decide whether y has the shape and dtype of x, and is finite wherever no intermediate sum can overflow.
 
     Raises:
         WrongForm: another shape or dtype.
-        WrongOutput: NaN or infinity where the shape and dtype are right, and all magnitudes added up fit the dtype.
+        WrongOutput: the shape and dtype are right, and NaN or infinity is where the sum of all magnitudes fits the
+        dtype.
     """
     findings = list(_misshapen(reading))
     if findings:
@@ -40,7 +41,7 @@ def judge_form(reading: Reading, tally: Tally) -> None:
 
 
 def judge_outputs(reading: Reading, tally: Tally) -> None:
-    """Decide whether y equals the expected value in every element, exactly. A token without a slot has the output zero.
+    """Decide whether every element of y exactly equals the expected value; a token without a slot has zeros.
 
     Raises:
         WrongForm: y has another shape, so that its elements cannot be compared.
@@ -84,7 +85,7 @@ def judge_inputs(reading: Reading, tally: Tally) -> None:
     """Decide whether x, ids, weights and the upstream gradient still hold the bytes that the backend received.
 
     Raises:
-        ChangedInput: one of them does not.
+        ChangedInput: one of them was changed.
     """
     findings = [
         Finding(name, f"the backend changed its input {name} on rank {rank.rank} in microbatch {m}", (rank.rank,))
@@ -101,7 +102,7 @@ def judge_inputs(reading: Reading, tally: Tally) -> None:
 
 
 def _outputs(reading: Reading) -> list[tuple[int, int, torch.Tensor]]:
-    """List (rank, microbatch, y)."""
+    """Return (rank, microbatch, y) for every rank and microbatch."""
     return [
         (rank.rank, m, seen.y)
         for rank in reading.ranks

@@ -1,4 +1,4 @@
-"""Which elements of an output must be finite: those that no order of sums can overflow."""
+"""The elements of an output that must be finite: those that cannot overflow in any order of summation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from moe_conformance.reference.experts import Parameters
 
 
 def must_be_finite(reading: Reading, place: Place) -> Tensor:
-    """Mark the elements of y (T, D) at a place that must be finite, as its tokens are.
+    """Return a bool mask (T, D) of the elements of y at a place that must be finite if its tokens are.
 
-    The suite's own experts write every element once: there it is what is expected that must fit.
+    The suite's experts write every element once, so that only the expected value has to fit the dtype.
     """
     m, rank = place
     workload = reading.outcome.workload

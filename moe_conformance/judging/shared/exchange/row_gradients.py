@@ -1,4 +1,4 @@
-"""Gradients of the delivered rows: at the experts' output (backward of combine), and at their input."""
+"""Judges of gradients at the delivered rows: at the experts' output (backward of combine) and at their input."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from moe_conformance.judging.verdict import AbsentGradient, Tally, WrongGradient
 from moe_conformance.scenarios.outcome import Handed
 from moe_conformance.workloads.records import tags
 
-_EXPLAINED = 24  # wrong rows with a sentence of their own
+_EXPLAINED = 24  # number of wrong rows that get a sentence each
 
 
 def judge_out_gradients(reading: Reading, tally: Tally) -> None:
-    """Decide whether the backward of combine gives each delivered row its token's upstream gradient, exactly.
+    """Decide whether the backward of combine gives each delivered row exactly its token's upstream gradient.
 
-    Times the routing weight where combine applies it. At padding rows for an expert any finite gradient will do; rows
-    that are for no expert are not looked at.
+    The gradient is multiplied by the routing weight where combine applies it. At padding rows for an expert any finite
+    gradient is right. Rows for no expert are ignored.
 
     Raises:
         AbsentGradient: the experts' output for a token's row has no gradient.
@@ -51,10 +51,10 @@ def judge_out_gradients(reading: Reading, tally: Tally) -> None:
 
 
 def judge_rows_gradients(reading: Reading, tally: Tally) -> None:
-    """Decide whether the gradient at the experts' input is right for each token's row, before backward of dispatch.
+    """Decide whether each token's row has the right gradient at the experts' input, before backward of dispatch.
 
-    That is gain * part * upstream in the columns of the row's experts, times the weight unless that was applied at
-    the input.
+    The gradient is gain * part * upstream in the columns of the row's experts, times the weight unless that was applied
+    at the input.
 
     Raises:
         AbsentGradient: a token's row was delivered detached.
@@ -100,15 +100,15 @@ def _judge(
 
 
 def _moved(bad: Sequence[Compared]) -> bool:
-    """Whether wrong rows hold what is expected of other wrong rows, each once, whatever their weights."""
+    """Return whether wrong rows have the expected gradients of other wrong rows, each once, up to their weights."""
     sides = [(_unweighted(each.actual_D), _unweighted(each.expected_D)) for each in bad]
     held, asked = Counter(actual for actual, _ in sides), Counter(expected for _, expected in sides)
-    of_other_tokens = sum(actual != own for actual, own in sides)  # of the others, of another slot of the token
+    of_other_tokens = sum(actual != own for actual, own in sides)  # equal: of another slot of the token
     return None not in held and held == asked and 2 * of_other_tokens > len(sides)
 
 
 def _unweighted(row_D: Tensor) -> tuple[float, ...] | None:
-    """Return a row over its largest element; None if it has none, or is not finite."""
+    """Return a row divided by its largest element; None if the row is zero or not finite."""
     row_D = row_D.double()
     largest = row_D[row_D.abs().argmax()]
     return tuple((row_D / largest).tolist()) if bool(largest) and bool(row_D.isfinite().all()) else None
@@ -117,7 +117,7 @@ def _unweighted(row_D: Tensor) -> tuple[float, ...] | None:
 def _told(reading: Reading, compared: Compared, what: str) -> Finding:
     pair, entry = compared.match
     upstream_ND, names = tokens_of(reading, [[batch.upstream for batch in ranks] for ranks in reading.batches])
-    if what.endswith("input"):  # there only the columns of the row's experts count
+    if what.endswith("input"):  # only the columns of the row's experts matter
         inside_D = compared.expected_D != 0
         upstream_ND = upstream_ND * inside_D * tags.gain(entry.expert) * reading.parts[entry.rank]
     of = f" of microbatch {entry.microbatch}" if len(reading.batches) > 1 else ""

@@ -1,4 +1,4 @@
-"""Weights: each routing weight is delivered to the experts with its own pair, or not at all if combine applies it."""
+"""Judge of routing weights: each is delivered to the experts with its own pair, or not sent if combine applies it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def judge_weights(reading: Reading, tally: Tally) -> None:
     """Decide whether each delivered pair has the weight of its own (token, slot), exactly.
 
     Weights at the input are the scale of the row, and none but ones may be delivered with it; weights at the experts
-    are delivered with an unscaled row; weights at combine are not sent. Missing pairs and corrupt rows are judged
-    elsewhere.
+    are delivered with an unscaled row; weights at combine are not sent. Other judges decide missing pairs and corrupt
+    rows.
 
     Raises:
         NotOffered: weights are applied in combine, so that none are sent.
@@ -40,7 +40,7 @@ def judge_weights(reading: Reading, tally: Tally) -> None:
 
 
 def wrong_weights(reading: Reading) -> list[Match]:
-    """List the delivered pairs whose weight is delivered with them and is another than their own."""
+    """Return the delivered pairs that have a weight delivered with them other than their own."""
     return [match for match in _travelling(reading) if _carried(reading, match.entry) != _own(reading, match)]
 
 
@@ -49,7 +49,7 @@ def _travelling(reading: Reading) -> list[Match]:
 
 
 def _carried(reading: Reading, entry: Entry) -> float:
-    """Return the weight that is delivered with a row: as its scale or as a number of its own."""
+    """Return the weight that is delivered with a row: as its scale, or as a separate number."""
     return entry.scale if reading.applied_to(entry) == "input" else entry.weight or 0.0
 
 
@@ -58,7 +58,7 @@ def _own(reading: Reading, match: Match) -> float:
 
 
 def _misplaced(reading: Reading) -> list[Finding]:
-    """Find weights that are delivered where the session reports that they are not, and the reverse."""
+    """Return findings for weights that are delivered though the session reports that they are not, and the reverse."""
     findings = []
     for pair, entry in reading.matching.matches:
         applied = reading.applied_to(entry)
@@ -75,7 +75,7 @@ def _misplaced(reading: Reading) -> list[Finding]:
 
 
 def _told(reading: Reading, match: Match) -> list[Finding]:
-    """Describe one wrong weight, once for every likely cause, see `findings.likeliest`."""
+    """Return one finding per likely cause of a wrong weight, for `findings.likeliest`."""
     carried, own = _carried(reading, match.entry), _own(reading, match)
     pair, entry = match.pair, match.entry
     whose = f"{entry.token_name} slot {pair.slot} at expert {pair.expert} on rank {entry.rank}"
@@ -87,7 +87,7 @@ def _told(reading: Reading, match: Match) -> list[Finding]:
 
 
 def _whose(reading: Reading, match: Match, carried: float) -> list[tuple[str, str]]:
-    """List where a weight may come from, likeliest first: the token's other slots, its own, another token."""
+    """Return the likely causes of a wrong weight, each with its kind, likeliest first."""
     pair, microbatch = match.pair, match.entry.microbatch
     own, of_token = _own(reading, match), reading.weights[microbatch][pair.source][pair.token]
     found = []
