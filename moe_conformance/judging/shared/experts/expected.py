@@ -1,4 +1,4 @@
-"""What a run with the backend's own experts must yield, by the oracles, and how far from it a correct one may be."""
+"""Expected results, and their bounds, of a run with the backend's own experts, from the oracles."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ Key = tuple[str, int]  # (name, global expert id)
 
 
 class OwnExpected(StageAnswers[Gradients]):
-    """The oracle's answer to an "experts" workload."""
+    """The oracle's results for an "experts" workload."""
 
     @cached_property
     def stage_of(self) -> dict[int, int]:
-        """The stage of every rank."""
+        """The pipeline stage of every rank."""
         return {rank: at for at, ranks in enumerate(self.stages) for rank in ranks}
 
     def dweights(self, place: Place) -> Target:
-        """The gradient of the routing weights (T, K) at a place."""
+        """Return the expected gradient of the routing weights at a place, (T, K)."""
         return self._tokens[place][2]
 
     @cached_property
     def idle(self) -> tuple[frozenset[int], ...]:
-        """Of every stage, the experts that no token of any rank reaches in any microbatch that goes backward."""
+        """For every stage, the experts that no token reaches in any microbatch that goes backward."""
         everyone = frozenset(range(self.workload.config.experts))
         return tuple(
             everyone - set(batch_of(self.workload, backward_places_of(self.workload, ranks)).ids_TK.unique().tolist())
@@ -76,22 +76,22 @@ class OwnExpected(StageAnswers[Gradients]):
 
 
 def function_of(config: Config) -> Function:
-    """Return the function of the experts that a config asks for."""
+    """Return the activation function of the experts of a config."""
     asked = config.activation
     return Function(asked.function, asked.gated, asked.limit, asked.slope, asked.offset)
 
 
 def experts_of(config: Config) -> Callable[[Parameters], Expert]:
-    """Return what makes the experts that a config asks for."""
+    """Return the function that builds the experts of a config from parameters."""
     plain = (config.activation, config.expert_biases) == (Config.activation, Config.expert_biases)
     return swiglu_experts if plain else function_experts(function_of(config))
 
 
 def stored(chapter: str, weights_at: WeightsAt) -> Gradients:
-    """Return the answer that is stored, to the tokens of all ranks in order.
+    """Return the golden results of a chapter, for the tokens of all ranks in order.
 
     Raises:
-        GoldenError: the golden is not there, or not as it was written.
+        GoldenError: the golden is missing or was changed.
     """
     golden = stored_values.read(stored_values.folder(), chapter)
     made = {name.removeprefix(f"{weights_at}/out/"): value for name, value in golden.items()}
@@ -106,7 +106,7 @@ def batches_of(workload: Workload, places: Sequence[Place]) -> list[layer.Batch]
 
 
 def batch_of(workload: Workload, places: Sequence[Place]) -> layer.Batch:
-    """Put the tokens of some places into one batch of the oracle."""
+    """Return the tokens of some places as one batch of the oracle."""
     return layer.global_batch(batches_of(workload, places))
 
 
@@ -122,7 +122,7 @@ def solve(
     parameters: Parameters | None = None,
     build: Callable[[Parameters], Expert] | None = None,
 ) -> Gradients:
-    """Ask the oracle what another run would yield: of some tokens only, with other parameters or other experts."""
+    """Return the oracle's results for some places, optionally with other parameters or other experts."""
     batch = batch_of(workload, places)
     build = build or experts_of(workload.config)
     return layer.gradients(*batch, build, parameters or parameters_of(workload), weights_at=weights_at)

@@ -1,4 +1,4 @@
-"""The backend's own experts behind its exchange: outputs and gradients within rounding, windows complete."""
+"""Judges of the backend's own experts in an exchange: outputs and gradients within rounding, complete windows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from moe_conformance.workloads.records.workload import ParameterKey
 
 
 def expected_of(reading: Reading) -> OwnExpected:
-    """Return the oracle's answer to a reading, computed once."""
+    """Return the oracle's results for a reading, computed once."""
     return once(reading, _expect)
 
 
@@ -48,7 +48,7 @@ def _expect(reading: Reading) -> OwnExpected:
 
 
 def judge_own_outputs(reading: Reading, tally: Tally) -> None:
-    """Decide whether y is the weighted sum of the experts that are asked for, every element within its rounding error.
+    """Decide whether y is the weighted sum of the routed experts' outputs, every element within its bound.
 
     A token without a routed slot, and an element whose addends are all zero, must be zero.
 
@@ -61,9 +61,9 @@ def judge_own_outputs(reading: Reading, tally: Tally) -> None:
 
 
 def judge_weight_place(reading: Reading, tally: Tally) -> None:
-    """Decide whether the weights are applied where the session says: before the experts or behind them.
+    """Decide whether the weights are applied where the session claims: before or after the experts.
 
-    Counts only elements that tell the two places apart: in which each oracle is outside the other's bound.
+    Counts only the elements in which the two places differ: each oracle's value is outside the bounds of the other.
 
     Raises:
         WrongForm, WrongOutput: as `judge_own_outputs`.
@@ -103,7 +103,7 @@ def judge_own_dweights(reading: Reading, tally: Tally) -> None:
 
 
 class _Judged(NamedTuple):
-    """What of a microbatch is judged, and by what."""
+    """A result of a microbatch that is judged, and how."""
 
     name: str
     stage: Stage
@@ -113,7 +113,7 @@ class _Judged(NamedTuple):
 
 
 def _judge_tokens(reading: Reading, tally: Tally, judged: _Judged) -> None:
-    """Compare something that every token has, on every rank in every microbatch."""
+    """Compare a result that has one row per token, on every rank in every microbatch."""
     expected = expected_of(reading)
     actual: dict[Place, Tensor] = {}
     for m, rank in expected.places:
@@ -135,7 +135,7 @@ def _judge_tokens(reading: Reading, tally: Tally, judged: _Judged) -> None:
 
 
 def _formed(reading: Reading, place: Place, judged: _Judged) -> Tensor:
-    """Return a value of the right shape; where nothing is expected, nothing may be there."""
+    """Return a result if it has the right shape; where no result is expected, it may be absent."""
     m, rank = place
     value, expected = judged.actual(reading.seen(m, rank)), judged.target(place).expected
     whose = f"{judged.name} of rank {rank}" + (f" in microbatch {m}" if m else "")
@@ -155,11 +155,11 @@ def _formed(reading: Reading, place: Place, judged: _Judged) -> Tensor:
 
 
 def judge_expert_gradients(reading: Reading, tally: Tally, *, free: frozenset[int] = frozenset()) -> None:
-    """Decide whether every holder of an expert ends with its gradient over the tokens of all ranks and microbatches.
+    """Decide whether every rank ends with the gradients of its experts over the tokens of all ranks.
 
-    The sum, or that divided by dp * cp where the session averages; experts that no token reached are judged by
-    `judge_idle_expert_gradients`, and those of `free` by nobody. A failure is of the stage "finish" if the ranks'
-    gradients before `finish_gradients` add up to the right one, and of the stage "gradient" if not.
+    It is the sum over all microbatches, divided by dp * cp where the session averages. `judge_idle_expert_gradients`
+    decides experts that no token reached; the experts in `free` are not compared. A failure is of the stage "finish" if
+    the ranks' gradients before `finish_gradients` add up to the right one, and of the stage "gradient" if not.
 
     Raises:
         NotOffered: the backend finishes no gradients.
@@ -178,7 +178,7 @@ def judge_expert_gradients(reading: Reading, tally: Tally, *, free: frozenset[in
 
 
 def judge_idle_expert_gradients(reading: Reading, tally: Tally) -> None:
-    """Decide whether an expert that no token reached ends with a gradient of zeros: not None and not a leftover.
+    """Decide whether an expert that no token reached ends with a gradient of zeros, not None or old values.
 
     Counts nothing if every expert was reached.
 
@@ -232,10 +232,10 @@ def judge_replicas(reading: Reading, tally: Tally) -> None:
 
 
 def judge_windows(reading: Reading, tally: Tally) -> None:
-    """Decide whether the windows on the experts' parameters are views, disjoint, and complete.
+    """Decide whether the windows on the experts' parameters are views, disjoint and complete.
 
-    Complete on every rank: every element of a parameter lies in a window; and in every pipeline stage: every part of
-    every expert has a window on some rank. Counts the elements behind windows.
+    Complete means that on every rank every element of a parameter is in a window, and that in every pipeline stage
+    every part of every expert has a window on some rank. Counts the elements of the windows.
 
     Raises:
         Uncovered: a copy, an overlap, or something without a window.
@@ -251,13 +251,13 @@ def judge_windows(reading: Reading, tally: Tally) -> None:
     expected = expected_of(reading)
     for rank in reading.ranks:
         for (name, expert), grad in rank.grads_local.items():
-            assert expert is not None  # or it would not have a value
+            assert expert is not None  # otherwise it would have no value
             full = expected.workload.parameters[name, expert]
             tally.add(elements=shard_of(full, grad.shard).numel(), rank=rank.rank)
 
 
 def _finished(reading: Reading) -> list[Held]:
-    """List what every rank holds after `finish_gradients`, with its target; it must be complete and well formed."""
+    """Return the finished gradients of every rank with their targets, after checking that all are there."""
     expected = expected_of(reading)
     final = finals_of(reading)
     _require_complete(reading, "finish", final)
@@ -265,7 +265,7 @@ def _finished(reading: Reading) -> list[Held]:
     for rank in reading.ranks:
         stage = expected.stage_of[rank.rank]
         for (name, expert), grad in final[rank.rank].items():
-            assert expert is not None  # an experts module names experts; the run would have failed in `write`
+            assert expert is not None  # without named experts the run would have failed in `write`
             full = expected.parameter(stage, (name, expert))
             target = Target(shard_of(full.expected, grad.shard), shard_of(full.allowed, grad.shard))
             idle = expert in expected.idle[stage]
@@ -280,8 +280,8 @@ def _finished(reading: Reading) -> list[Held]:
 def _require_complete(reading: Reading, when: Stage, grads: Sequence[Mapping[ParameterKey, Grad]]) -> None:
     """Raise unless the ranks of every stage together name every part of every expert, all parts equally often.
 
-    Not every exchange group has to, and a rank may name other parts once gradients are finished: a backend may shard an
-    expert's parameters over its replicas (ZeRO, FSDP). But then it does so with all of them.
+    An exchange group alone may name fewer, and a rank may name other parts once gradients are finished: a backend may
+    shard an expert's parameters over its replicas (ZeRO, FSDP). But then it shards all of them.
     """
     expected = expected_of(reading)
     findings = []
@@ -290,7 +290,7 @@ def _require_complete(reading: Reading, when: Stage, grads: Sequence[Mapping[Par
         for rank in ranks:
             for key, grad in grads[rank].items():
                 named[key][grad.shard] += 1
-        # The ranks of etp may each have the whole of a bias behind down.
+        # Each rank of etp may have the whole output bias, which is added after down.
         usual = max(times for (name, _), parts in named.items() if name != "bias" for times in (*parts.values(), 0))
         where = f" of pipeline stage {at}" if len(expected.stages) > 1 else ""
         for (name, expert), parts in named.items():
@@ -301,7 +301,7 @@ def _require_complete(reading: Reading, when: Stage, grads: Sequence[Mapping[Par
 
 
 def _incomplete(parts: Counter[Shard], usual: int) -> str | None:
-    """Say what is missing of a parameter, given how often each of its parts is named, or None."""
+    """Return what is missing of a parameter, given how often each of its parts is named, or None."""
     if not parts:
         return "is yielded by 'named' on no rank"
     if not whole(set(parts)):

@@ -1,4 +1,4 @@
-"""Mistakes in activations and biases of experts: other runs of the oracle, each with one mistake, in words."""
+"""Mistakes in activations and biases of experts: runs of the oracle with one mistake each, in words."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NAMES = {
 
 
 def other_functions(config: Config) -> Iterator[tuple[str, Build]]:
-    """Yield experts with another function between their projections than the config asks for."""
+    """Yield experts with a mistake in the activation, each in words."""
     function = function_of(config)
     if function.limit is not None:
         yield from _other_limits(function, function.limit)
@@ -101,7 +101,7 @@ def _without_activation(function: Function) -> _Hide:
 
 
 def _straight_through(function: Function) -> _Hide:
-    """Return what has the value of the activation, and 1 for its derivative."""
+    """Return a function with the value of the activation and the derivative 1."""
 
     def passed(z: Tensor) -> Tensor:
         return z + (activated(z, function.activation, function.slope) - z).detach()
@@ -117,7 +117,7 @@ def _straight_through(function: Function) -> _Hide:
 
 
 def _built(hide: _Hide) -> Build:
-    """Return experts with something of their own between their projections."""
+    """Return experts with another function between their projections."""
 
     def build(parameters: Parameters) -> Expert:
         def projected(rows: Tensor, e: int, name: str, bias: str) -> Tensor:
@@ -137,7 +137,7 @@ def _built(hide: _Hide) -> Build:
 
 
 def other_biases(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run]:
-    """Run the oracle with biases that are left out, weighed otherwise, or added too often."""
+    """Yield runs of the oracle with biases that are left out, weighted wrongly or added too often."""
     workload, at, own = expected.workload, expected.weights_at, parameters_of(expected.workload)
     names = {name for name, _ in own}
     if "bias" not in names:
@@ -145,7 +145,7 @@ def other_biases(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run
     whole = solve(workload, places, at)
 
     def without(*left_out: str) -> layer.Gradients:
-        """Leave biases out: they have no gradient."""
+        """Return the gradients of a run in which some biases are left out and have no gradient."""
         kept = {key: torch.zeros_like(value) if key[0] in left_out else value for key, value in own.items()}
         run = solve(workload, places, at, kept)
         none = {key: torch.zeros_like(value) for key, value in run.parameters.items() if key[0] in left_out}
@@ -171,7 +171,7 @@ def other_biases(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run
 
 
 def _weighed_otherwise(expected: OwnExpected, places: Sequence[Place]) -> layer.Gradients:
-    """Return the part of the biases alone, with the weight where none belongs, and without it where one does."""
+    """Return the results of the biases alone, with weights where none belong, and without where they belong."""
     workload, batch = expected.workload, batch_of(expected.workload, places)
     own = parameters_of(workload)
 
@@ -184,7 +184,7 @@ def _weighed_otherwise(expected: OwnExpected, places: Sequence[Place]) -> layer.
 
 
 def _sum(a: layer.Gradients, b: layer.Gradients, times: int) -> layer.Gradients:
-    """Add a multiple of what a part of the output adds."""
+    """Return `a` plus `times` times `b`, output by output."""
     return layer.Gradients(
         a.y_TD + times * b.y_TD,
         a.dx_TD + times * b.dx_TD,
@@ -194,5 +194,5 @@ def _sum(a: layer.Gradients, b: layer.Gradients, times: int) -> layer.Gradients:
 
 
 def _times(bare: layer.Gradients, whole: layer.Gradients, times: int) -> layer.Gradients:
-    """Add what the biases add so many times."""
+    """Return the results with the part of the biases, `whole` minus `bare`, added `times` times."""
     return _sum(bare, _sum(whole, bare, -1), times)

@@ -1,4 +1,4 @@
-"""Mistakes of the backend's own experts: other runs of the oracle, each with one mistake, in words."""
+"""Mistakes of the backend's own experts: runs of the oracle with one mistake each, in words."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from moe_conformance.reference.exchange.layer import WeightsAt
 from moe_conformance.reference.experts import Expert, Parameters, swiglu_experts
 from moe_conformance.workloads.records.workload import Batch, Workload
 
-Run = tuple[str, layer.Gradients]  # "gate and up were swapped", and what then comes out
+Run = tuple[str, layer.Gradients]  # such as "gate and up were swapped", and the results with that mistake
 
 
 def candidates_for(expected: OwnExpected, name: str) -> Candidates:
-    """Return what the mistakes give for "y", "dx" or "dweights"."""
+    """Return the function that yields what mistakes give for "y", "dx" or "dweights"."""
     field = {"y": "y_TD", "dx": "dx_TD", "dweights": "dweights_TK"}[name]
 
     def candidates(places: Sequence[Place]) -> Iterator[Candidate]:
@@ -42,7 +42,7 @@ def candidates_for(expected: OwnExpected, name: str) -> Candidates:
 
 
 def gradients_of(expected: OwnExpected) -> Oracle:
-    """Return what the gradients of parameters would be of some tokens, and with the mistakes."""
+    """Return the `Oracle` of parameter gradients over some tokens, and with mistakes."""
     workload, at = expected.workload, expected.weights_at
     return Oracle(
         workload,
@@ -53,7 +53,7 @@ def gradients_of(expected: OwnExpected) -> Oracle:
 
 
 def other_runs(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run]:
-    """Run the oracle on the tokens of some places with one mistake after the other."""
+    """Yield runs of the oracle on the tokens of some places, with one mistake each."""
     workload, at, own = expected.workload, expected.weights_at, parameters_of(expected.workload)
     other: WeightsAt = "output" if at == "input" else "input"
     yield f"the weights were applied at the experts' {other}", solve(workload, places, other)
@@ -70,7 +70,7 @@ def other_runs(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run]:
 
 
 def _builds(config: Config) -> Iterator[tuple[str, Callable[[Parameters], Expert]]]:
-    """Yield experts with a mistake in what they do between their projections."""
+    """Yield experts with a mistake between their projections."""
     if experts_of(config) is not swiglu_experts:
         yield from other_functions(config)
         return
@@ -101,7 +101,7 @@ def _experts(
     return build
 
 
-# Experts with the right output, through which the gradient takes a wrong way.
+# Experts with the right output and a wrong backward.
 _CUT: Mapping[str, Callable[[Parameters], Expert]] = {
     "no gradient passed through the gate": _experts(lambda z: F.silu(z).detach()),
     "no gradient passed through the up projection": _experts(F.silu, torch.Tensor.detach),
@@ -110,7 +110,7 @@ _CUT: Mapping[str, Callable[[Parameters], Expert]] = {
 
 
 def _other_roles(workload: Workload) -> Iterator[tuple[str, Mapping[Key, Key]]]:
-    """Say which parameter may play which role: {role: parameter}."""
+    """Yield wrong assignments of parameters to roles, in words and as {role: parameter}."""
     E, held = workload.config.experts, workload.config.experts // workload.layout.ep
     keys = parameters_of(workload).keys()
     swapped = {"gate": "up", "up": "gate", "bias_gate": "bias_up", "bias_up": "bias_gate"}
@@ -127,7 +127,7 @@ def _other_roles(workload: Workload) -> Iterator[tuple[str, Mapping[Key, Key]]]:
 
 
 def _other_shards(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run]:
-    """Cut the hidden units F wrongly into etp shards."""
+    """Yield runs of the oracle in which the hidden units F are cut wrongly into etp shards."""
     workload, at, own = expected.workload, expected.weights_at, parameters_of(expected.workload)
     etp, width = workload.layout.etp, workload.config.ffn // workload.layout.etp
     if etp == 1:
@@ -146,7 +146,7 @@ def _other_shards(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Ru
 
 
 def _only_part(name: str, value: Tensor, index: int, of: int) -> Tensor:
-    """Set a parameter to zero outside one etp shard's part of the hidden units F; an output bias is of all of them."""
+    """Return a parameter with zeros outside one etp shard's part of F; an output bias belongs to all of F."""
     if name == "bias":
         return value
     kept = torch.zeros_like(value)
@@ -172,7 +172,7 @@ def _other_routings(workload: Workload) -> Iterator[tuple[str, Workload]]:
 
 
 def _own_part(workload: Workload) -> Workload:
-    """Empty the slots of experts on other ranks."""
+    """Return a workload in which the slots of experts on other ranks are empty."""
 
     def emptied(rank: int, batch: Batch) -> Batch:
         return replace(
@@ -189,7 +189,7 @@ def _each(
     ids: Callable[[Tensor], Tensor] = lambda ids_TK: ids_TK,
     weights: Callable[[Tensor], Tensor] = lambda weights_TK: weights_TK,
 ) -> Workload:
-    """Change the routing of every batch."""
+    """Return a workload in which the routing of every batch is changed by two functions."""
 
     def changed(batch: Batch) -> Batch:
         return replace(batch, ids_TK=ids(batch.ids_TK), weights_TK=weights(batch.weights_TK))
