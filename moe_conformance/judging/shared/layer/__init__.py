@@ -1,1 +1,1 @@
-"""Judges of whole layers and of the small model that is made of them."""
+"""Judges of whole layers, and of the small model that consists of them."""

@@ -1,4 +1,4 @@
-"""What a whole layer must yield, by the oracles, and how far from it a correct one may be."""
+"""Expected results, and their bounds, of a whole layer, from the oracles."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ ROUTED = ("gate", "up", "down")
 
 @dataclass(frozen=True)
 class LayerExpected(StageAnswers[LayerGradients]):
-    """The oracle's answer to a "layer" workload, or to one of layers that drop."""
+    """The oracle's results for a "layer" workload, also of layers that drop."""
 
     rule: DropRule = field(default_factory=DropRule)  # as claimed
-    narrow: torch.dtype | None = None  # what a part of the layer computes in, where that is claimed and narrower
+    narrow: torch.dtype | None = None  # the claimed dtype of a part, if narrower than the tokens'
 
     @classmethod
     def of(cls, reading: Reading, workload: Workload | None = None) -> LayerExpected:
-        """Make it of a reading, with the rule of dropping and the dtype that the backend claims."""
+        """Return the results for a reading, with the drop rule and the dtype that the backend claims."""
         return super().of(reading, workload).by(DropRule.of(reading.claims)).computed_in(reading.claims.dtype)
 
     def by(self, rule: DropRule) -> LayerExpected:
-        """Return the answer by a rule of dropping."""
+        """Return the results under another drop rule."""
         drops_none = self.workload.config.capacity.factor is None
         return self if drops_none or rule == self.rule else replace(self, rule=rule)
 
     def computed_in(self, dtype: torch.dtype | None) -> LayerExpected:
-        """Return the answer within the errors of that dtype, where it is narrower than that of the tokens."""
+        """Return the results with the bounds of a dtype, if it is narrower than that of the tokens."""
         own = self.workload.config.dtype
         narrower = dtype is not None and torch.finfo(dtype).eps > torch.finfo(own).eps
         return replace(self, narrow=dtype) if narrower and dtype != self.narrow else self
@@ -58,12 +58,12 @@ class LayerExpected(StageAnswers[LayerGradients]):
         return bounds.allowed(error, self._dtype, addends=longest + tokens)
 
     def idle(self, stage: int, key: ParameterKey) -> bool:
-        """Whether a parameter is a routed expert's that no kept slot of the stage reaches on its way backward."""
+        """Return whether a parameter belongs to a routed expert without kept slots in microbatches that go backward."""
         name, expert = key
         return name in ROUTED and expert not in self._reached[stage]
 
     def solve(self, places: Sequence[Place], mix: Mix = mixed, drop: Drop | None = None) -> LayerGradients:
-        """Ask the oracle about the tokens of some places; with another mix or drop, what a mistake would yield."""
+        """Return the oracle's results for some places; with another mix or drop, those of a mistake."""
         return whole_layer.gradients(
             *self._batch(places),
             self.workload.parameters,
@@ -75,7 +75,10 @@ class LayerExpected(StageAnswers[LayerGradients]):
         )
 
     def ids(self, place: Place) -> Tensor:
-        """Whom every token of a place selects, (T, K): clearly, as the workload is drawn that way."""
+        """Return the experts that every token of a place selects, (T, K).
+
+        The workload is drawn so that no selection is nearly a tie.
+        """
         config = self.workload.config
         chosen = routes.route(
             self._logits(place),
@@ -93,7 +96,7 @@ class LayerExpected(StageAnswers[LayerGradients]):
 
     @cached_property
     def kept(self) -> Mapping[Place, Tensor]:
-        """Which of the selected every token of a place keeps, bool (T, K): all of them, where there is no capacity."""
+        """The slots that every token of a place keeps, bool (T, K): all of them where there is no capacity."""
         return {place: self._stay(place) for place in self.places}
 
     @property
@@ -114,10 +117,11 @@ class LayerExpected(StageAnswers[LayerGradients]):
         return {place: self.ids(place) for place in self.places}
 
     def _stay(self, place: Place) -> Tensor:
-        """Say who stays, with the one capacity that is legal.
+        """Return the slots that are kept under the one legal capacity, bool (T, K).
 
-        The selection is clear, and every selected weight exceeds its margin, so that none counts as not selected; by
-        weight, the last that an expert keeps is clearly heavier than the first that it drops.
+        The workload is drawn so that the selection has no near ties, every selected weight exceeds its margin (and
+        counts as selected), and the last slot that an expert keeps by weight is clearly heavier than the first that it
+        drops.
         """
         config, ids_TK = self.workload.config, self._chosen[place]
         if config.capacity.factor is None:
@@ -126,7 +130,7 @@ class LayerExpected(StageAnswers[LayerGradients]):
         return drops.keep(ids_TK, config.experts, capacity=room, policy=policy, weights_TK=self._ranked(place))
 
     def _ranked(self, place: Place) -> Tensor:
-        """Return what the policy by weights compares, (T, K)."""
+        """Return the values by which the policy "weights" orders slots, (T, K)."""
         logits_TE, ids_TK = self._logits(place), self._chosen[place]
         if self.rule.drop_by == "scores":
             return routes.scores(logits_TE, self.workload.config.routing.score).gather(1, ids_TK)
@@ -145,7 +149,7 @@ class LayerExpected(StageAnswers[LayerGradients]):
 
     def _solved(self, places: Sequence[Place]) -> tuple[LayerGradients, LayerGradients]:
         layout, microbatches = self.workload.layout, len({m for m, _ in places})
-        replicas = layout.world // layout.pp  # every rank of a stage has tokens of its own
+        replicas = layout.world // layout.pp  # every rank of a stage has its own tokens
         measured = whole_layer_magnitudes.measured_layer(
             *self._batch(places),
             self.workload.parameters,

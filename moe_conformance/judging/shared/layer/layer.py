@@ -1,4 +1,4 @@
-"""Whole layers: outputs, the gradients of tokens, and those of every parameter, within rounding."""
+"""Judges of whole layers: outputs, gradients of tokens and of every parameter, within rounding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EVERY = ("router", *ROUTED, *SHARED)
 
 
 def expected_of(reading: Reading) -> LayerExpected:
-    """Return the oracle's answer to a reading, computed once."""
+    """Return the oracle's results for a reading, computed once."""
     return once(reading, _expect)
 
 
@@ -72,7 +72,7 @@ def judge_layer_outputs(reading: Reading, tally: Tally) -> None:
 
 
 def judge_layer_dx(reading: Reading, tally: Tally) -> None:
-    """Decide whether the gradient of a token is what comes back through experts, shared experts, gate and router.
+    """Decide whether dx sums the gradients through experts, shared experts, gate and router, within rounding.
 
     Raises:
         AbsentGradient: there are tokens, and their gradient is None.
@@ -97,7 +97,7 @@ def judge_layer_dx(reading: Reading, tally: Tally) -> None:
 
 
 def _in_float32(reading: Reading, holds: Callable[[LayerExpected], bool]) -> str:
-    """Name the claim under which a layer of float64 would be right, if there is one."""
+    """Return a note with the claim under which a layer of float64 would be right, "" if there is none."""
     if reading.outcome.workload.config.dtype != torch.float64 or reading.claims.dtype is not None:
         return ""
     design = "; a layer whose router computes in float32 by design claims dtype = torch.float32"
@@ -105,7 +105,7 @@ def _in_float32(reading: Reading, holds: Callable[[LayerExpected], bool]) -> str
 
 
 def judge_shared_unrouted(reading: Reading, tally: Tally) -> None:
-    """Decide whether no routing scale changes what the shared experts add.
+    """Decide whether the output of the shared experts is not multiplied by a routing scale.
 
     Counts the elements in which a scaled shared part would be outside its bound.
 
@@ -124,7 +124,7 @@ def judge_shared_unrouted(reading: Reading, tally: Tally) -> None:
 
 
 def judge_lone_bias(reading: Reading, tally: Tally) -> None:
-    """Decide whether y of every token is the one output bias that there is, exactly, where all else answers zero.
+    """Decide whether y of every token is exactly the one output bias, where everything else computes zero.
 
     Raises:
         WrongOutput: an element is not equal to the bias.
@@ -165,7 +165,7 @@ def _explain(reading: Reading, name: str, actual: Mapping[Place, Tensor], target
 
 
 def _kept_words(kept_K: Tensor) -> str:
-    """Say what a token has lost; nothing where it kept everything."""
+    """Return a note with the slots that a token lost, "" if it kept all."""
     if bool(kept_K.all()):
         return ""
     if not bool(kept_K.any()):
@@ -174,7 +174,7 @@ def _kept_words(kept_K: Tensor) -> str:
 
 
 def _asked_without_gradients(workload: Workload, wrong: set[int]) -> str:
-    """Say so if all that is wrong was asked for without gradients, while something was not."""
+    """Return a note if all wrong microbatches ran without gradients, while another ran with them."""
     without = {each.microbatch for each in operations(workload.schedule) if each.name in FORWARD_ALONE}
     trained = executes(workload.schedule, "forward")
     return " (only in forwards without gradients)" if wrong <= without and trained else ""
@@ -193,7 +193,7 @@ def _formed(value: Tensor | None, target: Target, whose: str, rank: int, stage: 
 
 
 def judge_layer_gradients(reading: Reading, tally: Tally, names: Sequence[str] = EVERY) -> None:
-    """Decide whether every rank ends with the gradient of what it holds over all tokens of its pipeline stage.
+    """Decide whether every rank ends with its parameters' gradients over all tokens of its pipeline stage.
 
     That of an expert that no token reached is zero, and not None. A failure is of the stage "finish" if the ranks'
     gradients before `finish_gradients` add up to the right one, and of the stage "gradient" if not.

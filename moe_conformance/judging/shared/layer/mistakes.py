@@ -1,6 +1,6 @@
-"""Mistakes of a whole layer: other runs of the oracle, with the parts put together by another rule, in words.
+"""Mistakes of a whole layer: runs of the oracle in which its parts are combined wrongly, in words.
 
-The shared experts left out, added tp times, the gate forgotten, the dropped slots kept.
+For example: shared experts left out or added tp times, the gate left out, dropped slots kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NO_DROP = "no slot was dropped"
 
 
 def candidates_for(expected: LayerExpected, name: str) -> Candidates:
-    """Return what the mistakes give for "y" or "dx"."""
+    """Return the function that yields what mistakes give for "y" or "dx"."""
 
     def candidates(places: Sequence[Place]) -> Iterator[Candidate]:
         for words, run in _other_runs(expected, places, backward=name == "dx"):
@@ -31,7 +31,7 @@ def candidates_for(expected: LayerExpected, name: str) -> Candidates:
 
 
 def gradients_of(expected: LayerExpected) -> Oracle:
-    """Return what the gradients of parameters would be of some tokens, and with the mistakes."""
+    """Return the `Oracle` of parameter gradients over some tokens, and with mistakes."""
     return Oracle(
         expected.workload,
         expected.divisor,
@@ -43,7 +43,7 @@ def gradients_of(expected: LayerExpected) -> Oracle:
 def _other_runs(
     expected: LayerExpected, places: Sequence[Place], backward: bool
 ) -> Iterator[tuple[str, LayerGradients]]:
-    """Run the oracle on the tokens of some places with one mistake after the other."""
+    """Yield runs of the oracle on the tokens of some places, with one mistake each."""
     if backward:
         for words, mix in detached(expected):
             yield words, expected.solve(places, mix=mix)
@@ -57,7 +57,7 @@ def _other_runs(
 
 
 def _own_part(expected: LayerExpected, places: Sequence[Place]) -> Drop:
-    """Drop the slots of experts on other ranks too."""
+    """Return a drop that also removes the slots of experts on other ranks."""
     workload = expected.workload
     own_TK = torch.cat(
         [is_held(workload.layout, place[1], expected.ids(place), workload.config.experts) for place in places]
@@ -71,7 +71,7 @@ def _emptied(routed: Routed, own_TK: torch.Tensor) -> Routed:
 
 
 def mixes(expected: LayerExpected) -> Iterator[tuple[str, Mix]]:
-    """List the mistakes that there are in putting a layer's parts together, each in words."""
+    """Yield wrong combinations of a layer's parts, each in words."""
     workload = expected.workload
     if not workload.config.shared.ffn:
         return
@@ -93,7 +93,7 @@ def mixes(expected: LayerExpected) -> Iterator[tuple[str, Mix]]:
 
 
 def detached(expected: LayerExpected) -> Iterator[tuple[str, Mix]]:
-    """List what a backward may leave out, each in words."""
+    """Yield the parts that a backward may leave out, each in words."""
     if not expected.workload.config.shared.ffn:
         return
     if expected.workload.config.shared.gate:
@@ -103,7 +103,7 @@ def detached(expected: LayerExpected) -> Iterator[tuple[str, Mix]]:
 
 
 def undropped(expected: LayerExpected) -> Iterator[tuple[str, Drop]]:
-    """List what a backward may make of slots that the forward dropped, each in words."""
+    """Yield what a backward may do with slots that the forward dropped, each in words."""
     if expected.workload.config.capacity.factor is None:
         return
     yield NO_DROP, lambda ids, w, kept: Routed(ids, w)
@@ -114,12 +114,12 @@ def undropped(expected: LayerExpected) -> Iterator[tuple[str, Drop]]:
 
 
 def times_of_shared(times: float) -> Mix:
-    """Return the mix in which the shared part is multiplied by a number."""
+    """Return the mix in which the output of the shared experts is multiplied by a number."""
     return lambda r, h, a, b: r + times * a * h
 
 
 def _of_biases(expected: LayerExpected) -> Iterator[tuple[str, Mix]]:
-    """List the mistakes with the output biases of shared experts."""
+    """Yield mistakes with the output biases of shared experts, each in words."""
     config = expected.workload.config
     several = len(config.shared.ffn) > 1
     of = "the biases of the shared experts" if several else "the bias of the shared expert"
