@@ -1,1 +1,1 @@
-"""Judges of routers: selection, weights, capacity, forced routing."""
+"""Judges of routers: selection, weights, capacity, drops and gradients."""

@@ -1,4 +1,4 @@
-"""Routers with a capacity: how many slots an expert keeps, which of them, and what becomes of the others."""
+"""Judges of routers with a capacity: how many slots an expert keeps, which ones, and the weights after a drop."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from moe_conformance.reference.capacity.drops import Policy
 
 
 def judge_capacity(reading: Reading, tally: Tally) -> None:
-    """Decide whether experts keep as many slots as the capacity of the rank has room for.
+    """Decide whether every expert keeps as many slots as the capacity of the rank allows.
 
-    Counts the experts that more slots selected than find room; where there is none, all of them.
+    Counts the experts that were selected by more slots than their capacity; if there are none, all experts.
 
     Raises:
         WrongForm, WrongSelection: there is nothing to count, see `drops_of`.
@@ -41,7 +41,7 @@ def judge_capacity(reading: Reading, tally: Tally) -> None:
 
 
 def judge_minimum(reading: Reading, tally: Tally) -> None:
-    """Decide whether the configured minimum is the capacity wherever the formula gives less.
+    """Decide whether the capacity is the configured minimum wherever the formula gives less.
 
     Counts the experts of ranks whose capacity the minimum decides.
 
@@ -57,7 +57,7 @@ def judge_minimum(reading: Reading, tally: Tally) -> None:
 
 
 def _wrong_counts(drops: Drops, place: Place) -> list[list[Finding]]:
-    """List what is wrong at a place, each fault with all the findings that would explain it."""
+    """Return for each wrong number of kept slots at a place the findings that may explain it."""
     loads, kept, legal = drops.loads(place), drops.kept_loads(place), drops.capacities(place)
     if any(kept == drops.fits(place, C) for C in legal):
         return []
@@ -87,7 +87,7 @@ def _wrong_counts(drops: Drops, place: Place) -> list[list[Finding]]:
 
 
 def _other_capacities(drops: Drops, place: Place) -> Iterator[tuple[str, int]]:
-    """List wrong capacities in words."""
+    """Yield wrong capacities, each in words."""
     config, layout = drops.workload.config, drops.workload.layout
     assert config.capacity.factor is not None
     m, rank = place
@@ -110,10 +110,10 @@ def _other_capacities(drops: Drops, place: Place) -> Iterator[tuple[str, int]]:
 
 
 def judge_fit(reading: Reading, tally: Tally) -> None:
-    """Decide whether every expert keeps as many of the slots that selected it as find room, none that did not.
+    """Decide whether an expert keeps as many of its slots as its capacity allows, and none that it was not selected by.
 
     Raises:
-        WrongForm, WrongSelection, WrongCount: it does not.
+        WrongForm, WrongSelection, WrongCount: an expert keeps other slots.
     """
     with tally.uncounted() as own:
         judge_capacity(reading, own)
@@ -121,9 +121,9 @@ def judge_fit(reading: Reading, tally: Tally) -> None:
 
 
 def judge_filled_load(reading: Reading, tally: Tally) -> None:
-    """Decide whether the load that a router reports has none of the rows that fill experts up.
+    """Decide whether the load that a router reports does not include the rows that fill up experts.
 
-    It is the number of slots that selected each expert of the rank's tokens, or the number of them that were kept.
+    The load of an expert is the number of slots of the rank's tokens that selected it, or the number of kept ones.
 
     Raises:
         NotOffered: the router reports no load on any rank.
@@ -155,18 +155,18 @@ def judge_filled_load(reading: Reading, tally: Tally) -> None:
 
 
 def judge_policy(reading: Reading, tally: Tally) -> None:
-    """Decide whether the slots that are kept are those that the configured policy prefers.
+    """Decide whether the kept slots are those that the configured policy prefers.
 
-    Ties are free, and so are weights that are nearer to each other than their rounding errors.
+    Slots that tie may be kept in any order, as may weights that differ by less than their rounding errors.
 
     Raises:
-        WrongForm, WrongSelection, WrongCount: others are.
+        WrongForm, WrongSelection, WrongCount: other slots are kept.
     """
     _judge_kept(reading, tally)
 
 
 def _by_design(drops: Drops, holds: Callable[[Drops, Place], bool]) -> str:
-    """Name the claim under which everything would hold, or the claim that all else contradicts; "" if there is none."""
+    """Return a note with the first other claim under which everything would hold, "" if there is none."""
     for rule, note in drops.rule.others():
         other = drops.by(rule)
         if all(holds(other, place) for place in drops.places):
@@ -175,7 +175,7 @@ def _by_design(drops: Drops, holds: Callable[[Drops, Place], bool]) -> str:
 
 
 def _judge_kept(reading: Reading, tally: Tally, policy: Policy | None = None) -> None:
-    """Judge every place by the oracle; counts the slots of experts that had to drop some, else all slots."""
+    """Judge every place by the oracle; counts the slots of experts that dropped some, else all slots."""
     drops = drops_of(reading)
     findings: list[Finding] = []
     for place in drops.places:
@@ -190,7 +190,7 @@ def _judge_kept(reading: Reading, tally: Tally, policy: Policy | None = None) ->
 
 
 def _by_another_policy(drops: Drops, policy: Policy | None) -> str:
-    """Say so if everything is as by the policy that was not configured."""
+    """Return a note if everything agrees with the policy that is not configured, else ""."""
     asked, others = policy or drops.rule.policy(drops.workload.config), dict[Policy, str]()
     others |= {"weight": "weights", "position": "position", "choice": "position, first choices first"}
     for other, words in others.items():
@@ -200,7 +200,7 @@ def _by_another_policy(drops: Drops, policy: Policy | None) -> str:
 
 
 def _legal(drops: Drops, place: Place, policy: Policy | None) -> bool:
-    """Whether what was kept is legal, by a policy or by that of the config and the claims."""
+    """Return whether the kept slots are legal under a policy, by default that of the config and the claims."""
     config, (weights_TK, errors_TK) = drops.workload.config, drops.ranking(place)
     assert config.capacity.factor is not None
     (legal,) = capacity_drops.legal_drops_by_rank(
@@ -218,7 +218,7 @@ def _legal(drops: Drops, place: Place, policy: Policy | None) -> bool:
 
 
 def _overtaken(drops: Drops, place: Place, policy: Policy | None) -> list[Finding]:
-    """Tell for every expert the dropped slot that most clearly comes before a kept one."""
+    """Return for every expert a finding with the dropped slot that most clearly precedes a kept one."""
     ids_TK, kept_TK, (weights_TK, errors_TK) = drops.ids[place], drops.kept[place], drops.ranking(place)
     policy, ranked = policy or drops.rule.policy(drops.workload.config), drops.rule.drop_by.removesuffix("s")
     m, rank = place
@@ -250,14 +250,14 @@ def _overtaken(drops: Drops, place: Place, policy: Policy | None) -> list[Findin
 
 
 def _turn(policy: Policy) -> Callable[[tuple[int, int]], tuple[int, ...]]:
-    """Return the order of slots (t, k) by position."""
+    """Return the sort key of slots (t, k) under a policy by position."""
     return (lambda slot: slot[::-1]) if policy == "choice" else (lambda slot: slot)
 
 
 def judge_lossless(reading: Reading, tally: Tally) -> None:
-    """Decide whether a capacity of at least the largest load changes nothing: ids and weights have the same bits.
+    """Decide whether a capacity of at least the largest load changes no bit of ids and weights.
 
-    Counts the slots of ranks with such a capacity; what the gradients are is judged as well.
+    Counts the slots of ranks with such a capacity. Gradients are judged too.
 
     Raises:
         WrongForm, WrongSelection, WrongCount: a slot is dropped.
@@ -297,13 +297,13 @@ def judge_lossless(reading: Reading, tally: Tally) -> None:
 
 
 def judge_own_tokens(reading: Reading, tally: Tally) -> None:
-    """Decide whether a rank keeps as many slots as its own tokens leave room for, the same whatever others hold.
+    """Decide whether the number of slots that a rank keeps depends on its own tokens only, not on other ranks'.
 
-    Counts the slots of tokens that a rank was fed twice, beside other tokens of other ranks. Which slots the configured
-    policy prefers is not looked at (DROP-05, DROP-06).
+    Counts the slots of tokens that a rank has in two microbatches in which other ranks have different tokens. Which
+    slots the configured policy prefers is not judged here (DROP-05, DROP-06).
 
     Raises:
-        WrongForm, WrongSelection, WrongCount: they are not.
+        WrongForm, WrongSelection, WrongCount: another number is kept.
     """
     with tally.uncounted() as own:
         judge_fit(reading, own)
@@ -321,7 +321,7 @@ def judge_own_tokens(reading: Reading, tally: Tally) -> None:
 
 
 def _repeated(drops: Drops) -> Iterator[tuple[Place, Place]]:
-    """List places of the same rank with the same tokens, while some other rank has others."""
+    """Yield pairs of places with the same rank and tokens, in which some other rank has different tokens."""
     batches = drops.workload.batches
     for m in range(1, len(batches)):
         same = [torch.equal(one.x_TD, other.x_TD) for one, other in zip(batches[0], batches[m], strict=True)]
@@ -346,13 +346,13 @@ def judge_drop_weights(reading: Reading, tally: Tally) -> None:
         weights_TK, allowed_TK = drops.weights(place)
         targets[place] = Target(weights_TK, allowed_TK)
         given_TK = weights_at(reading, place, drops.ids[place])
-        actual[place] = torch.where(drops.kept[place], given_TK.double(), weights_TK)  # the dropped are not looked at
+        actual[place] = torch.where(drops.kept[place], given_TK.double(), weights_TK)  # dropped slots are not compared
     with tally.uncounted() as own:
         worst = [compare(actual[place], *targets[place], own) for place in drops.places]
     if not all(each.holds for each in worst):
         _fail_weights(drops, actual, targets)
     for place, each in zip(drops.places, worst, strict=True):
-        tally.add(elements=drops.ids[place].numel(), rank=place[1], worst=each.ratio)  # the dropped are not there
+        tally.add(elements=drops.ids[place].numel(), rank=place[1], worst=each.ratio)  # without dropped slots
 
 
 def _fail_weights(drops: Drops, actual: dict[Place, torch.Tensor], targets: dict[Place, Target]) -> None:
@@ -385,11 +385,11 @@ def _keeps_weights(actual: Mapping[Place, torch.Tensor]) -> Callable[[Drops, Pla
 
 
 def judge_drop_gradients(reading: Reading, tally: Tally) -> None:
-    """Decide whether the kept slots alone give gradients to tokens and router, through the sum of all selected.
+    """Decide whether only kept slots give gradients to tokens and router, through the sum over all selected.
 
     Raises:
         NotOffered: the backend finishes no gradients.
-        Uncovered, AbsentGradient, WrongForm, WrongGradient: they do not.
+        Uncovered, AbsentGradient, WrongForm, WrongGradient: a gradient is missing or has other values.
     """
     drops = drops_of(reading)
     judge_router_dx(reading, tally, drops)

@@ -1,7 +1,7 @@
-"""What a router must yield, by the oracles, for the selection that it made; and how far from it a correct one may be.
+"""Expected results, and their bounds, of a router for the experts that it selected, from the oracles.
 
-Routers compute in the tokens' dtype or in a wider one; the bounds are those of the tokens' dtype, except in
-`WideExpected`.
+The selection is that of the backend and is judged separately. Routers may compute in the tokens' dtype or in a wider
+one; the bounds are those of the tokens' dtype, except in `WideExpected`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Weigh = Callable[[Tensor, Tensor], Tensor]  # (logits (T, E), ids (T, K)) -> wei
 
 
 class Weighing(TypedDict):
-    """How scores become weights, under the oracle's names."""
+    """How scores become weights, with the oracle's argument names."""
 
     score: routes.Score
     normalise: bool
@@ -44,7 +44,7 @@ class Weighing(TypedDict):
 
 
 class Limit(TypedDict):
-    """Which groups of experts a token may select from, under the oracle's names."""
+    """The groups of experts that a token may select from, with the oracle's argument names."""
 
     groups: tuple[int, int] | None
     group_score: GroupScore
@@ -52,7 +52,7 @@ class Limit(TypedDict):
 
 @dataclass(frozen=True)
 class RouterExpected:
-    """The oracle's answer to a "route" workload, given what was selected. All computed at first use and kept."""
+    """The oracle's results for a "route" workload and the backend's selection, computed at first use and kept."""
 
     workload: Workload
     ids: Mapping[Place, Tensor]  # int64 (T, K), K different experts in every row
@@ -60,57 +60,57 @@ class RouterExpected:
 
     @property
     def weighing(self) -> Weighing:
-        """How scores become weights."""
+        """The arguments by which scores become weights."""
         config = self.workload.config
         return {"score": config.routing.score, "normalise": config.routing.normalise, "scale": config.routing.scale}
 
     @property
     def limit(self) -> Limit:
-        """Which groups are open."""
+        """The arguments of the group limit."""
         return {"groups": self.workload.config.routing.groups, "group_score": self.workload.config.routing.group_score}
 
     @property
     def router_ED(self) -> Tensor:
-        """The router's weight."""
+        """The router's weight, (E, D)."""
         return self.workload.parameters[ROUTER]
 
     @property
     def gate_bias_E(self) -> Tensor | None:
-        """The bias of the logits, if there is one."""
+        """The bias of the logits, or None."""
         return self.workload.parameters.get(GATE_BIAS)
 
     @property
     def bias_E(self) -> Tensor | None:
-        """The expert bias, if there is one."""
+        """The expert bias, or None."""
         return self.workload.parameters.get(("balance_bias", None))
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which a correct router may compute."""
+        """The dtype in which a correct router may compute."""
         return self.workload.config.dtype
 
     def logits(self, place: Place) -> Tensor:
-        """The logits of the tokens at a place, float64 (T, E)."""
+        """Return the logits of the tokens at a place, float64 (T, E)."""
         return gate.logits(self._x(place), self.router_ED, self.gate_bias_E)
 
     def selection_scores(self, place: Place, bias_E: Tensor | None) -> Tensor:
-        """By what experts are selected, with some bias or none, float64 (T, E)."""
+        """Return the scores by which experts are selected, with a bias or none, float64 (T, E)."""
         return routes.selection_scores(self.logits(place), score=self.weighing["score"], bias_E=bias_E)
 
     def choice(self, place: Place) -> Tensor:
-        """What the oracle selects, int64 (T, K)."""
+        """Return the experts that the oracle selects, int64 (T, K)."""
         scores_TE = self.selection_scores(place, self.bias_E)
         return selection.select(scores_TE, top_k=self.workload.config.top_k, **self.limit)
 
     def doubt(self, place: Place) -> Tensor:
-        """How far below zero the margin of a correct choice may lie, (T,).
+        """Return how far below zero the margin of a correct choice may be, (T,).
 
-        Twice what the selection score of any of the token's experts may err by: `reference.routing.selection.margins`.
+        It is twice the largest error of the selection scores of a token: see `reference.routing.selection.margins`.
         """
         return self._doubts[place]
 
     def legal(self, place: Place, scores_TE: Tensor | None = None, limit: Limit | None = None) -> Tensor:
-        """Whether each token's choice is legal within rounding, bool (T,), by other scores or groups too."""
+        """Return whether each token's choice is legal within rounding, bool (T,), by default for the right scores."""
         if scores_TE is None and limit is None:
             return self._legal[place]
         if scores_TE is None:
@@ -119,22 +119,22 @@ class RouterExpected:
         return margin_T >= -self.doubt(place)
 
     def weights(self, place: Place) -> Target:
-        """The weights of what was selected, (T, K)."""
+        """Return the expected weights of the selected experts, (T, K)."""
         return Target(self.weigh(self.logits(place), self.ids[place]), self._allowed_weights[place])
 
     def dx(self, place: Place) -> Target:
-        """The gradient of the tokens, (T, D)."""
+        """Return the expected gradient of the tokens, (T, D)."""
         return Target(self._dx[place], self._allowed_dx[place])
 
     def gradient(self, stage: int, key: ParameterKey = ROUTER) -> Target:
-        """The finished gradient of the router (E, D), or of its gate bias (E,).
+        """Return the expected finished gradient of the router (E, D), or of its gate bias (E,).
 
-        Over all tokens of a pipeline stage, divided where averaged.
+        It is over all tokens of a pipeline stage, and divided where gradients are averaged.
         """
         places = self.stage_places(stage)
         microbatches = len({m for m, _ in places})
         x_TD, ids_TK, dweights_TK = self._batch(places)
-        replicas = len(stages(self.workload.layout)[stage])  # every rank of the stage has tokens of its own
+        replicas = len(stages(self.workload.layout)[stage])  # every rank of the stage has its own tokens
         _, measured = gradients_measured(
             self._rounding,
             x_TD,
@@ -151,22 +151,23 @@ class RouterExpected:
         return Target(*(self.part(each, key) / self.divisor for each in both))
 
     def part(self, of_weight: Tensor, key: ParameterKey) -> Tensor:
-        """Take the part of a parameter from what belongs to `_weight`: (E, D) of the router, (E,) of the gate bias."""
+        """Return the part of `_weight` that belongs to a parameter: (E, D) of the router, (E,) of the gate bias."""
         return of_weight[:, : self.workload.config.hidden] if key == ROUTER else of_weight[:, -1]
 
     def upstream(self, place: Place) -> Tensor:
-        """The gradient of the loss in the weights of what was selected, (T, K)."""
+        """Return the gradient of the loss with respect to the selected experts' weights, (T, K)."""
         m, rank = place
         return self.workload.batches[m][rank].upstream.gather(1, self.ids[place])
 
     def weigh(self, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        """Weigh a choice, (T, E) and (T, K) -> (T, K), differentiable in the logits."""
+        """Return the weights (T, K) of a choice, differentiable in the logits (T, E)."""
         return routes.weights(logits_TE, ids_TK, **self.weighing)
 
     def solve(self, places: Sequence[Place], weigh: Weigh | None = None) -> tuple[Tensor, Tensor]:
-        """Ask the oracle for the gradients (T, D) of the tokens of some places and (E, D) of the router over these.
+        """Return the gradients of the tokens of some places, (T, D), and of the router over them, (E, D).
 
-        By another rule of weighing, if one is given. With a gate bias both have a column more, see `_tokens`.
+        `weigh` is another rule by which scores become weights. With a gate bias both have one more column, see
+        `_tokens`.
         """
         x_TD, ids_TK, dweights_TK = self._batch(places)
         x, router = (value.double().clone().requires_grad_() for value in (x_TD, self._weight))
@@ -176,14 +177,14 @@ class RouterExpected:
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        """All places."""
+        """All places of the workload."""
         return places_of(self.workload, range(self.workload.layout.world))
 
     def stage_places(self, stage: int) -> tuple[Place, ...]:
-        """The places of a pipeline stage that are in the router's gradient."""
+        """Return the places of a pipeline stage that are in the router's gradient."""
         return backward_places_of(self.workload, stages(self.workload.layout)[stage])
 
-    # ---- of all places at once, as no token's result depends on another token
+    # ---- computed for all places at once, as no token's result depends on another token
 
     @cached_property
     def _doubts(self) -> Mapping[Place, Tensor]:
@@ -231,13 +232,13 @@ class RouterExpected:
 
     @property
     def _weight(self) -> Tensor:
-        """The router's weight and, as one column more, the gate bias if there is one; see `_tokens`."""
+        """The router's weight and, as one more column, the gate bias if there is one; see `_tokens`."""
         if self.gate_bias_E is None:
             return self.router_ED
         return torch.cat([self.router_ED, self.gate_bias_E[:, None]], dim=1)
 
     def _tokens(self, places: Sequence[Place]) -> Tensor:
-        """The tokens of some places, with a column of ones where there is a gate bias: one product has both."""
+        """Return the tokens of some places, with a column of ones if there is a gate bias: one product has both."""
         x_TD = torch.cat([self._x(place) for place in places])
         return x_TD if self.gate_bias_E is None else torch.cat([x_TD, torch.ones_like(x_TD[:, :1])], dim=1)
 
@@ -249,12 +250,12 @@ class RouterExpected:
         )
 
     def _forced(self, places: Sequence[Place]) -> Measured | None:
-        """The logits that take the place of the router's own; see `ForcedExpected`."""
+        """Return the logits that replace the router's own, or None; see `ForcedExpected`."""
         del places
         return None
 
     def _summed(self, places: Sequence[Place]) -> Tensor | None:
-        """Which slots are in the sum that weights are divided by, (T, K), if not all; see `token_drops.Drops`."""
+        """Return the slots (T, K) in the sum that divides weights, None for all; see `token_drops.Drops`."""
         del places
         return None
 
@@ -273,16 +274,16 @@ class RouterExpected:
 
 @dataclass(frozen=True)
 class WideExpected(RouterExpected):
-    """The oracle's answer to a router that is asked to compute in `Config.router_dtype`: values, no gradients."""
+    """The oracle's values for a router that computes in `Config.router_dtype`; gradients are not bounded."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is asked for, or the dtype of the tokens if that is wider."""
+        """The configured router dtype, or the dtype of the tokens if that is wider."""
         config = self.workload.config
         return torch.promote_types(config.dtype, config.router_dtype or config.dtype)
 
     def logits_target(self, place: Place) -> Target:
-        """The logits of all experts, (T, E)."""
+        """Return the expected logits of all experts, (T, E)."""
         return Target(self.logits(place), self._allowed_logits[place])
 
     @cached_property
@@ -292,16 +293,16 @@ class WideExpected(RouterExpected):
 
 @dataclass(frozen=True)
 class ForcedExpected(RouterExpected):
-    """The oracle's answer where a strategy put logits, as the backend tells them, in the place of the router's own."""
+    """The oracle's results where a strategy replaced the router's logits by those that the backend returns."""
 
     forced: Mapping[Place, Tensor]  # (T, E)
 
     def logits(self, place: Place) -> Tensor:
-        """The forced ones."""
+        """Return the forced logits of the tokens at a place, float64 (T, E)."""
         return self.forced[place].double()
 
     def solve(self, places: Sequence[Place], weigh: Weigh | None = None) -> tuple[Tensor, Tensor]:
-        """Ask for gradients as before, where that of the forced logits goes straight through to the router's own."""
+        """Return gradients as `RouterExpected.solve`, with the forced logits' gradient passed to the router's own."""
         rule = weigh or self.weigh
         forced_TE = self._of_all(places)
         return super().solve(places, lambda own_TE, ids_TK: rule(straight_through(own_TE, forced_TE), ids_TK))

@@ -1,4 +1,4 @@
-"""Words for wrong selections: which experts a token selected instead of which, and the wrong rule behind all of it."""
+"""Explanations of wrong selections: the experts of a token, or one wrong rule that explains all tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_conformance.reference.routing import routes, selection
 
 
 def explain_selection(expected: RouterExpected, illegal: Mapping[Place, Sequence[int]]) -> list[Finding]:
-    """Say for every wrong selection which experts it should have been; or by which rule all were selected."""
+    """Return findings for wrong selections: the rule by which all were made, else the right experts of each."""
     cause = next((words for words, legal in _other_choices(expected) if legal), None)
     findings = [
         Finding("choice", *_choice(expected, place, token)) for place, tokens in illegal.items() for token in tokens
@@ -29,7 +29,7 @@ def explain_selection(expected: RouterExpected, illegal: Mapping[Place, Sequence
 
 
 def _choice(expected: RouterExpected, place: Place, token: int) -> tuple[str, tuple[int, ...], float]:
-    """Tell one choice, and by how much it misses."""
+    """Return a description of one choice, its expected experts, and by how much its score is too low."""
     scores_E = expected.selection_scores(place, expected.bias_E)[token]
     chosen, right = sorted(expected.ids[place][token].tolist()), sorted(expected.choice(place)[token].tolist())
 
@@ -46,7 +46,7 @@ def _choice(expected: RouterExpected, place: Place, token: int) -> tuple[str, tu
 
 
 def _other_choices(expected: RouterExpected) -> Iterator[tuple[str, bool]]:
-    """Hold all choices against one wrong rule after the other."""
+    """Yield wrong rules in words, and whether all choices agree with the rule."""
 
     def legal(by: str, limit: Limit | None = None) -> bool:
         return all(bool(expected.legal(at, _other_scores(expected, at, by), limit).all()) for at in expected.places)
@@ -73,15 +73,15 @@ def _other_choices(expected: RouterExpected) -> Iterator[tuple[str, bool]]:
 
 
 def _possible(expected: RouterExpected, group_score: routes.GroupScore) -> bool:
-    """Whether groups are large enough to be scored that way."""
+    """Return whether groups are large enough for a way of scoring groups."""
     config = expected.workload.config
-    assert config.routing.groups is not None  # asked only where there are groups
+    assert config.routing.groups is not None  # callers have groups
     addends = {"max": 1, "top2_sum": 2, "topk_sum": config.top_k // config.routing.groups[1]}[group_score]
     return 1 <= addends <= config.experts // config.routing.groups[0]
 
 
 def _other_scores(expected: RouterExpected, place: Place, by: str) -> Tensor:
-    """Return selection scores (T, E) under a wrong rule."""
+    """Return the selection scores (T, E) under a wrong rule."""
     right_TE = expected.selection_scores(place, expected.bias_E)
     plain_TE = expected.selection_scores(place, None)
     if by in ("closed at 0", "unbiased groups"):

@@ -1,4 +1,4 @@
-"""Routers: the selected experts, their weights, and the gradients of both, within rounding."""
+"""Judges of routers: selected experts, weights, load and gradients, within rounding."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from moe_conformance.workloads.records.workload import ParameterKey
 
 
 def expected_of(reading: Reading) -> RouterExpected:
-    """Return the oracle's answer to a reading, computed once.
+    """Return the oracle's results for a reading, computed once.
 
     Raises:
-        WrongForm: what was selected is missing, not (T, K), or no integers.
+        WrongForm: the ids are missing, not (T, K), or not integers.
         WrongSelection: a token's K experts are not different or not in 0..E-1, so that no weights can be computed.
     """
     return once(reading, _expect)
@@ -69,7 +69,7 @@ def _chosen(reading: Reading, place: Place) -> Tensor:
 
 
 def require_ids(ids_TK: Tensor, rank: int) -> None:
-    """Raise unless ids are of a type that can number experts, and index.
+    """Raise unless ids have an integer dtype that can number and index experts.
 
     Raises:
         WrongForm: they are floating point numbers, or integers of other sizes than four and eight bytes.
@@ -95,8 +95,8 @@ def _impossible(reading: Reading, place: Place, ids_TK: Tensor) -> list[Finding]
 def judge_selection(reading: Reading, tally: Tally, expected: RouterExpected | None = None) -> None:
     """Decide whether every token selected K different experts with the highest selection scores.
 
-    The slots may come in any order. Where scores are nearer to each other than their rounding errors, every choice
-    among them is legal. As `expected` has it, if one is given.
+    The slots may come in any order. Where scores differ by less than their rounding errors, every choice
+    among them is legal. `expected` replaces the oracle's results of the reading.
 
     Raises:
         WrongForm, WrongSelection: no such selection.
@@ -110,7 +110,7 @@ def judge_selection(reading: Reading, tally: Tally, expected: RouterExpected | N
 
 
 def _noise_words(reading: Reading, expected: RouterExpected) -> str:
-    """Name the claim of noise, if all selections are legal for the logits that the router returned."""
+    """Return a note with the claim of noise if all selections are legal for the returned logits, else ""."""
     for place in expected.places:
         logits_TE, own_TE = reading.seen(*place).router.logits_TE, expected.logits(place)
         if logits_TE is None or logits_TE.shape != own_TE.shape or not bool(logits_TE.isfinite().all()):
@@ -126,9 +126,9 @@ def _noise_words(reading: Reading, expected: RouterExpected) -> str:
 
 
 def judge_bias(reading: Reading, tally: Tally) -> None:
-    """Decide whether the balancing bias takes part in the selection, and in no weight.
+    """Decide whether the balance bias affects the selection, and no weight.
 
-    Counts the pairs of tokens for which the bias decided: whose choice would not be legal without it.
+    Counts the pairs of tokens whose choice would not be legal without the bias.
 
     Raises:
         WrongForm, WrongSelection, WrongWeight: as `judge_selection` and `judge_router_weights`.
@@ -139,9 +139,9 @@ def judge_bias(reading: Reading, tally: Tally) -> None:
 
 
 def judge_group_limit(reading: Reading, tally: Tally) -> None:
-    """Decide whether experts come from the best groups only.
+    """Decide whether the selected experts are in the best groups only.
 
-    Counts the pairs of tokens for which the groups decided: whose choice would not be legal among all experts.
+    Counts the pairs of tokens whose choice would not be legal among all experts.
 
     Raises:
         WrongForm, WrongSelection: as `judge_selection`.
@@ -156,7 +156,7 @@ def _judge_decisive(
     legal_without: Callable[[RouterExpected, Place], Tensor],
     weights: bool = True,
 ) -> None:
-    """Judge the selection, and count only the tokens in which the rule in question made a difference."""
+    """Judge the selection, and count only the tokens whose choice would not be legal without the rule."""
     with tally.uncounted() as own:
         judge_selection(reading, own)
     if weights:
@@ -169,9 +169,9 @@ def _judge_decisive(
 
 
 def judge_load(reading: Reading, tally: Tally) -> None:
-    """Decide whether the reported load is the number of tokens of the rank that selected each expert.
+    """Decide whether the reported load is the number of the rank's tokens that selected each expert.
 
-    What balances counts in training: a forward without gradients may report none, or zeros.
+    The load is used for balancing in training, so a forward without gradients may report none, or zeros.
 
     Raises:
         NotOffered: the router reports no load on any rank.
@@ -209,12 +209,12 @@ def judge_load(reading: Reading, tally: Tally) -> None:
 def judge_router_weights(reading: Reading, tally: Tally, expected: RouterExpected | None = None) -> None:
     """Decide whether the selected experts have the weights of the configured score, normalisation and scale.
 
-    For the router's own selection: whether that is legal is judged by `judge_selection`. As `expected` has it, if
-    one is given.
+    The selection is the router's; `judge_selection` decides whether it is legal. `expected` replaces the oracle's
+    results of the reading.
 
     Raises:
         WrongForm: the weights are missing or not (T, K).
-        WrongSelection: no experts were selected that could have weights.
+        WrongSelection: the selected ids are not K different experts, so that no weights can be computed.
         WrongWeight: a weight lies outside its bound.
     """
     expected = expected or expected_of(reading)
@@ -231,9 +231,9 @@ def judge_router_weights(reading: Reading, tally: Tally, expected: RouterExpecte
 
 
 def judge_router_dx(reading: Reading, tally: Tally, expected: RouterExpected | None = None) -> None:
-    """Decide whether the gradient of the weights reached the tokens through scores and normalisation, within rounding.
+    """Decide whether dx is the weights' gradient through scores and normalisation, within rounding.
 
-    As `expected` has it, if one is given.
+    `expected` replaces the oracle's results of the reading.
 
     Raises:
         AbsentGradient: the gradient of the tokens is None.
@@ -256,10 +256,10 @@ def judge_router_dx(reading: Reading, tally: Tally, expected: RouterExpected | N
 
 
 def judge_router_gradient(reading: Reading, tally: Tally, expected: RouterExpected | None = None) -> None:
-    """Decide whether every rank ends with the router's gradient over the tokens of all ranks of its pipeline stage.
+    """Decide whether every rank ends with the router's gradient over all tokens of its pipeline stage.
 
-    As `expected` has it, if one is given. A failure is of the stage "finish" if the ranks' gradients before
-    `finish_gradients` add up to the right one.
+    `expected` replaces the oracle's results of the reading. A failure is of the stage "finish" if the ranks' gradients
+    before `finish_gradients` add up to the right one.
 
     Raises:
         NotOffered: the backend finishes no gradients.
@@ -271,7 +271,7 @@ def judge_router_gradient(reading: Reading, tally: Tally, expected: RouterExpect
 
 
 def judge_finished_gradient(reading: Reading, tally: Tally, expected: RouterExpected, key: ParameterKey) -> None:
-    """Decide the same of one parameter of the router: its weight, or its gate bias.
+    """Decide `judge_router_gradient` for one parameter of the router: its weight or its gate bias.
 
     Raises as `judge_router_gradient`.
     """
@@ -308,7 +308,7 @@ def _fail_gradient(
 def _require_whole(
     key: ParameterKey, ranks: tuple[int, ...], named: Sequence[Mapping[ParameterKey, Grad]], when: Stage
 ) -> None:
-    """Raise unless every rank of a stage names a parameter, whole or a part that the others complete."""
+    """Raise unless every rank of a stage names a parameter, whole or as a part that other ranks complete."""
     grads = {rank: named[rank].get(key) for rank in ranks}
     what = {ROUTER: "the weight of the router", GATE_BIAS: "the gate bias of the router"}[key]
     without = tuple(rank for rank, grad in grads.items() if grad is None)
@@ -331,6 +331,6 @@ def _formed(
 
 
 def _all_hold(actual: dict[Place, Tensor], targets: dict[Place, Target], tally: Tally) -> bool:
-    """Compare everything, and count all of it that holds."""
+    """Return whether every tensor is within its bounds; if so, count all elements."""
     worst = [compare(value, *targets[at], tally, at[1]) for at, value in actual.items()]
     return all(each.holds for each in worst)

@@ -1,6 +1,6 @@
-"""Mistakes of routers: other rules by which scores become weights, in words, and what they give.
+"""Mistakes of routers: wrong rules by which scores become weights, in words and as functions.
 
-A rule is another formula on purpose: without normalisation, scaled twice, with the bias. Its derivative explains wrong
+Examples are weights without normalisation, scaled twice, or with the bias. The derivative of a rule explains wrong
 gradients.
 """
 
@@ -33,7 +33,7 @@ _SCORES: Mapping[routes.Score, str] = {
 
 
 def other_rules(expected: RouterExpected) -> Iterator[tuple[str, Weigh]]:
-    """List wrong rules for the weights of the selected experts, each differentiable in the logits."""
+    """Yield wrong rules for the weights of the selected experts, each differentiable in the logits."""
     how, bias_E = expected.weighing, expected.bias_E
     scale = how["scale"]
 
@@ -90,7 +90,7 @@ def _with_bias(expected: RouterExpected) -> Weigh:
 
 
 def _sum_detached(expected: RouterExpected) -> Weigh:
-    """Return the right rule, with no gradient through the sum that normalises."""
+    """Return the right rule, without a gradient through the sum that normalises."""
 
     def weigh(logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
         plain_TK = routes.weights(logits_TE, ids_TK, score=expected.weighing["score"])
@@ -103,7 +103,7 @@ def _sum_detached(expected: RouterExpected) -> Weigh:
 
 
 def explain_weights(expected: RouterExpected, actual: Tensors, targets: Targets) -> Found:
-    """Say why weights are wrong: see `bounded_tokens`."""
+    """Return findings that explain wrong weights: see `bounded_tokens`."""
 
     def candidates(places: Sequence[Place]) -> Iterator[Candidate]:
         logits_TE, ids_TK = (torch.cat([of(at) for at in places]) for of in (expected.logits, expected.ids.__getitem__))
@@ -119,7 +119,7 @@ def explain_weights(expected: RouterExpected, actual: Tensors, targets: Targets)
 
 
 def explain_router_dx(expected: RouterExpected, actual: Tensors, targets: Targets, names: Mapping[str, float]) -> Found:
-    """Say why dx is wrong: see `bounded_tokens`."""
+    """Return findings that explain a wrong dx: see `bounded_tokens`."""
 
     def candidates(places: Sequence[Place]) -> Iterator[Candidate]:
         return ((words, expected.solve(places, weigh)[0][:, :D]) for words, weigh in _differentiable(expected))
@@ -130,7 +130,7 @@ def explain_router_dx(expected: RouterExpected, actual: Tensors, targets: Target
 
 
 def gradients_of(expected: RouterExpected, key: ParameterKey) -> Oracle:
-    """Return what the gradient of a parameter of the router would be of some tokens, and with the mistakes."""
+    """Return the `Oracle` of a router parameter's gradients over some tokens, and with mistakes."""
 
     def solved(places: Sequence[Place], weigh: Weigh | None = None) -> dict[ParameterKey, Tensor]:
         return {key: expected.part(expected.solve(places, weigh)[1], key)}

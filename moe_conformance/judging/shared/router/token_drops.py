@@ -1,7 +1,7 @@
-"""What a router with a capacity kept, of what the same router selects without one.
+"""The slots that a router with a capacity keeps, of those that the same router selects without a capacity.
 
-Both come from the backend. The selection is judged by the oracle first, so that nothing is hidden by being wrong
-twice; then the kept slots are marked among the selected, and the judges of `capacity` read the marks.
+Both come from the backend. The selection is judged by the oracle first, so that an error in both is detected; then
+`Drops.kept` marks the kept slots among the selected ones, for the judges of `capacity`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from moe_conformance.reference.rounding.routing_magnitudes import scores_measure
 
 @dataclass(frozen=True)
 class Drops(RouterExpected):
-    """The oracle's answer to a "capacity" workload, given what was selected and what of it was kept."""
+    """The oracle's results for a "capacity" workload, given the selected and the kept slots."""
 
     kept: Mapping[Place, Tensor]  # bool (T, K), of `ids`, in falling order of selection score
     rule: DropRule  # as claimed
 
     def ranking(self, place: Place) -> Target:
-        """By what the drop policy "weights" compares slots, and by how much it may be off, (T, K)."""
+        """Return the values by which the drop policy "weights" orders slots, and their bounds, (T, K)."""
         return self._rankings[place]
 
     def weights(self, place: Place) -> Target:
-        """The weights of what was selected, (T, K), before the drop; by another rule, after it."""
+        """Return the expected weights of the selected slots, (T, K), before the drop unless claimed otherwise."""
         before = super().weights(place)
         if not self.rule.renormalises(self.workload.config):
             return before
@@ -47,7 +47,7 @@ class Drops(RouterExpected):
         return Target(after.weights_TK, before.allowed)
 
     def solve(self, places: Sequence[Place], weigh: Weigh | None = None) -> tuple[Tensor, Tensor]:
-        """Ask the oracle for gradients, by the claimed rule of what becomes of the weights."""
+        """Return the gradients as `RouterExpected.solve`, by the claimed rule for weights after a drop."""
         summed_TK = self._summed(places)
         if weigh is None and summed_TK is not None:
             drop = self.rule.after_drop(self.workload.config)
@@ -57,31 +57,31 @@ class Drops(RouterExpected):
         return super().solve(places, weigh)
 
     def by(self, rule: DropRule) -> Drops:
-        """Return the same by another rule."""
+        """Return the results under another drop rule."""
         return replace(self, rule=rule)
 
     def upstream(self, place: Place) -> Tensor:
-        """The gradient of the loss in the weights, (T, K): a dropped slot is in no loss."""
+        """Return the gradient of the loss with respect to the weights, (T, K); zero for dropped slots."""
         return super().upstream(place) * self.kept[place]
 
     def capacities(self, place: Place) -> tuple[int, ...]:
-        """The legal capacities of a rank."""
+        """Return the legal capacities of a rank."""
         return self.capacities_of(len(self.ids[place]))
 
     def capacities_of(self, tokens: int) -> tuple[int, ...]:
-        """The legal capacities of a rank with that many tokens."""
+        """Return the legal capacities of a rank with `tokens` tokens."""
         return self.rule.capacities(self.workload.config, tokens)
 
     def loads(self, place: Place) -> list[int]:
-        """How many slots of a rank selected each expert."""
+        """Return how many slots of a rank selected each expert."""
         return limits.loads(self.ids[place], self.workload.config.experts).tolist()
 
     def fits(self, place: Place, room: int) -> list[int]:
-        """How many of them each expert keeps that has room for so many."""
+        """Return how many of its slots each expert keeps if it has room for `room`."""
         return limits.fits(self.ids[place], self.workload.config.experts, room).tolist()
 
     def kept_loads(self, place: Place) -> list[int]:
-        """How many of them each expert kept."""
+        """Return how many slots of a rank each expert kept."""
         ids_TK = torch.where(self.kept[place], self.ids[place], -1)
         return limits.loads(ids_TK, self.workload.config.experts).tolist()
 
@@ -106,7 +106,7 @@ class Drops(RouterExpected):
 
 
 def drops_of(reading: Reading) -> Drops:
-    """Return what was kept of what, computed once.
+    """Return the selected and the kept slots of a reading, computed once.
 
     Raises:
         WrongForm: a selection is missing, or is no (T, K) table.
@@ -121,7 +121,7 @@ def _drops(reading: Reading) -> Drops:
     divisor = divisor_of(workload, reading.ranks[0].loss_convention)
     chosen = RouterExpected(workload, {place: _chosen(reading, place) for place in places}, divisor)
     illegal = {place: (~chosen.legal(place)).nonzero().flatten().tolist() for place in places}
-    if any(illegal.values()) and not workload.config.routing.forced:  # what is forced, the checks of forcing judge
+    if any(illegal.values()) and not workload.config.routing.forced:  # the checks of forcing judge forced selections
         fail(WrongSelection, "route", explain_selection(chosen, illegal))
     ids = {place: _best_first(chosen, place) for place in places}
     kept, findings = dict[Place, Tensor](), list[Finding]()
@@ -134,7 +134,7 @@ def _drops(reading: Reading) -> Drops:
 
 
 def _chosen(reading: Reading, place: Place) -> Tensor:
-    """Return what the router selects without a capacity: K different experts for every token, each with a weight."""
+    """Return the experts that the router selects without a capacity: K different ones per token, with weights."""
     m, rank = place
     config, seen = reading.outcome.workload.config, reading.seen(m, rank)
     shape = (len(reading.batches[m][rank].x_TD), config.top_k)
@@ -158,7 +158,7 @@ def _of_shape(value: Tensor | None, shape: tuple[int, int], what: str, rank: int
 
 
 def _best_first(chosen: RouterExpected, place: Place) -> Tensor:
-    """Return the selected experts in falling order of selection score."""
+    """Return the selected experts in descending order of selection score."""
     ids_TK = chosen.ids[place]
     scores_TK = chosen.selection_scores(place, chosen.bias_E).gather(1, ids_TK)
     order_TK = scores_TK.argsort(dim=1, descending=True, stable=True)
@@ -166,7 +166,7 @@ def _best_first(chosen: RouterExpected, place: Place) -> Tensor:
 
 
 def _kept(reading: Reading, place: Place, chosen_TK: Tensor) -> tuple[Tensor, list[Finding]]:
-    """Mark the selected slots that came back, bool (T, K), and tell what came back that was not selected.
+    """Return a bool mask (T, K) of the selected slots that were kept, and findings for unselected ones.
 
     A slot that was added to fill an expert up to its capacity weighs exactly zero and is not looked at further.
     """
@@ -196,7 +196,7 @@ def _kept(reading: Reading, place: Place, chosen_TK: Tensor) -> tuple[Tensor, li
 
 
 def weights_at(reading: Reading, place: Place, ids_TK: Tensor) -> Tensor:
-    """Return the weights that came back, (T, K) in the order of the given ids, zero where an id did not come back."""
+    """Return the returned weights (T, K) in the order of the given ids, zero where an id was not returned."""
     seen = reading.seen(*place)
     assert seen.router.ids_TK is not None
     assert seen.router.weights_TK is not None
