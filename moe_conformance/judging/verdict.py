@@ -1,7 +1,7 @@
-"""What a judgement ends in: a tally of what was compared, or a mismatch with a sentence.
+"""The result of a judge: a tally of what was compared, or a mismatch with a message.
 
-Every kind of fault has its own exception type; `kinds` makes them finer still where Hypothesis has to tell two faults
-of one kind apart.
+Every kind of fault has its own exception type. `mismatch_types` makes subclasses where Hypothesis has to distinguish
+two faults of one kind.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ Stage = Literal["route", "dispatch", "experts", "combine", "gradient", "finish",
 
 @dataclass
 class Tally:
-    """What a check has compared so far. Nothing compared is a failure (vacuous), not a pass."""
+    """The numbers of compared elements and pairs so far. A check that compared nothing fails (vacuous)."""
 
     elements: int = 0
     pairs: int = 0  # (token, slot) pairs or rows
     ranks: set[int] = field(default_factory=set)
     worst: float = 0.0  # largest observed/allowed error of a bounded comparison; exact comparisons leave it at 0
-    # The same of those that did not hold: how large a bounded failure is, at most 1e300, which stands for NaN too.
+    # The same ratio of elements that are out of bounds: the size of a bounded failure, at most 1e300, also for NaN.
     beyond: float = 0.0
-    # Elements of two runs that were compared within rounding, and those of them that have other bits.
+    # Elements of two runs that were compared within rounding, and how many of them differ in a bit.
     of_two_runs: int = 0
     other_bits: int = 0
-    decided: set[str] = field(default_factory=set)  # by a check of several requirements: those that it compared for
-    # Sent by all ranks in forwards: "rows" and "bytes", and the smallest possible "least_rows" and "least_bytes"; and
+    decided: set[str] = field(default_factory=set)  # the requirements that a check of several compared for
+    # Sent by all ranks in forwards: "rows" and "bytes", the smallest possible "least_rows" and "least_bytes", and
     # the most "calls" that a rank made in one forward.
     travelled: dict[str, float] = field(default_factory=dict)
 
@@ -40,7 +40,7 @@ class Tally:
         return self.elements == 0 and self.pairs == 0
 
     def add(self, *, elements: int = 0, pairs: int = 0, rank: int | None = None, worst: float = 0.0) -> None:
-        """Count one comparison that held."""
+        """Count one comparison that passed."""
         self.elements += elements
         self.pairs += pairs
         self.worst = max(self.worst, worst)
@@ -49,7 +49,7 @@ class Tally:
 
     @contextmanager
     def uncounted(self) -> Iterator[Tally]:
-        """Give a tally to judges whose comparisons are not counted: of these only how far off they are is kept."""
+        """Return a context with a tally that counts nothing here, except how far wrong elements are off."""
         own = Tally()
         try:
             yield own
@@ -57,7 +57,7 @@ class Tally:
             self.beyond = max(self.beyond, own.beyond)
 
     def include(self, other: Tally) -> None:
-        """Count what another tally has counted."""
+        """Add the counts of another tally."""
         self.elements += other.elements
         self.pairs += other.pairs
         self.worst = max(self.worst, other.worst)
@@ -69,11 +69,11 @@ class Tally:
 
 
 class NotOffered(Exception):
-    """The backend does not offer what is to be judged; the message says why. Neither a pass nor a failure."""
+    """The backend does not offer what is to be judged; the message has the reason. Neither a pass nor a failure."""
 
 
 class Mismatch(AssertionError):
-    """The backend did something else than the requirement says. The message is the diagnosis."""
+    """The backend violates a requirement. The message is the diagnosis."""
 
     def __init__(
         self,
@@ -83,16 +83,16 @@ class Mismatch(AssertionError):
         ranks: tuple[int, ...] = (),
         ratio: float | None = None,
     ) -> None:
-        """Keep the stage, the ranks to blame, and the one factor by which all elements differ."""
+        """Store the stage, the ranks to blame, and the factor by which all elements differ, if there is one."""
         super().__init__(f"{stage}: {sentence}")
         self.stage: Stage = stage
         self.sentence = sentence
         self.ranks = ranks
         self.ratio = ratio
-        self.size: float | None = None  # set by who gives the judge its tally: `Tally.beyond`, None if it was exact
+        self.size: float | None = None  # set by the judge's caller: `Tally.beyond`, None if exact
         self.requirement: str | None = None  # set by a check of several requirements: the one that is violated
-        self.place = ""  # where in a rank's program, if a rank failed: tells two crashes apart
-        self.outcome: Outcome | None = None  # set by a check that draws its own workloads: of the one that failed
+        self.place = ""  # the line at which a rank failed, to distinguish two crashes
+        self.outcome: Outcome | None = None  # set by a check that draws its own workloads: the workload that failed
 
 
 class WrongDelivery(Mismatch):
@@ -104,7 +104,7 @@ class CorruptRow(Mismatch):
 
 
 class WrongWeight(Mismatch):
-    """A routing weight was delivered with another pair, or with another value."""
+    """A routing weight was delivered with another pair, or has a wrong value."""
 
 
 class WrongCount(Mismatch):
@@ -112,27 +112,27 @@ class WrongCount(Mismatch):
 
 
 class WrongSelection(Mismatch):
-    """A router selected experts that no legal reading of the scores selects."""
+    """A router selected experts that are not the best by any legal rounding of the scores."""
 
 
 class WrongOutput(Mismatch):
-    """An output element has another value."""
+    """An output element has a wrong value."""
 
 
 class WrongGradient(Mismatch):
-    """A gradient element has another value."""
+    """A gradient element has a wrong value."""
 
 
 class WrongLoss(Mismatch):
-    """A loss has another value than the one that is reported or returned."""
+    """A reported or returned loss has a wrong value."""
 
 
 class WrongBias(Mismatch):
-    """A balance bias has another value than its loads make of it, or another one than elsewhere."""
+    """A balance bias is not the one that follows from its loads, or differs between ranks or copies."""
 
 
 class WrongParameter(Mismatch):
-    """A parameter of a new model is not finite, or has another value than on another rank."""
+    """A parameter of a new model is not finite, or differs between ranks."""
 
 
 class AbsentGradient(Mismatch):
@@ -140,7 +140,7 @@ class AbsentGradient(Mismatch):
 
 
 class WrongForm(Mismatch):
-    """Shape, dtype or layout of a result differs from what is required."""
+    """The shape, dtype or layout of a result is wrong."""
 
 
 class ChangedInput(Mismatch):
@@ -148,19 +148,19 @@ class ChangedInput(Mismatch):
 
 
 class ChangedState(Mismatch):
-    """The backend changed global state of its process."""
+    """The backend changed global state of the process."""
 
 
 class WrongGroups(Mismatch):
-    """The backend would build other groups of ranks."""
+    """The backend would build wrong groups of ranks."""
 
 
 class WrongCollectives(Mismatch):
-    """The ranks of a group call other collectives, or expect other sizes than are sent."""
+    """The ranks of a group call different collectives, or expect other sizes than are sent."""
 
 
 class Hazardous(Mismatch):
-    """Data of an asynchronous collective was read or written before `wait()`."""
+    """A buffer of an asynchronous collective was read or written before `wait()`."""
 
 
 class AbandonedCollective(Mismatch):
@@ -168,27 +168,27 @@ class AbandonedCollective(Mismatch):
 
 
 class Costly(Mismatch):
-    """A step calls more collectives, or moves more, than it has to."""
+    """A step calls more collectives, or sends more data, than necessary."""
 
 
 class Uncovered(Mismatch):
-    """The windows of `named` are copies, overlap, or leave parameters out."""
+    """The windows of `named` are copies, overlap, or do not cover the parameters."""
 
 
 class Unrefused(Mismatch):
-    """A call that every rank must refuse was accepted by some."""
+    """A call that every rank must refuse was accepted on some ranks."""
 
 
 class MalformedClaim(WrongCount):
-    """What a rank reports about its delivered rows contradicts itself."""
+    """The report of a rank about its delivered rows contradicts itself."""
 
 
 class Refused(Mismatch):
-    """What must be built was refused, or on some ranks only."""
+    """A configuration that must be built was refused, on all or on some ranks."""
 
 
 class RunFailed(Mismatch):
-    """The run did not finish on all ranks, or a rank returned without a part of the required results."""
+    """The run did not finish on all ranks, or a rank returned without some required result."""
 
 
 class Raised(RunFailed):

@@ -1,1 +1,1 @@
-"""What several chapters judge alike, by surface."""
+"""Judges that several chapters use, by surface."""
