@@ -3,6 +3,8 @@
 Ranks hold shards: dense and expert parameters cut over tp, ep, etp, pp and by sharded optimisers, and copied
 over dp, cp, edp. Norms, clipping and comparisons know nothing of that: they are of the whole.
 
+What they are divided by when they are finished is one number for all of them.
+
 Source: ZeRO (Rajbhandari et al. 2020) section 5.
 """
 
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import isnan
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,6 +77,27 @@ def copies(shards_by_rank: Sequence[Sequence[Shard]], sizes: Mapping[str, int]) 
             raise ValueError(f"elements of {name} are held by {sorted(numbers)} ranks: shards do not cover them evenly")
         made[name] = numbers.pop()
     return made
+
+
+def divisor(dp: int, cp: int, convention: Literal["sum", "mean_over_dp"]) -> int:
+    """Say by what the gradients of all tokens are divided when they are finished, for experts and routers alike.
+
+    Rule: 1 where losses are summed, "sum"; dp * cp where a rank's loss counts as that of one of dp * cp parts of the
+    batch, of which the mean is taken. Never tp, ep, etp or edp: they are ways to hold the same batch.
+
+    Degenerate: dp = cp = 1 divides by 1 in both.
+
+    Raises:
+        ValueError: another convention, or a size below 1.
+
+    Decides: ROUTE-08, GRAD-05. Source: the gradient of a mean is the mean of gradients.
+
+    >>> divisor(4, 3, "sum"), divisor(4, 3, "mean_over_dp")
+    (1, 12)
+    """
+    if convention not in ("sum", "mean_over_dp") or dp < 1 or cp < 1:
+        raise ValueError(f"dp = {dp}, cp = {cp}, {convention!r}: need sizes of at least 1, and sum or mean_over_dp")
+    return dp * cp if convention == "mean_over_dp" else 1
 
 
 def _holders(shards_by_rank: Sequence[Sequence[Shard]], sizes: Mapping[str, int]) -> dict[str, dict[int, list[float]]]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import AbsentGradient, NotOffered
+from moe_conformance.reference.gradients.shards import divisor
 from moe_conformance.scenarios.outcome import Grad
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
@@ -48,5 +50,6 @@ def steps_of(reading: Reading) -> tuple[Reading, ...]:
 
 
 def divisor_of(workload: Workload, loss_convention: str) -> int:
-    """Return the divisor of finished gradients: 1 if they are summed, dp * cp if they are averaged."""
-    return workload.layout.dp * workload.layout.cp if loss_convention == "mean_over_dp" else 1
+    """Return by what finished gradients are divided, in the convention that a session says it has."""
+    convention: Literal["sum", "mean_over_dp"] = "mean_over_dp" if loss_convention == "mean_over_dp" else "sum"
+    return divisor(workload.layout.dp, workload.layout.cp, convention)

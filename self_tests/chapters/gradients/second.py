@@ -127,3 +127,11 @@ def clipped(gradients: Mapping[str, Floats], max_norm: float, *, eps: float = 0.
         for at in np.ndindex(*gradient.shape):
             made[name][at] = factor * float(gradient[at])
     return made
+
+
+def divisor(dp: int, cp: int, convention: str) -> int:
+    """Of how many parts of the batch the loss is the mean: their number is counted, part by part."""
+    if convention not in {"sum", "mean_over_dp"} or min(dp, cp) < 1:
+        raise ValueError(f"dp {dp}, cp {cp}, convention {convention}")
+    parts = [(at_dp, at_cp) for at_dp in range(dp) for at_cp in range(cp)]
+    return len(parts) if convention != "sum" else 1

@@ -143,6 +143,17 @@ CLIPPED = {"router": np.array([[2.0], [-3.0]]), "expert": np.array([6.0, 0.0])}
 
 test_by_hand = by_hand(
     *rows(
+        first_shards.divisor,
+        second.divisor,
+        ("losses are summed, whatever the sizes", (4, 3, "sum"), 1),
+        ("the mean over data and context parallel ranks", (4, 3, "mean_over_dp"), 12),
+        ("one rank is its own mean", (1, 1, "mean_over_dp"), 1),
+        ("context parallel ranks alone", (1, 2, "mean_over_dp"), 2),
+        ("another convention", (2, 1, "mean"), REFUSED),
+        ("no rank", (0, 2, "mean_over_dp"), REFUSED),
+        ("no context parallel rank", (2, 0, "sum"), REFUSED),
+    ),
+    *rows(
         whole_and_copies,
         lambda ranks, sizes: (list(second.whole(ranks, sizes).items()), second.copies(ranks, sizes)),
         ("a router on both ranks and an expert that is cut: each element once", (CUT, {"a": 2, "b": 1, "w": 2}),
