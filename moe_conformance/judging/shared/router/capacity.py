@@ -181,12 +181,23 @@ def _judge_kept(reading: Reading, tally: Tally, policy: Policy | None = None) ->
     for place in drops.places:
         if not _legal(drops, place, policy):
             findings += _overtaken(drops, place, policy) or likeliest(_wrong_counts(drops, place))
+            findings += [] if findings else [_unlawful(drops, place, policy)]
     if findings:
         design = _by_design(drops, lambda other, place: _legal(other, place, policy))
         fail(WrongSelection, "route", findings, note=design or _by_another_policy(drops, policy))
     for place in drops.places:
         loads, (room, *_) = drops.loads(place), drops.capacities(place)
         tally.add(pairs=sum(n for n in loads if n > room) or sum(loads), rank=place[1])
+
+
+def _unlawful(drops: Drops, place: Place, policy: Policy | None) -> Finding:
+    """Tell what is kept where neither a slot nor a number of slots is known to be wrong."""
+    m, rank = place
+    of, by = f" of microbatch {m}" if m else "", policy or drops.rule.policy(drops.workload.config)
+    kept = f"keeps {drops.kept_loads(place)} of the {drops.loads(place)} slots that selected each expert"
+    capacities = " or ".join(map(str, drops.capacities(place)))
+    sentence = f"rank {rank}{of} {kept}; expected: those that a capacity of {capacities} keeps by the policy {by!r}"
+    return Finding("unlawful", sentence, (rank,))
 
 
 def _by_another_policy(drops: Drops, policy: Policy | None) -> str:
