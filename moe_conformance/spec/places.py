@@ -1,18 +1,20 @@
 """Where a requirement is held: its checks, the oracles that decide it, native's lines, planted bugs, findings, waivers.
 
 All of it is read from the source text, so that nothing is imported. An oracle says `Decides: ID, ID.` in its docstring,
-native says `Implements: ID` where it has the lines that keep the rule.
+or is a row of a table that begins with the id; native says `Implements: ID` where it has the lines that keep the rule.
+Which oracles do decide what they say is stored (`deciding`).
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
+from moe_conformance.spec import deciding
 from moe_conformance.spec.source_graph import SourceGraph, Symbol, row_of
 
 ROOT = Path(__file__).parents[2]  # the folder in which moe_conformance lies
@@ -20,10 +22,7 @@ ROOT = Path(__file__).parents[2]  # the folder in which moe_conformance lies
 _ID = re.compile(r"\b[A-Z]+-\d\d\b")
 _CHECKS, _ORACLES = "moe_conformance/distributed_tests", "moe_conformance/reference"
 _NATIVE, _PLANTS = "moe_conformance/backends/native", ("self_tests/chapters", "self_tests/planted_bugs")
-_JUDGED_IN = (
-    *(_CHECKS, "moe_conformance/chapters", "moe_conformance/judging", "moe_conformance/workloads"),
-    *("moe_conformance/scenarios", _ORACLES),
-)
+_DECIDING = "moe_conformance/spec/deciding.toml"
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,12 @@ class Places:
         return tuple(self._place(symbol, _first_line(symbol.docstring)) for symbol in self._checks.get(id, ()))
 
     def oracles(self, id: str) -> tuple[Place, ...]:
-        """Return the oracles that decide a requirement and that one of its checks reaches."""
-        reached = {each.id: each for check in self._checks.get(id, ()) for each in self._reached(check.id)}
-        found = [each for each in reached.values() if self._is_oracle(each) and id in decided(each.docstring)]
-        return tuple(self._place(each) for each in sorted(found, key=lambda each: each.id))
+        """Return the oracles that decide a requirement: their result enters a comparison of one of its checks."""
+        return tuple(self.claims(id)[name] for name in sorted(self.claims(id).keys() & self.decided.get(id, {}).keys()))
+
+    def claims(self, id: str) -> Mapping[str, Place]:
+        """Return the oracles that say that they decide a requirement, by their names in `deciding`."""
+        return self.claimed.get(id, {})
 
     def native(self, id: str) -> tuple[Place, ...]:
         """Return the lines of native that say that they implement a requirement."""
@@ -80,13 +81,22 @@ class Places:
         return frozenset(self._checks)
 
     @cached_property
-    def claimed(self) -> dict[str, tuple[Place, ...]]:
-        """By requirement: all oracles that say that they decide it, whether a check reaches them or not."""
-        found: dict[str, list[Place]] = {}
-        for symbol in self._oracles:
+    def claimed(self) -> Mapping[str, Mapping[str, Place]]:
+        """By requirement and name: all oracles that say that they decide it, whether they do or not."""
+        found: dict[str, dict[str, Place]] = {}
+        for symbol in SourceGraph(self.root, (_ORACLES,)).symbols.values():
+            module = symbol.module.removeprefix(f"{_ORACLES.replace('/', '.')}.")
             for id in decided(symbol.docstring):
-                found.setdefault(id, []).append(self._place(symbol))
-        return {id: tuple(places) for id, places in found.items()}
+                found.setdefault(id, {})[f"{module}:{symbol.name}"] = self._place(symbol)
+            for id, line in _rows(symbol.node):
+                place = replace(self._place(symbol), line=line, name=f"{symbol.name}[{id}]")
+                found.setdefault(id, {}).setdefault(f"{module}:{place.name}", place)
+        return found
+
+    @cached_property
+    def decided(self) -> Mapping[str, Mapping[str, str]]:
+        """By requirement and oracle: the case on which the oracle was seen to decide."""
+        return deciding.read(self.root / _DECIDING)
 
     @cached_property
     def implemented(self) -> dict[str, tuple[Place, ...]]:
@@ -96,26 +106,6 @@ class Places:
             for id in _ID.findall(place.text):
                 found.setdefault(id, []).append(replace(place, text=""))
         return {id: tuple(places) for id, places in found.items()}
-
-    @cached_property
-    def _graph(self) -> SourceGraph:
-        return SourceGraph(self.root, _JUDGED_IN)
-
-    @cached_property
-    def _reach(self) -> dict[str, tuple[Symbol, ...]]:
-        return {}
-
-    def _reached(self, start: str) -> tuple[Symbol, ...]:
-        if start not in self._reach:
-            self._reach[start] = tuple(self._graph.reached(start))
-        return self._reach[start]
-
-    @cached_property
-    def _oracles(self) -> tuple[Symbol, ...]:
-        return tuple(each for each in self._graph.symbols.values() if self._is_oracle(each))
-
-    def _is_oracle(self, symbol: Symbol) -> bool:
-        return self.root / _ORACLES in symbol.path.parents
 
     @cached_property
     def _checks(self) -> dict[str, tuple[Symbol, ...]]:
@@ -156,6 +146,15 @@ def decided(docstring: str) -> tuple[str, ...]:
     """Return the ids that a docstring says its function decides: those between `Decides:` and `Source:`."""
     said = re.search(r"Decides:(.*?)(?:Source|\n\s*\n|\Z)", docstring, re.DOTALL)
     return tuple(_ID.findall(said.group(1))) if said else ()
+
+
+def _rows(node: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield the ids with which rows of a table begin, and their lines: `TABLE = (Rule("RULE-06", ...), ...)`."""
+    value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+    for row in value.elts if isinstance(value, ast.Tuple) else ():
+        first = row.args[0] if isinstance(row, ast.Call) and row.args else None
+        if isinstance(first, ast.Constant) and isinstance(first.value, str) and _ID.fullmatch(first.value):
+            yield first.value, row.lineno
 
 
 def _required(symbol: Symbol) -> Sequence[str]:

@@ -44,30 +44,14 @@ class TestDecided:
 
 
 class TestSourceGraph:
-    def test_names_attributes_and_constructors_are_followed(self, tmp_path: Path) -> None:
-        """Through imports under other names, modules that pass a name on, and methods of classes that are named.
-
-        What stands in an annotation alone is not called: but its methods are, where they are named.
-        """
+    def test_definitions_and_methods_have_ids(self, tmp_path: Path) -> None:
+        """By module and name, those of a class with its name; what is imported or defined inside is none."""
         package = tmp_path / "some"
         package.mkdir()
-        (package / "__init__.py").write_text("from some.deep import low as passed\n")
-        (package / "deep.py").write_text("def low(): ...\ndef unused(): ...\nclass Hint: ...\n")
-        (package / "kinds.py").write_text(
-            "from . import deep\nclass Kind:\n    def __init__(self): deep.low()\n    def method(self): return TABLE\n"
-            "TABLE = {'a': deep.unused}\n"
+        (package / "__init__.py").write_text("from some.deep import low\nTABLE = (1, 2)\n")
+        (package / "deep.py").write_text(
+            'class Kind:\n    """One."""\n    def method(self): ...\ndef low():\n    def inner(): ...\n'
         )
-        (package / "top.py").write_text(
-            "from some import passed as other\nfrom some.kinds import Kind\nfrom some.deep import Hint\n"
-            "def by_name(): other()\ndef by_class(): Kind()\ndef by_method(x: Kind): x.method()\n"
-            "def by_another(x: Hint): x.method()\n"
-        )
-        graph = SourceGraph(tmp_path, ("some",))
-
-        def reached(name: str) -> set[str]:
-            return {each.id for each in graph.reached(f"some.top:{name}")} - {f"some.top:{name}"}
-
-        assert {"some.deep:low"} == reached("by_name")
-        assert {"some.kinds:Kind", "some.kinds:Kind.__init__", "some.deep:low"} == reached("by_class")
-        assert {"some.kinds:Kind.method", "some.kinds:TABLE", "some.deep:unused"} == reached("by_method")
-        assert set() == reached("by_another")
+        found = SourceGraph(tmp_path, ("some",)).symbols
+        assert ["some:TABLE", "some.deep:Kind", "some.deep:Kind.method", "some.deep:low"] == list(found)
+        assert ["", "One.", "", ""] == [symbol.docstring for symbol in found.values()]

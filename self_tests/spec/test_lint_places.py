@@ -17,21 +17,18 @@ CHECK = "moe_conformance/distributed_tests/test_exchange.py"
 ORACLE = "moe_conformance/reference/exchange/deliveries.py"
 NATIVE = "moe_conformance/backends/native/exchange/dispatchers.py"
 PLANT = "self_tests/chapters/exchange/plants/dispatch.py"
+DECIDING = "moe_conformance/spec/deciding.toml"
 TREE: Mapping[str, str] = {
     CHECK: (
-        "from moe_conformance.judging.shared.exchange.deliveries import judge\n"
         "class TestDispatch:\n"
         "    @requirement('EXCH-01', kind='probe')\n"
         "    def test_pairs(self, reading, tally): judge(reading, tally)\n"
-    ),
-    "moe_conformance/judging/shared/exchange/deliveries.py": (
-        "from moe_conformance.reference.exchange.deliveries import deliveries\n"
-        "def judge(reading, tally): deliveries(reading)\n"
     ),
     ORACLE: (
         "def deliveries(ids):\n    '''List them.\n\n    Decides: EXCH-01. Source: definition.\n    '''\n"
         "def others(ids):\n    '''List others.'''\n"
     ),
+    DECIDING: '[EXCH-01]\n"exchange.deliveries:deliveries" = "native alltoall ep2 even"\n',
     NATIVE: "class Exchange:\n    '''An exchange.\n\n    Implements: EXCH-02,\n    EXCH-01.\n    '''\n",
     PLANT: 'EXPECTED = Expectation(\n    *("EXCH-01", "even"), "words"\n)\n',
 }
@@ -41,7 +38,10 @@ ROW = (
     "    test_pairs = Row('EXCH-01', ExchangeStep(), judge)\n"
     "    'Every pair arrives.'\n"
 )
-NO_ORACLE = "EXCH-01: no oracle that its checks reach says `Decides: EXCH-01`, and the spec gives no `without_oracle`"
+NO_ORACLE = (
+    "EXCH-01: no oracle whose result its checks compare says `Decides: EXCH-01`, and the spec gives no `without_oracle`"
+)
+AGAIN = "run `python -m tools.deciding_oracles`"
 NO_NATIVE = "EXCH-01: no line of native says `Implements: EXCH-01`, and the spec gives no `without_native`"
 
 
@@ -70,31 +70,40 @@ def _problems(tree: Path, **given: str) -> list[str]:
 
 class TestMissingPlaces:
     def test_nothing_is_missing(self, tree: Path) -> None:
-        """A check that reaches its oracle, a line of native over two lines of text, and a planted bug: all is well."""
+        """A check, an oracle that decides, a line of native over two lines of text, and a planted bug: all is well."""
         assert [] == _problems(tree)
 
-    def test_a_row_reaches_what_its_judge_reaches(self, tree: Path) -> None:
-        """It is a check like a function, and another judge reaches no oracle."""
+    def test_a_row_is_a_check(self, tree: Path) -> None:
+        """A check that is written as a row has the same places as a function."""
         _write(tree, CHECK, ROW)
         assert [] == _problems(tree)
-        _write(tree, CHECK, ROW.replace("import judge", "import another as judge"))
-        assert NO_ORACLE in _problems(tree)
 
     def test_an_oracle(self, tree: Path) -> None:
         """An oracle that claims nothing is none; a reason in the spec is as good."""
         _write(tree, ORACLE, TREE[ORACLE].replace("Decides: EXCH-01.", ""))
+        _write(tree, DECIDING, "")
         assert [NO_ORACLE] == _problems(tree)
         assert [] == _problems(tree, without_oracle="nobody hangs")
 
-    def test_an_oracle_that_is_not_reached(self, tree: Path) -> None:
-        """One that claims the requirement beside the one that the check reaches is told; alone it is no oracle."""
-        other = TREE[ORACLE].replace("List others.", "List others. Decides: EXCH-01.")
-        unreached = f"EXCH-01: {ORACLE}:6 others says `Decides: EXCH-01`, and no check of it reaches that"
-        _write(tree, ORACLE, other)
-        assert [unreached] == _problems(tree)
-        _write(tree, "moe_conformance/judging/shared/exchange/deliveries.py", "def judge(reading, tally): ...\n")
-        first = f"EXCH-01: {ORACLE}:1 deliveries says `Decides: EXCH-01`, and no check of it reaches that"
-        assert [NO_ORACLE, first, unreached] == _problems(tree)
+    def test_an_oracle_that_was_not_seen_to_decide(self, tree: Path) -> None:
+        """One that claims the requirement beside the one that decides it is told; alone it is no oracle."""
+        _write(tree, ORACLE, TREE[ORACLE].replace("List others.", "List others. Decides: EXCH-01."))
+        unseen = f"EXCH-01: {ORACLE}:6 others says `Decides: EXCH-01`, and was not seen to; {AGAIN}"
+        assert [unseen] == _problems(tree)
+        _write(tree, DECIDING, "")
+        first = f"EXCH-01: {ORACLE}:1 deliveries says `Decides: EXCH-01`, and was not seen to; {AGAIN}"
+        assert [NO_ORACLE, first, unseen] == _problems(tree)
+
+    def test_a_row_of_a_table(self, tree: Path) -> None:
+        """It begins with the id, and is named by it: the first of two such rows."""
+        _write(tree, ORACLE, "RULES = (\n    Rule('EXCH-01', 1),\n    Rule('EXCH-02'),\n    Rule('EXCH-01', 2),\n)\n")
+        row = f"{ORACLE}:2 RULES[EXCH-01]"
+        unseen = f"EXCH-01: {row} says `Decides: EXCH-01`, and was not seen to; {AGAIN}"
+        _write(tree, DECIDING, "")
+        assert [NO_ORACLE, unseen] == _problems(tree)
+        _write(tree, DECIDING, '[EXCH-01]\n"exchange.deliveries:RULES[EXCH-01]" = "native alltoall ep2 even"\n')
+        assert [] == _problems(tree)
+        assert [row] == [str(place) for place in Places(tree).oracles("EXCH-01")]
 
     def test_a_line_of_native(self, tree: Path) -> None:
         """A line for another requirement is none; a reason in the spec is as good."""
@@ -110,10 +119,20 @@ class TestMissingPlaces:
     def test_a_requirement_without_a_check(self, tree: Path) -> None:
         """Nothing is asked of it."""
         (tree / CHECK).unlink()
+        _write(tree, DECIDING, "")
         assert [] == _problems(tree)
 
 
 class TestWhatShouldNotBeThere:
+    def test_what_is_stored_of_an_oracle_that_is_gone(self, tree: Path) -> None:
+        """It has another name, or claims the requirement no more; or no check is left."""
+        stored = f"EXCH-01: exchange.deliveries:gone is stored as deciding it, and does not say so; {AGAIN}"
+        _write(tree, DECIDING, TREE[DECIDING] + '"exchange.deliveries:gone" = "native alltoall ep2 even"\n')
+        assert [stored] == _problems(tree)
+        _write(tree, DECIDING, TREE[DECIDING])
+        (tree / CHECK).unlink()
+        assert [stored.replace(":gone", ":deliveries")] == _problems(tree)
+
     def test_a_reason_beside_an_oracle(self, tree: Path) -> None:
         """It does not hold any more."""
         expected = f"EXCH-01: the spec gives a reason `without_oracle`, and there is {ORACLE}:1 deliveries"

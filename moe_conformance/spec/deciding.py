@@ -1,0 +1,36 @@
+"""Which oracles decide each requirement: stored, as they were seen to do it.
+
+`deciding.toml` has a table for each requirement: the name of an oracle, `exchange.deliveries:deliveries` or, for a row
+of a table, `config_rules.rules:RULES[RULE-06]`, and the case on which a change of its result changed the verdict of a
+check of the requirement. `python -m tools.deciding_oracles` writes it, and tests repeat a part of it in each run.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+FILE = Path(__file__).with_suffix(".toml")
+
+_HEAD = "# By requirement: its oracles, and the case on which each decides. Written by tools/deciding_oracles.py."
+
+
+def read(file: Path = FILE) -> Mapping[str, Mapping[str, str]]:
+    """Return by requirement and oracle the case on which it decides; nothing where there is no file."""
+    return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def text(found: Mapping[str, Mapping[str, str]]) -> str:
+    """Return what was found as the text of a file.
+
+    >>> print(text({"EXCH-01": {"exchange.deliveries:deliveries": "native alltoall ep2 even"}}), end="")
+    # By requirement: its oracles, and the case on which each decides. Written by tools/deciding_oracles.py.
+    <BLANKLINE>
+    [EXCH-01]
+    "exchange.deliveries:deliveries" = "native alltoall ep2 even"
+    """
+    lines = [_HEAD]
+    for id in sorted(found):
+        lines += ["", f"[{id}]", *(f'"{oracle}" = "{case}"' for oracle, case in sorted(found[id].items()))]
+    return "\n".join(lines) + "\n"
