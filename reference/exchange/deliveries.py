@@ -50,7 +50,7 @@ def deliveries(
     expert in two slots of one token makes two. An expert that no rank of the group lists is an error, as it
     has nowhere to go.
 
-    Decides: EXCH-01, EXCH-02, EXCH-03, EXCH-04, EXCH-10, EXCH-22, EXCH-38, EXCH-39, FAST-05, FORCE-20, GRAD-01,
+    Decides: EXCH-01, EXCH-03, EXCH-04, EXCH-10, EXCH-22, EXCH-38, EXCH-39, FAST-05, FORCE-20, GRAD-01,
     GROUP-06, OVLP-13, PACK-03. Source: definition of dispatch.
 
     >>> ids = [torch.tensor([[2, 0]]), torch.tensor([[-1, 2], [1, -1]])]

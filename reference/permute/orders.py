@@ -40,7 +40,7 @@ def reorder_tokens(values_T: Tensor, order_T: Tensor) -> Tensor:
     Raises:
         ValueError: the order is no permutation of 0 .. T - 1.
 
-    Decides: EXCH-13. Source: arithmetic.
+    Source: arithmetic.
 
     >>> reorder_tokens(torch.tensor([[1, 2], [3, 4], [5, 6]]), torch.tensor([2, 0, 1])).tolist()
     [[5, 6], [1, 2], [3, 4]]
@@ -64,7 +64,7 @@ def reorder_slots(values_TK: Tensor, order_T: Tensor, slots_TK: Tensor) -> Tenso
     Raises:
         ValueError: the order, or a row of slots, is no permutation; shapes that differ.
 
-    Decides: EXCH-13. Source: arithmetic.
+    Source: arithmetic.
 
     >>> values, slots = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[0, 1, 2], [1, 2, 0]])
     >>> reorder_slots(values, torch.tensor([1, 0]), slots).tolist()
@@ -83,7 +83,7 @@ def relabel(ids_TK: Tensor, new_E: Tensor) -> Tensor:
     Raises:
         ValueError: new_E is no permutation of 0 .. E - 1, or an id is outside -1 .. E - 1.
 
-    Decides: EXCH-14. Source: the layer names an expert by its parameters only.
+    Source: the layer names an expert by its parameters only.
 
     >>> relabel(torch.tensor([[0, 2], [-1, 1]]), torch.tensor([1, 2, 0])).tolist()
     [[1, 0], [-1, 2]]
@@ -102,7 +102,7 @@ def relabel_parameters(parameters: Mapping[tuple[str, int], Tensor], new_E: Tens
     Raises:
         ValueError: new_E is no permutation of 0 .. E - 1, or an expert is outside of it.
 
-    Decides: EXCH-14. Source: the layer names an expert by its parameters only.
+    Source: the layer names an expert by its parameters only.
 
     >>> relabel_parameters({("gain", 0): torch.tensor(7.0)}, torch.tensor([2, 0, 1]))
     {('gain', 2): tensor(7.)}
