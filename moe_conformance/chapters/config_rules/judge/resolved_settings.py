@@ -183,7 +183,7 @@ def judge_unknown(outcome: Outcome, tally: Tally) -> None:
     for example in examples:
         wrong = _unknown(example.asked)
         taking = tuple(rank for rank, answer in enumerate(example.answers) if not answer.raised)
-        if taking:
+        if wrong and taking:
             on = some([f"rank {rank}" for rank in taking])
             sentence = f"{example.words} is accepted on {on}; expected: an error, {', '.join(wrong)} is not known"
             findings.append(Finding("accepted", sentence, taking))
