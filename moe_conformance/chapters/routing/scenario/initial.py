@@ -2,65 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-from torch import Tensor
-
-from moe_conformance.contract import Claims, Parametrised
 from moe_conformance.engine import RankContext
-from moe_conformance.scenarios import state
-from moe_conformance.scenarios.reported import claims_of
-from moe_conformance.scenarios.sessions import Opened, build
+from moe_conformance.scenarios.initial import InitialSurface, built_new
+from moe_conformance.scenarios.sessions import Opened
 from moe_conformance.workloads.records.workload import Workload
 
-_SEED = 20_000  # of all generators on every rank, where a model is new
 
-
-@dataclass(frozen=True)
-class Initial:
-    """One parameter, or a shard of it: (dim, index, of)."""
-
-    name: str
-    shard: tuple[int, int, int] | None
-    value: Tensor
-
-
-@dataclass(frozen=True)
-class Initials:
-    """All parameters of a router, buffers included, as `named` yields them."""
-
-    parameters: tuple[Initial, ...]
-
-
-class InitialRouter:
-    """A router that is read."""
-
-    def __init__(self, surface: Parametrised) -> None:
-        """Keep what was built."""
-        self.surface = surface
-
-    @property
-    def resolved(self) -> Mapping[str, str]:
-        """What the router reports of itself."""
-        shown: Mapping[str, str] = getattr(self.surface, "resolved", {})
-        return shown
-
-    @property
-    def claims(self) -> Claims:
-        """What the router claims."""
-        return claims_of(self.surface)
-
-    def read(self) -> Initials:
-        """Return copies of all parameters."""
-        windows = self.surface.named(lambda parameter: parameter.detach())
-        return Initials(tuple(Initial(each.name, each.shard, each.view.to("cpu", copy=True)) for each in windows))
-
-
-def initial_router(kept: Opened, workload: Workload, context: RankContext) -> InitialRouter:
-    """Build the router behind one seed of all generators on every rank."""
-    with state.seeded(_SEED, context.device):
-        return InitialRouter(build(kept.session, "initial_router", workload.config))
+def initial_router(kept: Opened, workload: Workload, context: RankContext) -> InitialSurface:
+    """Build the router of a new model."""
+    return built_new(kept, "initial_router", workload.config, context)
 
 
 SCRIPT_SURFACES = {"initial_router": initial_router}
