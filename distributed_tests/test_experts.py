@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moe_conformance.chapters.experts.judge import judge_matching_parts
+from moe_conformance.chapters.experts.judge import judge_initial_experts, judge_matching_parts
+from moe_conformance.chapters.experts.workloads import NEW
 from moe_conformance.judging.observed.aliasing import judge_kept_outputs, judge_state
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.equivalence.runs import judge_same_answers
@@ -97,3 +98,8 @@ class TestOwnExperts:
 
     test_weights_are_applied_where_asked = Row("EXPT-03", ExpertsStep(), judge_weight_place, when=says_where_weights_go)
     """With weights_applied="input" weights are applied before the activation, with "output" after it."""
+
+
+class TestNewExperts:
+    test_replicas_are_equal_and_experts_differ = Row("EXPT-11", NEW, judge_initial_experts)
+    """In a new model ranks that hold the same part of an expert hold the same bytes, and all other parts differ."""

@@ -1,12 +1,14 @@
-"""Parts of experts that are cut over etp: whether gate, up and down are cut alike, so that their answers add up."""
+"""Parts of experts over ranks: whether gate, up and down are cut alike, and what they hold in a new model."""
 
 from __future__ import annotations
 
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.run import Reading
-from moe_conformance.judging.observed.scopes import Shard
-from moe_conformance.judging.verdict import Tally, Uncovered
-from moe_conformance.scenarios.outcome import RankOutcome
+from moe_conformance.judging.observed.scopes import Shard, stages
+from moe_conformance.judging.observed.script import values
+from moe_conformance.judging.verdict import Tally, Uncovered, WrongParameter
+from moe_conformance.reference.experts_initial import Part, Problem, problems
+from moe_conformance.scenarios.outcome import Outcome, RankOutcome
 
 _CUT = {"gate": 0, "up": 0, "down": 1}  # the dimension that is as long as F
 
@@ -50,3 +52,76 @@ def _words(shard: Shard) -> str:
         return "all"
     dim, index, of = shard
     return f"part {index} of {of} along dimension {dim}"
+
+
+def judge_initial_experts(outcome: Outcome, tally: Tally) -> None:
+    """Decide whether experts of a new model differ, and are the same bytes on all ranks that hold them.
+
+    Raises:
+        Uncovered: the ranks of a pipeline stage do not name all experts.
+        WrongParameter: a parameter is not finite, replicas differ, or different parts are equal.
+    """
+    layout, experts = outcome.workload.layout, outcome.workload.config.experts
+    found = values(outcome, 0, "parameters")
+    parts = []
+    for stage, ranks in enumerate(stages(layout)):
+        held = [
+            Part(rank, stage, each["name"], each["expert"], each["shard"], each["value"])
+            for rank in ranks
+            for each in found[rank]
+        ]
+        for name in ("up", "down"):
+            missing = set(range(experts)) - {part.expert for part in held if part.name == name}
+            if missing:
+                raise Uncovered(
+                    "experts", f"no rank of {list(ranks)} names {name} of expert {min(missing)}", ranks=ranks
+                )
+        parts += held
+    for part in parts:
+        tally.add(elements=part.value.numel(), rank=part.rank)
+    if findings := [_finding(parts, each) for each in problems(parts)]:
+        fail(WrongParameter, "run", findings, start="in a new model, ")
+
+
+def _finding(parts: list[Part], problem: Problem) -> Finding:
+    """Put a problem into words."""
+    part = parts[problem.part]
+    place = f"{part.name} of {_owner(part)} on rank {part.rank}"
+    if problem.kind == "constant":
+        sentence = f"all matrices of expert {part.expert} on rank {part.rank} are constant; expected: drawn at random"
+        return Finding(problem.kind, sentence, (part.rank,))
+    if problem.other is None:
+        return Finding(problem.kind, f"{place} is not finite", (part.rank,))
+    other, ranks = parts[problem.other], (parts[problem.other].rank, part.rank)
+    if problem.kind == "replica differs":
+        sentence = f"{place} differs from that of its replica on rank {other.rank}{_difference(part, other)}"
+        return Finding(problem.kind, f"{sentence}; likely cause: replicas draw from different random states", ranks)
+    equal, of = int((part.value == other.value).sum()), part.value.numel()
+    sentence = f"{place} equals that of {_owner(other)} on rank {other.rank} in {equal} of {of} elements"
+    kind, cause = _cause(part, other)
+    return Finding(kind, f"{sentence}; expected: fewer than half; likely cause: {cause}", ranks)
+
+
+def _owner(part: Part) -> str:
+    shard = "" if part.shard is None or part.shard[2] == 1 else f" (part {part.shard[1]} of {part.shard[2]})"
+    return f"expert {part.expert}{shard}"
+
+
+def _difference(part: Part, other: Part) -> str:
+    """Say where two replicas differ first."""
+    if (part.value.shape, part.value.dtype) != (other.value.shape, other.value.dtype):
+        return f": {tuple(part.value.shape)} {part.value.dtype} and {tuple(other.value.shape)} {other.value.dtype}"
+    different = (part.value != other.value).nonzero()
+    if not len(different):
+        return " in the sign of a zero"
+    at = tuple(different[0].tolist())
+    return f": {float(part.value[at]):.6g} and {float(other.value[at]):.6g} at {list(at)}"
+
+
+def _cause(part: Part, other: Part) -> tuple[str, str]:
+    """Return the kind of an equality of parts that have to differ, and its likely cause."""
+    if part.expert == other.expert:
+        return "etp", "all ranks of etp draw from the same random state"
+    if part.rank == other.rank:
+        return "rank", "one draw is used for several experts"
+    return "ep", "all ranks of ep draw from the same random state"

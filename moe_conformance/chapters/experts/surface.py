@@ -1,11 +1,16 @@
-"""What a backend may offer for experts: `Config.activation`. Import it from `contract`."""
+"""What a backend may offer for experts: `Config.activation`, experts of a new model. Import it from `contract`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from moe_conformance.contract.errors import Unsupported
+from moe_conformance.contract.exchange import Parametrised
 from moe_conformance.contract.values import check
+
+if TYPE_CHECKING:
+    from moe_conformance.contract.config import Config
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,18 @@ class Activation:
             raise ValueError("activation.limit, activation.slope and activation.offset are of gated experts")
         if self.function != "silu" and self.slope != 1.0:
             raise ValueError(f"activation.slope = {self.slope!r} is of silu, not of {self.function}")
+
+
+class SessionPart:
+    """What a session builds for this chapter."""
+
+    def initial_experts(self, config: Config) -> Parametrised:
+        """Build this rank's experts with the parameters of a new model, as a trainer does; collective.
+
+        Generators of the process have been seeded alike on all ranks, as trainers do; seeding is left to the adapter
+        where the backend needs more. No call follows: the parameters are read.
+        """
+        raise Unsupported("this backend offers no experts with the parameters of a new model")
 
 
 SECTIONS = {"activation": Activation}

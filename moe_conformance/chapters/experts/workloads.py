@@ -1,8 +1,10 @@
-"""The pinned corpus of experts with biases, and of experts with other activations than SwiGLU.
+"""The pinned corpus of experts with biases, with other activations than SwiGLU, and of a new model.
 
 Where an activation is on trial, rows, gate, up and inner biases are whole numbers but for a first column of 1/2, times
 odd numbers. So what gate and up give is exact in every dtype, lies on both sides of every limit, and 1/2 or more away
 from it and from 0, where derivatives jump.
+
+Where experts of a new model are built, memory that is not initialised holds NaN.
 """
 
 from __future__ import annotations
@@ -14,16 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_conformance.contract import Config
 from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.chapter import EP2, EP2_EDP2, EP2_ETP2, SINGLE, Chapter
 from moe_conformance.workloads.recipes import ONE_WITHOUT, Recipe, exchange_workload
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.routes import empty_expert
-from moe_conformance.workloads.records.runs import ExpertsStep
-from moe_conformance.workloads.records.workload import Batch, Drawn, ParameterKey, Workload
-from moe_conformance.workloads.selection.profiles import Profile
+from moe_conformance.workloads.records.runs import ExpertsStep, Script
+from moe_conformance.workloads.records.workload import Batch, Call, Drawn, ParameterKey, Workload
+from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 
 BIASES, ACTIVATION = ExpertsStep(option="biases"), ExpertsStep(option="activation")
+NEW = Script("initial_experts")
 
 _ALL = {"expert_biases": "all"}
 _OUTPUT = {"expert_biases": "output"}
@@ -52,6 +56,10 @@ OF_ACTIVATIONS = (
     Recipe("own-clamped-even", config={"activation.limit": 3.0}),
     Recipe("own-clamped-gpt-oss-even", config={**_ALL, **_GPT_OSS}),
 )
+OF_A_NEW_MODEL: Mapping[str, dict[str, Any]] = {
+    "initial-experts": {},
+    "initial-experts-biased-bfloat16": {**_ALL, "dtype": torch.bfloat16},
+}
 
 
 def biased(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
@@ -95,7 +103,19 @@ def _whole(name: str, value: Tensor, generator: torch.Generator) -> Tensor:
     return whole.to(value.dtype)
 
 
+def new(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield experts of a new model, those with biases in the quick profile where they have replicas."""
+    if layout.world > USUAL_RANKS:
+        return
+    for name, options in OF_A_NEW_MODEL.items():
+        if profile == "full" or layout == EP2_EDP2 or not options:
+            calls = (Call("read", ({},) * layout.world),)
+            config = Config(variant).changed(options)
+            yield Workload(name, NEW, config, layout, (), memory="filled", calls=calls)
+
+
 CHAPTERS = (
     Chapter((BIASES,), tuple(each.name for each in OF_BIASES), biased, "every", (SINGLE, EP2, EP2_ETP2, EP2_EDP2)),
     Chapter((ACTIVATION,), tuple(each.name for each in OF_ACTIVATIONS), activated, quick=(SINGLE, EP2, EP2_ETP2)),
+    Chapter((NEW,), tuple(OF_A_NEW_MODEL), new, quick=(EP2, EP2_ETP2, EP2_EDP2)),
 )

@@ -7,6 +7,7 @@ y_d = sum_f down[d, f] h_f, with silu(a) = a sigmoid(a). D hidden, F expert hidd
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -212,3 +213,49 @@ def function_row(
                 zeros.gate_FD[f, d] = dh * by_a * x_D[d]
                 dx_D[d] += dh * by_a * expert.gate_FD[f, d]
     return y_D, dx_D, zeros
+
+
+class NewPart(NamedTuple):
+    """What one rank holds of a parameter of a new model."""
+
+    stage: int
+    name: str
+    expert: int
+    shard: tuple[int, int, int] | None
+    value: NDArray[np.float32]
+
+
+def drawn(value: NDArray[np.float32]) -> bool:
+    """Whether two elements differ."""
+    numbers = value.reshape(-1).tolist()
+    return any(number != numbers[0] for number in numbers)
+
+
+def new_problems(parts: Sequence[NewPart]) -> set[tuple[str, int, int | None]]:
+    """What is wrong with the experts of a new model: every part is looked at beside every earlier one."""
+    found: set[tuple[str, int, int | None]] = set()
+    earliest: dict[int, int] = {}  # a part: the first that is the same part of the same parameter
+    for n, part in enumerate(parts):
+        for number in part.value.reshape(-1).tolist():
+            if math.isnan(number) or math.isinf(number):
+                found.add(("not finite", n, None))
+        earliest[n] = next(m for m in range(n + 1) if parts[m][:4] == part[:4])
+        first = parts[earliest[n]].value
+        if first.shape != part.value.shape or first.tobytes() != part.value.tobytes():
+            found.add(("replica differs", n, earliest[n]))
+    originals = [n for n in range(len(parts)) if earliest[n] == n]
+    matrices = [n for n in originals if parts[n].name in ("gate", "up", "down")]
+    for n in matrices:
+        for m in matrices:
+            one, other = parts[m], parts[n]
+            if m < n and one[:2] == other[:2] and one.value.shape == other.value.shape:
+                pairs = list(zip(one.value.reshape(-1).tolist(), other.value.reshape(-1).tolist(), strict=True))
+                differing = sum(left != right for left, right in pairs)
+                if drawn(one.value) and drawn(other.value) and not differing > len(pairs) / 2:
+                    found.add(("same values", n, m))
+    for n in matrices:
+        of_one = [m for m in matrices if (parts[m].stage, parts[m].expert) == (parts[n].stage, parts[n].expert)]
+        several = len({parts[m].expert for m in matrices}) > 1
+        if several and n == of_one[0] and not any(drawn(parts[m].value) for m in of_one):
+            found.add(("constant", n, None))
+    return found
