@@ -110,6 +110,11 @@ class MegatronSession(Session):
         self._seed()
         return Router(self._layer(replace(config, extra=(*config.extra, ("perform_initialization", True)))))
 
+    def initial_experts(self, config: Config) -> Experts:
+        """Build a layer with the parameters of a new model, generators seeded as a trainer does."""
+        self._seed()
+        return self.experts(replace(config, extra=(*config.extra, ("perform_initialization", True))))
+
     def config_rules(self, config: Config) -> ConfigRules:
         """Resolve settings on one rank, where a layer can be built whatever they say of ranks."""
         if self._topology.sizes["world"] > 1:
