@@ -1,15 +1,15 @@
-"""What an adapter implements, and all that it may be asked for: the package an adopter reads. Import from here.
+"""The interface between the suite and an adapter. An adapter imports every name from this package.
 
 session.py    backend and session: begin here
 exchange.py   exchange, experts and router, and what the letters of shapes mean
 config.py     every option that a surface may be asked for
-claims.py     what a backend may say of itself where correct implementations differ
-limits.py     what a backend declares that must not be run
-errors.py     how it says that it cannot do something
+claims.py     what a backend states about itself where correct implementations differ
+limits.py     cases that a backend declares must not be run
+errors.py     exceptions that a backend raises, such as where it cannot do something
 topology.py   layouts of ranks and their process groups
 
 The surface.py of a chapter, in `moe_conformance/chapters/<chapter>/`, may add surfaces, a section of `Config` and
-claims, which are names of this package too. docs/glossary.md has the terms, and the option of Megatron-Core,
+claims, which this package exports too. docs/glossary.md has the terms, and the option of Megatron-Core,
 torchtitan, transformers and DeepSpeed for each field of `Config`.
 """
 

@@ -1,7 +1,7 @@
-"""What the chapters of the spec add to the contract, found in their surface.py.
+"""Collect what the surface.py of every chapter adds to the contract.
 
 `Sections` has the sections of `Config`, `ClaimsPart` the fields of `Claims`, `SessionPart` the methods of `Session`;
-every public name of a surface.py is a name of this module too, and so of `contract`. Type checkers read assembled.pyi,
+every public name of a surface.py is exported here, and so by `contract`. Type checkers read assembled.pyi,
 which `python -m tools.stubs` writes.
 """
 
@@ -18,10 +18,10 @@ _PARTS = ("SECTIONS", "ClaimsPart", "SessionPart")
 
 
 def _surfaces() -> Iterator[ModuleType]:
-    """Yield every surface.py.
+    """Yield the module surface.py of every chapter that has one.
 
     Raises:
-        ImportError: one of them is being imported by itself: its names are not there yet.
+        ImportError: one of them was imported before `contract`, so that its names are not defined yet.
     """
     for module in modules("surface"):
         if getattr(module.__spec__, "_initializing", False):
@@ -30,10 +30,14 @@ def _surfaces() -> Iterator[ModuleType]:
 
 
 def _public(module: ModuleType) -> dict[str, Any]:
-    """Return the classes and types of a surface.py by name."""
+    """Return the public classes and types that a surface.py defines, by name."""
     names = [name for name in vars(module) if not name.startswith("_") and name not in _PARTS]
-    own = {name: vars(module)[name] for name in names}
-    return {name: each for name, each in own.items() if getattr(each, "__module__", module.__name__) == module.__name__}
+    public = {name: vars(module)[name] for name in names}
+    return {
+        name: value
+        for name, value in public.items()
+        if getattr(value, "__module__", module.__name__) == module.__name__
+    }
 
 
 _found = tuple(_surfaces())
@@ -42,9 +46,9 @@ Sections = make_dataclass(
     "Sections", [(name, kind, field(default=kind())) for name, kind in _options.items()], frozen=True, kw_only=True
 )
 ClaimsPart = dataclass(frozen=True)(
-    type("ClaimsPart", tuple(each.ClaimsPart for each in _found if hasattr(each, "ClaimsPart")), {})
+    type("ClaimsPart", tuple(part.ClaimsPart for part in _found if hasattr(part, "ClaimsPart")), {})
 )
-SessionPart = type("SessionPart", tuple(each.SessionPart for each in _found if hasattr(each, "SessionPart")), {})
+SessionPart = type("SessionPart", tuple(part.SessionPart for part in _found if hasattr(part, "SessionPart")), {})
 Sections.__module__ = ClaimsPart.__module__ = SessionPart.__module__ = __name__
 
 __all__ = ["ClaimsPart", "Sections", "SessionPart"]

@@ -1,6 +1,6 @@
-"""What a backend says of itself where correct implementations differ: `Claims`. Import it from `contract`.
+"""`Claims`: what a backend states about itself where correct implementations differ. Import it from `contract`.
 
-Claims of one chapter of the spec are in the surface.py of that chapter.
+Claims that concern one chapter of the spec are defined in the surface.py of that chapter.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from moe_conformance.contract.errors import Malformed
 
 @dataclass(frozen=True)
 class Claims(ClaimsPart):
-    """How a built surface differs from the default, each field with the requirements that verify it.
+    """How a built surface differs from the default. Every field names the requirements that verify it.
 
-    The checks follow it: rows are counted against the claimed `wire`, and so on. A built surface that differs from the
-    default has a property `claims`; it is read from the built object after the run, and `weights_at` after each
-    forward. All surfaces of a run have to agree, and all ranks. Integers are at least 1.
+    The checks follow the claims: rows are counted against the claimed `wire`, and so on. A built surface that differs
+    from the default has a property `claims`; it is read from the built object after the run, and `weights_at` after
+    each forward. All surfaces of a run have to agree, and all ranks. Integers are at least 1.
 
     Raises:
-        Malformed: a value is none of those that the annotation of its field allows.
+        Malformed: a value is not one of those that the annotation of its field allows.
     """
 
     # What dispatch sends to other ranks (COST-03, COST-04). pairs: one row for each routed pair; tokens: one row for
@@ -36,14 +36,14 @@ class Claims(ClaimsPart):
     # largest load of an expert on any rank where no capacity is configured; capacity_all: the same C rows for every
     # expert, gathered on all ranks of the group.
     wire: Literal["pairs", "tokens", "all", "copies", "capacity", "capacity_all"] = "pairs"
-    # With "all" (COST-06). slots: ids and weights (T, K) are sent; maps: a boolean map (T, E) and a map of weights
-    # (T, E), at most float32.
+    # How routings are sent with `wire` "all" (COST-06). slots: as ids and weights (T, K); maps: as a boolean map (T, E)
+    # and a map of weights (T, E), at most float32.
     routing: Literal["slots", "maps"] = "slots"
     # How many rows the experts receive (COST-10). routed: those routed to them; tokens: every token of the exchange
     # group; static: a fixed number, equal on all ranks (PACK-13); batched: as many for each expert of this rank as for
     # the one of them with the largest load.
     handed: Literal["routed", "tokens", "static", "batched"] = "routed"
-    # The rows of each expert are padded to a multiple of it; receive buffers include the padding (COST-10).
+    # The rows of each expert are padded to a multiple of this; receive buffers include the padding (COST-10).
     multiple: int = 1
     # Where this exchange applies routing weights (EXCH-05). None: as `Session.weights_at` says.
     weights_at: Literal["input", "expert", "combine"] | None = None
@@ -53,22 +53,22 @@ class Claims(ClaimsPart):
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values that the annotations do not allow."""
+        """Raise Malformed for a value that its annotation does not allow."""
         for name, allowed in _allowed().items():
             value = getattr(self, name)
-            if value is not getattr(Claims, name) and not any(_is(value, each) for each in allowed):
+            if value is not getattr(Claims, name) and not any(_is(value, choice) for choice in allowed):
                 raise Malformed(f"Claims.{name} is {value!r}; allowed: {', '.join(map(_words, allowed))}")
 
     @property
     def changed(self) -> Mapping[str, Any]:
         """The fields that differ from their default."""
-        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
+        return {entry.name: value for entry in fields(self) if (value := getattr(self, entry.name)) != entry.default}
 
     def joined(self, other: Claims) -> Claims:
-        """Return what two surfaces claim together.
+        """Return the claims of two surfaces as one.
 
         Raises:
-            Malformed: they claim different values of one field, neither of which is the default.
+            Malformed: the two claim different values of one field, neither of which is the default.
         """
         mine, others = self.changed, other.changed
         for name in mine.keys() & others.keys():
@@ -79,7 +79,7 @@ class Claims(ClaimsPart):
 
 @cache
 def _allowed() -> Mapping[str, tuple[Any, ...]]:
-    """Return what every field may be: values, and types of values."""
+    """Return the allowed values, and types of values, of every field."""
     return {name: tuple(_parts(hint)) for name, hint in get_type_hints(Claims).items()}
 
 
@@ -87,7 +87,7 @@ def _parts(hint: Any) -> list[Any]:
     if get_origin(hint) is Literal:
         return list(get_args(hint))
     if get_origin(hint) in (Union, UnionType):
-        return [part for each in get_args(hint) for part in _parts(each)]
+        return [part for choice in get_args(hint) for part in _parts(choice)]
     return [None if hint is type(None) else hint]
 
 

@@ -1,8 +1,8 @@
-"""What a backend is asked for: `Config`. Import it from `contract`.
+"""`Config`: the options with which a backend builds its surfaces. Import it from `contract`.
 
-Options of the exchange, experts and routers stand here; every chapter of the spec may add a section of its own, as
-`config.capacity` is, which its surface.py defines. The option of Megatron-Core, torchtitan, transformers and DeepSpeed
-for each is in docs/glossary.md. Letters are those of `contract`.
+Options of the exchange, experts and routers are defined here. The surface.py of a chapter of the spec may define a
+further section of options: `config.capacity` is the section of the chapter `capacity`. docs/glossary.md lists the
+option of Megatron-Core, torchtitan, transformers and DeepSpeed for each. Letters are those of `contract`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from moe_conformance.contract.values import check
 
 @dataclass(frozen=True)
 class Config(Sections):
-    """One configuration, the same for every backend. A value that its annotation does not allow raises ValueError.
+    """The options of a surface, the same for every backend.
 
-    Every builder of an adapter starts with `config.only(...)`, which refuses options that it does not map: with an
-    ignored option the report would state something that was not tested. Options have names: "top_k", "capacity.factor"
-    of a section, and "capacity" for all of it.
+    A value that its annotation does not allow raises ValueError.
+
+    Every builder of an adapter starts with `config.only(...)`, which refuses options that the adapter does not map: if
+    it ignored one, the report would state something that was not tested. Options have names: "top_k"; "capacity.factor"
+    is an option of a section, and "capacity" the whole section.
     """
 
     variant: str = "default"  # one of `Backend.variants`: "alltoall", "allgather", "local", ...
@@ -36,8 +38,8 @@ class Config(Sections):
     dtype: torch.dtype = torch.float32
     weights_applied: Literal["native", "input", "output"] = "native"  # routing weights; native: as the backend does
     expert_biases: Literal["none", "output", "all"] = "none"  # of routed experts, behind down; all: gate and up as well
-    # Of experts over their replicas (edp); own: as the backend has it. gradients: every replica keeps a part of each
-    # finished gradient; parameters: it keeps a part of each parameter, and gathers all of it for a pass.
+    # How experts are sharded over their replicas (edp). own: as the backend does it; gradients: every replica keeps a
+    # part of each finished gradient; parameters: it keeps a part of each parameter, and gathers all of it for a pass.
     sharding: Literal["own", "gradients", "parameters"] = "own"
     gate_bias: bool = False  # the logits of a router are x W^T + c, with c (E,) a parameter as W is
     router_dtype: torch.dtype | None = None  # in which a router computes logits, scores and weights; None: its choice
@@ -51,12 +53,12 @@ class Config(Sections):
         check(self, experts=0, top_k=1, hidden=1, ffn=1, jitter=0)
 
     def options(self) -> dict[str, Any]:
-        """Return the value of every option by its name: those of no section first, then section by section."""
+        """Return the value of every option by its name: first those outside of sections, then section by section."""
         found: dict[str, Any] = {}
-        for field in sorted(fields(self), key=lambda each: is_dataclass(each.default)):
+        for field in sorted(fields(self), key=lambda item: is_dataclass(item.default)):
             value = getattr(self, field.name)
             if is_dataclass(value):
-                found |= {f"{field.name}.{each.name}": getattr(value, each.name) for each in fields(value)}
+                found |= {f"{field.name}.{inner.name}": getattr(value, inner.name) for inner in fields(value)}
             else:
                 found[field.name] = value
         return found
@@ -81,7 +83,7 @@ class Config(Sections):
         return self
 
     def changed(self, options: Mapping[str, Any]) -> Config:
-        """Return the config with other values of some options or sections, by name.
+        """Return a copy of the config in which the given options or sections, by name, have other values.
 
         >>> Config().changed({"top_k": 1, "capacity.factor": 1.5}).capacity
         Capacity(factor=1.5, minimum=0, drop_policy='weights', padded=False)

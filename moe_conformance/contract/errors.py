@@ -1,4 +1,4 @@
-"""How a backend says that it cannot do what it is asked for, and what else it may raise. It imports nothing."""
+"""The exceptions that a backend raises. This module imports nothing of the suite."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Literal
 
 
 class Unsupported(Exception):
-    """This backend does not support what was asked for.
+    """The backend does not support a request of the suite.
 
     `by="library"`: the code under test itself raised: a *proved* refusal. Its exception is `__cause__`, and was raised
-    in the library's frames, not in the adapter's module (see `Backend.library_modules`); else it is the adapter's.
-    `by="adapter"`: this adapter has no way to ask for it; reported as "not adapted", not as a property of the
+    in the library's frames, not in the adapter's module (see `Backend.library_modules`); else `by` counts as "adapter".
+    `by="adapter"`: this adapter has no way to request it; reported as "not adapted", not as a property of the
     library. Raise it only while building: an exception from a running step is a failure.
     """
 

@@ -1,11 +1,11 @@
-"""Exchange, experts and router: the surfaces that most backends have. Import them from `contract`.
+"""The surfaces that most backends have: exchange, experts and router. Import them from `contract`.
 
 Shapes by letter: T tokens on this rank, K top-k, E experts, N experts of this rank (replicas count), D hidden size, F
 intermediate size of an expert, R rows received, J slots per row, C capacity. One process is one rank; everything below
 is the part of that rank. Returned tensors are ready on the current stream: the adapter waits for events and
 asynchronous results first.
 
-A `Session` builds them from a `Config`; the surface.py of each chapter has further ones.
+A `Session` builds them from a `Config`; the surface.py of a chapter may define further ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Routing:
-    """Expert ids and routing weights of each token. Slot order has no meaning; T: x's leading dims, row-major."""
+    """Expert ids and routing weights of each token.
+
+    The order of slots has no meaning. T counts the tokens of x over its leading dimensions, row-major.
+    """
 
     ids_TK: Tensor  # int64 global expert ids, -1 = empty slot (dropped, padding), anywhere in a row
     weights_TK: Tensor  # float; a leaf that requires grad when the suite wants its gradient
@@ -37,13 +40,14 @@ class Routing:
     def dense(self) -> tuple[Tensor, Tensor]:
         """Return (weights_TE, map_TE bool), differentiable in the weights.
 
-        The map tells a routed slot of weight 0 from none. An exchange that takes weights for the map (weight != 0)
+        The map distinguishes a routed slot of weight 0 from no slot. An exchange that reads the map off the weights
+        (weight != 0)
         declares `Limit("zero_weights", (False,), reason, proof="undefined")`.
 
         Raises:
             Unsupported: an expert occurs twice in a token, which no map can represent; declare a limit on
                 `duplicate_experts`, since in a step that runs this is a failure.
-            ValueError: an id is none of an expert, and not -1.
+            ValueError: an id is neither that of an expert nor -1.
         """
         if bool(((self.ids_TK < -1) | (self.ids_TK >= self.experts)).any()):
             raise ValueError(f"ids must be -1 (an empty slot) or those of experts 0 to {self.experts - 1}")
@@ -60,7 +64,7 @@ class Routing:
     def from_dense(cls, weights_TE: Tensor, map_TE: Tensor, top_k: int | None = None) -> Routing:
         """Return the (T, K) form, with K = `top_k`, or the largest number of experts of a token in the map.
 
-        A router that selects K experts of every token passes K: it has as many slots without tokens, too.
+        A router that selects K experts of every token passes K, so that there are K slots also with T = 0.
         """
         K = top_k if top_k is not None else int(map_TE.sum(1).max()) if map_TE.numel() else 0
         held_TK, ids_TK = map_TE.to(torch.int8).topk(K, dim=1)
@@ -82,7 +86,7 @@ def _cpu(counts: Counts) -> Tensor:
 
 @dataclass(frozen=True)
 class Delivery:
-    """The input of one call of the local experts, in the backend's own layout, which the constructor states.
+    """The input of one call of the local experts, in the backend's layout. There is a constructor for each layout.
 
     The experts compute out_r = sum_j w_rj * f_e(row_r) with e = local_experts[ids_rj], where w = 1 if `weights_RJ`
     is None (the backend applies the weights elsewhere). Rows without an id >= 0 (they may be uninitialised) and
@@ -102,7 +106,10 @@ class Delivery:
 
     @classmethod
     def grouped(cls, rows_RD: Tensor, counts_N: Counts, weights_R: Tensor | None = None) -> Delivery:
-        """Rows sorted by expert. Counts may include padding rows; rows beyond sum(counts) are unspecified."""
+        """Return a delivery of rows sorted by expert.
+
+        Counts may include padding rows; rows beyond sum(counts) are unspecified.
+        """
         claimed_N = _cpu(counts_N)
         total = int(claimed_N.sum())
         if total > rows_RD.shape[0] or bool((claimed_N < 0).any()):
@@ -117,13 +124,19 @@ class Delivery:
         cls, rows_RD: Tensor, ids_RJ: Tensor, weights_RJ: Tensor | None = None, counts_N: Counts | None = None,
         unrouted: Unrouted = "padding",
     ) -> Delivery:  # fmt: skip
-        """One row per token and rank with J slots. The adapter maps ids of experts on other ranks to -1."""
+        """Return a delivery of one row per token and rank, with J slots.
+
+        The adapter maps ids of experts on other ranks to -1.
+        """
         claimed_N = None if counts_N is None else _cpu(counts_N)
         return cls(rows_RD, ids_RJ.to(torch.int64), weights_RJ, claimed_N, tuple(rows_RD.shape), unrouted)
 
     @classmethod
     def batched(cls, rows_NCD: Tensor, counts_N: Counts | None = None, weights_NC: Tensor | None = None) -> Delivery:
-        """C rows per expert, the first counts[n] of them filled; without counts all are, and zero rows are padding."""
+        """Return a delivery of C rows per expert, of which the first counts[n] are filled.
+
+        Without counts all are filled, and zero rows are padding.
+        """
         N, C, D = rows_NCD.shape
         ids_NC = torch.arange(N, device=rows_NCD.device)[:, None].expand(N, C)
         claimed_N = None if counts_N is None else _cpu(counts_N)
@@ -136,8 +149,9 @@ class Delivery:
         return cls(rows_NCD.reshape(N * C, D), ids_NC.reshape(-1, 1), weights_RJ, claimed_N, (N, C, D))
 
 
-# Call it in every forward, also with zero rows. Calls in chunks are allowed; a second call in a backward is not.
-# Combine may write into what it returned, so that its last operation must not have saved that for its backward.
+# The expert that the suite passes. Call it in every forward, also with zero rows. Calls in chunks are allowed; a second
+# call in a backward is not. Combine may write into the tensor that the expert returned, so the last operation of the
+# expert must not have saved it for its backward.
 ExpertFn = Callable[[Delivery], Tensor]
 
 
@@ -146,9 +160,9 @@ ExpertFn = Callable[[Delivery], Tensor]
 
 @runtime_checkable
 class Resolved(Protocol):
-    """What every built surface reports of itself, for display.
+    """A built surface, which reports for display what was built.
 
-    Checks read two entries, since requirements are about them, and believe neither: "forced", the strategy of a router
+    Checks read two entries, since requirements are about them, and trust neither: "forced", the strategy of a router
     by its name in `Config`, with its parameter ("biased by 0.5"); "optional", see `Session.without_optional`.
     """
 
@@ -158,15 +172,15 @@ class Resolved(Protocol):
 
 
 class Claiming(Resolved, Protocol):
-    """A surface that differs from the default in what the checks follow. Optional: all others claim `Claims()`."""
+    """A surface that claims to differ from the default. Optional: all others claim `Claims()`."""
 
     @property
     def claims(self) -> Claims:
-        """What the surface claims, read from the built object after the run, `weights_at` after every forward."""
+        """What the surface claims: read from the built object after the run, `weights_at` after every forward."""
 
 
 class Placed(Resolved, Protocol):
-    """What every exchange reports: the experts of this rank. How it exchanges rows is in its `claims`."""
+    """An exchange of any kind, which reports the experts of this rank. How it sends rows is in its `claims`."""
 
     @property
     def local_experts(self) -> tuple[int, ...]:
@@ -174,7 +188,7 @@ class Placed(Resolved, Protocol):
 
 
 class Exchange(Placed, Protocol):
-    """Dispatch, the given experts, combine. x: (*lead, D) -> y: (*lead, D) with prod(lead) == T.
+    """Dispatch, the given experts and combine as one call. x: (*lead, D) -> y: (*lead, D) with prod(lead) == T.
 
     ep = 1 is a local permute. Backward is the library's; if the adapter implements it, `resolved` shows so.
     """
@@ -185,9 +199,10 @@ class Exchange(Placed, Protocol):
 
 @runtime_checkable
 class SplitExchange(Placed, Protocol):
-    """An exchange in two halves; implement this or `Exchange`, not both (`whole` turns this into the other).
+    """An exchange as two calls, dispatch and combine. Implement this or `Exchange`, not both.
 
-    State goes into the handle. A backend that stores it on itself returns None as the handle and declares
+    `whole` turns this into one call. State goes into the handle. A backend that stores state on the object itself
+    returns None as the handle and declares
     `Limit("halves_in_flight", (1,), ...)`.
     """
 
@@ -199,7 +214,7 @@ class SplitExchange(Placed, Protocol):
 
 
 def whole(exchange: Exchange | SplitExchange) -> Callable[[Tensor, Routing, ExpertFn], Tensor]:
-    """Return the exchange as one call, from either form."""
+    """Return an exchange of either form as one call: dispatch, experts, combine."""
     if not isinstance(exchange, SplitExchange):
         return exchange
     split = exchange

@@ -1,4 +1,4 @@
-"""What a backend declares that must not be run: `Limit`. Import it from `contract`."""
+"""`Limit`: what a backend declares must not be run. Import it from `contract`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Limit:
-    """A declared limit of a backend: outside `allowed` it is not run, and the report says why.
+    """A declared limit of a backend: a case outside of `allowed` is not run, and the report says why.
 
-    What a limit is on, each with the value that a case has:
+    The values of `on`, and for each the value of a case that has to be in `allowed`:
 
     * `dtype`, `device`: of the tokens; "cpu" or "cuda".
     * `spread_experts`, `sharded_experts`: whether ep > 1; whether etp > 1.
@@ -22,15 +22,15 @@ class Limit:
     * `zero_tokens`: whether some rank has T = 0. `token_dims`: number of dimensions before D.
     * `duplicate_experts`: whether an expert occurs twice in a token. `dropped_slots`: whether slots are empty.
     * `zero_weights`, `negative_weights`: whether a routed slot has such a weight, which a dense map of weights may take
-      for none (weight != 0, weight > 0).
+      for an empty slot (weight != 0, weight > 0).
     * `in_flight`: number of microbatches between forward and backward. `halves_in_flight`: between dispatch and
       combine.
     * `steps`: how often the gradients of the same modules are finished; between two steps the suite sets them to None,
       or to zero in place.
     * `recomputed`: whether forwards run again in the backward, by `Session.recompute`.
     * `deterministic`: whether it runs under `torch.use_deterministic_algorithms`, set before the session is opened.
-    * `wrong_use`: whether there is invalid input on one rank, for which the other ranks may wait for ever, or answers
-      that do not fit the handle of a combine, on any rank. Input that violates the config (more tokens than
+    * `wrong_use`: whether there is invalid input on one rank, for which the other ranks may wait for ever, or expert
+      outputs that do not fit the handle of a combine, on any rank. Input that violates the config (more tokens than
       `padding.bound`, or `token_copies` that differ) is not covered by it.
 
     `proof="refused"`: outside of it the library raises on every rank, while it is built or in the step; the suite tries
@@ -47,6 +47,6 @@ class Limit:
     reason: str  # quoted or derived from the library's own documentation or code
     proof: Literal["refused", "undefined"] = "refused"
 
-    def allows(self, asked: Any) -> bool:
-        """Whether a case that asks for this may run."""
-        return all(T in self.allowed for T in asked) if self.on == "tokens" else asked in self.allowed
+    def allows(self, value: Any) -> bool:
+        """Return whether a case with this value may run."""
+        return all(T in self.allowed for T in value) if self.on == "tokens" else value in self.allowed

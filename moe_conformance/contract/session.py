@@ -1,4 +1,4 @@
-"""The backend and its session: what an adapter implements. Import them from `contract`.
+"""The two classes that an adapter implements, `Backend` and `Session`. Import them from `contract`.
 
 A backend is opened once per topology (`Backend.open`) and returns a `Session`; a session builds *surfaces* (exchange,
 experts, router; the surface.py of each chapter has further ones) from a `Config`. An adapter does not cast, reshape,
@@ -35,24 +35,24 @@ class Topology(Protocol):
         """Sizes by name: world, tp, cp, pp, dp, ep, etp, edp."""
 
     def ranks(self, name: str) -> tuple[int, ...]:
-        """World ranks of this rank's group: world, tp, cp, pp, dp, dp_cp, ep, etp, ep_etp, edp."""
+        """Return the world ranks of this rank's group of a name: world, tp, cp, pp, dp, dp_cp, ep, etp, ep_etp, edp."""
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """Process group of the same name, also for groups of one rank. The suite owns it: do not destroy it."""
+        """Return the process group of that name, also of a group of one rank. The suite owns it: do not destroy it."""
 
 
 class Session(SessionPart):
-    """One topology on one rank; at most one session is open in a process.
+    """The backend opened for one topology on one rank. At most one session is open in a process.
 
-    Subclass it and override what the backend has: a surface that is not overridden is reported as "not adapted". Those
-    below most backends have; the methods `SessionPart` of every chapter's surface.py are methods of it too. Class
+    Subclass it and override what the backend has: a surface that is not overridden is reported as "not adapted". Most
+    backends have those below; the methods of `SessionPart` of every chapter's surface.py are methods of it too. Class
     attributes describe the backend; the suite checks them by observation.
     """
 
     # Where routing weights are applied by default. An exchange that differs claims `weights_at`, which is read after
     # every forward.
     weights_at: Literal["input", "expert", "combine"] = "combine"
-    expert_output_is_partial: bool = False  # etp > 1: combine adds up the partial sums
+    expert_output_is_partial: bool = False  # with etp > 1: combine adds up the partial sums
     grad_attr: str = "grad"  # attribute of a parameter with its gradient after finish_gradients ("main_grad")
     loss_convention: Literal["sum", "mean_over_dp"] = "sum"  # finish_gradients: sum or mean over dp * cp
 
@@ -69,9 +69,9 @@ class Session(SessionPart):
         raise Unsupported("this backend offers no router")
 
     def recompute(self, call: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return `call(*inputs)` under activation recomputation, as the backend's trainer has it: backward repeats it.
+        """Return `call(*inputs)` under activation recomputation, as the backend's trainer does it: backward repeats it.
 
-        By default torch's, which puts back default generators; a trainer that puts back further ones overrides it.
+        The default is torch's, which restores the default generators; a trainer that restores others overrides it.
         """
         with set_checkpoint_early_stop(False):  # all ranks repeat all collectives, whatever each of them has saved
             result: Tensor = checkpoint(call, *inputs, use_reentrant=False)
@@ -85,9 +85,9 @@ class Session(SessionPart):
         raise Unsupported("this backend offers no gradient reduction")
 
     def without_optional(self) -> AbstractContextManager[Sequence[str]]:
-        """Hide shortcuts and libraries that the backend can do without, while surfaces are built; give their names.
+        """Return a context in which surfaces are built without optional shortcuts and libraries; it gives their names.
 
-        Surfaces have those of them that they use in `resolved["optional"]`, separated by commas, or "none".
+        A built surface lists those that it uses in `resolved["optional"]`, separated by commas, or "none".
         """
         raise Unsupported("this backend names nothing optional that it could be built without")
 
@@ -114,10 +114,14 @@ class Backend(Protocol):
     variants: tuple[str, ...]
 
     def versions(self) -> Mapping[str, str]:
-        """Versions that the results depend on; `Unsupported`, with what to install, if the library is missing."""
+        """Return the versions that the results depend on.
+
+        Raises:
+            Unsupported: the library is missing; the message says what to install.
+        """
 
     def limits(self, variant: str) -> Sequence[Limit]:
-        """Limits of that variant."""
+        """Return the limits of that variant."""
 
     def open(self, topology: Topology, device: torch.device) -> Session:
         """Open a session; collective."""

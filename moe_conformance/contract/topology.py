@@ -1,4 +1,4 @@
-"""Layouts of ranks and the groups they make.
+"""Layouts of ranks, and the process groups of a layout.
 
 A layout divides the same world twice (parallel folding): for the dense groups in the order tp (fastest), cp, dp, pp;
 for the expert groups in the order etp (fastest), ep, edp, pp. A group of an axis is the set of ranks that differ in
@@ -59,16 +59,16 @@ class Layout:
 
     @cached_property
     def name(self) -> str:
-        """Axes larger than one, e.g. `tp2-ep2-edp2`; `single` where there are none."""
+        """The axes larger than one with their sizes, e.g. `tp2-ep2-edp2`; `single` if there are none."""
         axes = {axis: getattr(self, axis) for axis in ("tp", "cp", "pp", "ep", "etp", "edp")}
         return "-".join(f"{axis}{size}" for axis, size in axes.items() if size > 1) or "single"
 
     def sizes(self) -> dict[str, int]:
-        """All sizes by name."""
+        """Return the sizes of the world and of all axes, by name."""
         return {name: getattr(self, name) for name in ("world", "tp", "cp", "pp", "dp", "ep", "etp", "edp")}
 
     def groups(self) -> dict[str, RankLists]:
-        """Every group of every name in `GROUPS`, each sorted, in the order of its first rank.
+        """Return all groups of every name in `GROUPS`: ranks ascending, groups in the order of their first ranks.
 
         Raises:
             InvalidLayout: the layout has a `problem`.
@@ -91,7 +91,7 @@ def _groups_of(layout: Layout) -> Mapping[str, RankLists]:
 
 
 def _split(fold: Mapping[str, int], varying: set[str]) -> RankLists:
-    """Bucket the ranks by the coordinates that do not vary; the first axis of the fold counts fastest."""
+    """Return the groups of ranks that differ in the varying axes only; the first axis of the fold varies fastest."""
     buckets: dict[tuple[int, ...], list[int]] = {}
     for rank in range(math.prod(fold.values())):
         rest, key = rank, []
@@ -104,7 +104,7 @@ def _split(fold: Mapping[str, int], varying: set[str]) -> RankLists:
 
 
 def named(name: str) -> Layout:
-    """Return the layout with that `Layout.name`, all of whose axes it tells.
+    """Return the layout that has this `Layout.name`.
 
     >>> named("tp2-ep2-edp2")
     Layout(world=4, tp=2, cp=1, pp=1, ep=2, etp=1)
@@ -115,7 +115,7 @@ def named(name: str) -> Layout:
 
 
 def layouts(world: int) -> Iterator[Layout]:
-    """Every valid layout of a world, sizes ascending: tp and etp vary fastest."""
+    """Yield every valid layout of a world, sizes ascending: etp varies fastest, then tp."""
     sizes = [n for n in range(1, world + 1) if world % n == 0]
     for pp in sizes:
         for cp in sizes:
@@ -137,7 +137,7 @@ class Topology:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """All sizes by name."""
+        """Sizes of the world and of all axes, by name."""
         return self.layout.sizes()
 
     @cached_property
@@ -147,9 +147,9 @@ class Topology:
         }
 
     def ranks(self, name: str) -> tuple[int, ...]:
-        """World ranks of this rank's group of that name."""
+        """Return the world ranks of this rank's group of that name."""
         return self._ranks[name]
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """Process group of that name that this rank is in."""
+        """Return the process group of that name that this rank is in."""
         return self.process_groups[name]

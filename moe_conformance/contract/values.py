@@ -1,4 +1,4 @@
-"""Whether values are of the annotations of a class of options."""
+"""Check the values of options against the annotations of their class."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 @cache
 def _fields(kind: type[Any]) -> list[tuple[str, Any, Callable[[object], bool]]]:
-    """Return every option of a class with its annotation and what tells whether a value is of it."""
+    """Return the name of every option of a class, its annotation, and a test of values against the annotation."""
     return [(name, hint, _test_of(hint)) for name, hint in get_type_hints(kind).items()]
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Whether a value is of an annotation: a class, `Literal`, union or tuple of these. A float has to be finite."""
+    """Return whether a value matches an annotation: a class, `Literal`, union or tuple of these. Floats are finite."""
     return _test_of(hint)(value)
 
 
 @cache
 def _test_of(hint: Any) -> Callable[[object], bool]:
-    """Return what tells whether a value is of an annotation, which is looked at once: thousands of values are."""
+    """Return a function that tests whether a value matches an annotation.
+
+    The annotation is analysed once, since thousands of values are tested.
+    """
     choices = get_args(hint)
     if get_origin(hint) is Literal:
         return lambda value: isinstance(value, str) and value in choices
     if get_origin(hint) is UnionType:
-        tests = [_test_of(each) for each in choices]
+        tests = [_test_of(choice) for choice in choices]
         return lambda value: any(test(value) for test in tests)
     if get_origin(hint) is tuple:
         return partial(_fits_tuple, choices)
@@ -40,8 +43,8 @@ def _test_of(hint: Any) -> Callable[[object], bool]:
 def _fits_tuple(choices: tuple[Any, ...], value: object) -> bool:
     if not isinstance(value, tuple):
         return False
-    each_hint = choices[:1] * len(value) if choices[1:] == (...,) else choices
-    return len(value) == len(each_hint) and all(map(_fits, value, each_hint))
+    hints = choices[:1] * len(value) if choices[1:] == (...,) else choices
+    return len(value) == len(hints) and all(map(_fits, value, hints))
 
 
 def _allowed(hint: Any) -> str:
@@ -53,8 +56,8 @@ def _allowed(hint: Any) -> str:
 def check(options: Any, section: str = "", **least: int) -> None:
     """Raise ValueError for a value that its annotation does not allow, or for a number (of a tuple, any) below `least`.
 
-    `section` begins the name of the option, as in "capacity.factor". What single values cannot show, such as more
-    selected experts than there are, a backend refuses.
+    `section` begins the name of the option, as in "capacity.factor". Values that are wrong only together, such as
+    more selected experts than experts, are refused by a backend.
     """
     for name, hint, fits in _fields(type(options)):  # type: ignore[arg-type]  # it takes __hash__ of instances for it
         value = getattr(options, name)
