@@ -1,4 +1,4 @@
-"""What a backend may offer for the training of the balance bias: `Config.balance`. Import it from `contract`."""
+"""The training of the balance bias of routers: `Config.balance`, a surface, claims. Import them from `contract`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Balance:
     """`Config.balance`: the training of the balance bias of routers (`Config.routing.balance_bias`)."""
 
     # sign: the rate is added to the bias of an expert below the mean load, and subtracted above it; quantile: the bias
-    # becomes that by which every expert would have been selected by its share of the step's tokens
+    # becomes the one with which every expert would have been selected by its share of the step's tokens
     rule: Literal["sign", "quantile"] = "sign"
-    rate: float = 0.001  # of "sign"
+    rate: float = 0.001  # step size of "sign"
     recompute: bool = False  # activation recomputation of the router
     layers: int = 1  # routers of the model, one per MoE layer
     dense_layers: int = 0  # layers of the model without a router, before those with one
@@ -37,12 +37,12 @@ class BalancingRouters(Parametrised, Resolved, Protocol):
     """The routers of a model whose balance bias is updated by the load (`Config.balance`), one per MoE layer.
 
     `named` yields "router" and "balance_bias" with the number of the layer, from 0, in place of an expert id; the
-    windows stay valid. Microbatches are those of `TrainingRouters`, without losses, and one update ends a step of any
+    views stay valid. Microbatches are those of `TrainingRouters`, without losses, and one update ends a step of any
     number of them. It claims `balance_loads`, `balance_counters`, `balance_quantiles` and
     `forced_loads`.
     """
 
-    takes_mask: bool  # else no token is padding
+    takes_mask: bool  # whether a padding mask may be passed; if not, no token is padding
 
     def train(self, mode: bool = True) -> object:
         """Switch between training and evaluation, as `nn.Module` does; what is built is in training."""
@@ -51,10 +51,10 @@ class BalancingRouters(Parametrised, Resolved, Protocol):
         """Return the routing of x (S, B, D) of every layer; the mask, bool (S * B,), is True at padding."""
 
     def update(self) -> None:
-        """Do what the trainer does after the last backward of a step, in which every bias is updated; collective."""
+        """Do what the trainer does after the last backward of a step, which updates every bias; collective."""
 
     def loads(self) -> Sequence[Tensor] | None:
-        """Return the counters of every layer, (E,), as they are since the last update; None if they cannot be read."""
+        """Return the load counters of every layer, (E,), since the last update; None if they cannot be read."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return what a checkpoint saves, as `nn.Module` does."""
@@ -63,11 +63,11 @@ class BalancingRouters(Parametrised, Resolved, Protocol):
         """Load what `state_dict` returned, as `nn.Module` does."""
 
     def parameters(self) -> Iterable[Tensor]:
-        """Return what the trainer's optimizer steps over."""
+        """Return the parameters that the trainer's optimizer updates."""
 
 
 class SessionPart:
-    """What a session builds for this chapter."""
+    """The methods of `Session` that build the surfaces of this chapter."""
 
     def balancing_routers(self, config: Config) -> BalancingRouters:
         """Build the routers of a model with a balance bias; collective. It reads routing, capacity and balance."""
@@ -76,12 +76,12 @@ class SessionPart:
 
 @dataclass(frozen=True)
 class ClaimsPart:
-    """What a backend claims of it."""
+    """The fields of `Claims` of this chapter."""
 
     # With a capacity, the loads that move a balance bias (BIAS-05). selected: of all slots that a router selected;
     # kept: of those that were not dropped.
     balance_loads: Literal["selected", "kept"] = "selected"
-    # Of which tokens quantile balancing takes quantiles (BIAS-12). step: of all of the step; parts: of each microbatch
+    # The tokens of which quantile balancing takes quantiles (BIAS-12). step: all of the step; parts: of each microbatch
     # and data parallel group, and their mean; estimated: by histogram, which is not judged.
     balance_quantiles: Literal["step", "parts", "estimated"] = "step"
     # What the counters of loads hold between updates (BIAS-04, BIAS-05, BIAS-06). of_rank: the loads of this rank,

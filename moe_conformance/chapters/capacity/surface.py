@@ -1,4 +1,7 @@
-"""What a backend may offer for capacity: `Config.capacity` and `Config.receive_buffer`. Import it from `contract`."""
+"""Capacity of experts and receive buffers: `Config.capacity`, `Config.receive_buffer`, claims.
+
+Import them from `contract`.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ class Capacity:
 
 @dataclass(frozen=True)
 class ReceiveBuffer:
-    """`Config.receive_buffer`: of fixed size, where the factor or the number of rows is given; not both."""
+    """`Config.receive_buffer`: a receive buffer of fixed size, if `factor` or `rows` is given; not both."""
 
-    factor: float | None = None  # a multiple of the balanced load of a rank
-    rows: int | None = None  # the same as a number of rows
+    factor: float | None = None  # its size as a multiple of the balanced load of a rank
+    rows: int | None = None  # its size as a number of rows
     overflow: Literal["refuse", "drop"] = "refuse"  # rows beyond the receive buffer: raise `Overflow`, or drop them
 
     def __post_init__(self) -> None:
@@ -39,20 +42,20 @@ class ReceiveBuffer:
 
 @dataclass(frozen=True)
 class ClaimsPart:
-    """What a backend claims of it."""
+    """The fields of `Claims` of this chapter."""
 
-    # `drop_policy` "position" (DROP-06). tokens: slots are kept in the order of tokens; choices: the first choices of
+    # With `drop_policy` "position" (DROP-06). tokens: slots are kept in the order of tokens; choices: first choices of
     # all tokens before any second choice.
     drop_order: Literal["tokens", "choices"] = "tokens"
-    # `drop_policy` "weights" (DROP-05): the slots that are kept are those of the highest routing weights; or scores: of
-    # the highest scores of the router, without expert bias, normalisation and scale.
+    # With `drop_policy` "weights" (DROP-05). weights: the slots that are kept are those of the highest routing weights;
+    # scores: those of the highest scores of the router, without expert bias, normalisation and scale.
     drop_by: Literal["weights", "scores"] = "weights"
-    # A capacity that is no whole number is rounded up, or down (DROP-01).
+    # How a capacity that is not a whole number is rounded (DROP-01).
     capacity_rounding: Literal["up", "down"] = "up"
     # With a capacity and `routing.normalise` (DROP-09, DROP-11). selected: weights are divided by the sum over all
     # slots that a token selected; kept: by the sum over those of them that were kept.
     normalised_over: Literal["selected", "kept"] = "selected"
-    # A capacity that drops nothing is rounded up to a multiple of tp, whose ranks share the rows (DROP-08).
+    # tp: a capacity that drops nothing is rounded up to a multiple of tp, whose ranks share the rows (DROP-08).
     capacity_over: Literal["tp"] | None = None
 
 

@@ -1,4 +1,4 @@
-"""What a backend may offer for the rules of configuration. Import it from `contract`."""
+"""How a library resolves or refuses the settings of a run: `Settings`, a surface. Import them from `contract`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Settings:
     dispatcher: str = "alltoall"  # or "allgather", "fused" (Megatron-Core's flex)
     kernel: Literal["present", "absent", "freeing"] | None = None  # None: the documented default
     dtype: torch.dtype = torch.bfloat16
-    overlap: bool = False  # of the exchange with the computation of another microbatch
-    overlap_shared: bool = False  # of the exchange with the shared experts
+    overlap: bool = False  # overlap the exchange with the computation of another microbatch
+    overlap_shared: bool = False  # overlap the exchange with the shared experts
     shared_experts: int = 0
     recompute: str = "none"  # or "full", "selective": activation recomputation
     recompute_method: str | None = None  # "uniform", "block"
@@ -91,8 +91,8 @@ class ConfigRules(Protocol):
 
 
 class SessionPart:
-    """What a session builds for this chapter."""
+    """The methods of `Session` that build the surfaces of this chapter."""
 
     def config_rules(self, config: Config) -> ConfigRules:
-        """Build what resolves settings; nothing of `config` but its variant matters."""
+        """Build the object that resolves settings; of `config` only the variant matters."""
         raise Unsupported("this backend does not tell how it resolves settings")

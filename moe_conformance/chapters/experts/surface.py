@@ -1,4 +1,4 @@
-"""What a backend may offer for experts: `Config.activation`, experts of a new model. Import it from `contract`."""
+"""The activation of experts (`Config.activation`), and experts of a new model. Import it from `contract`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Activation:
 
     # gelu: z Phi(z); gelu_tanh: its approximation by tanh; squared_relu: the square of relu
     function: Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu"] = "silu"
-    gated: bool = True  # else function(up x), and there is no gate
-    # What follows is of gated experts. gate x is cut to [-infinity, limit] and up x to [-limit, limit]; None: neither.
-    limit: float | None = None
+    gated: bool = True  # False: function(up x), and there is no gate
+    # The options below are of gated experts. gate x is clamped to [-infinity, limit], up x to [-limit, limit].
+    limit: float | None = None  # None: neither is clamped
     slope: float = 1.0  # of silu: z sigmoid(slope z)
-    offset: float = 0.0  # added to up x behind the cut
+    offset: float = 0.0  # added to up x after the clamp
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value that is not allowed."""

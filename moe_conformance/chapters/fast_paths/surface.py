@@ -1,4 +1,4 @@
-"""What a backend may offer for shortcuts: equal splits, and counters. Import it from `contract`."""
+"""Shortcuts of a backend: equal splits, counters of shortcuts, claims. Import them from `contract`."""
 
 from __future__ import annotations
 
@@ -16,56 +16,56 @@ if TYPE_CHECKING:
 
 
 class EqualSplits(Resolved, Protocol):
-    """Pieces of rows, one for each rank of ep, padded to one number of rows for an all-to-all, and cut back after."""
+    """Pads pieces of rows, one for each rank of ep, to one size for an all-to-all, and removes the padding after it."""
 
     def size(self, pieces: Sequence[int]) -> int:
-        """Return the rows to which every rank of ep pads its pieces of n_i rows; collective over ep."""
+        """Return the number of rows to which every rank of ep pads its pieces of n_i rows; collective over ep."""
 
     def pad(self, rows_RD: Tensor, pieces: Sequence[int], size: int) -> Tensor:
-        """Return every piece with zeros behind it, (len(pieces) * size, D), differentiable in the rows."""
+        """Return every piece followed by zeros, (len(pieces) * size, D), differentiable in the rows."""
 
     def compact(self, rows_PD: Tensor, pieces: Sequence[int], size: int) -> Tensor:
-        """Return the first n_i rows of every `size`, one piece behind the other, differentiable in the rows."""
+        """Return the first n_i of every `size` rows, concatenated, differentiable in the rows."""
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What counters of shortcuts have counted since they were reset, by the backend's names of shortcuts and caches."""
+    """The counts of shortcuts and caches since the last reset, by the backend's names of them."""
 
     decisions: Mapping[str, tuple[int, int]]  # calls that took the shortcut, and calls that could have and did not
     look_ups: Mapping[str, tuple[int, int]]  # hits and misses of a cache
 
 
 class Counters(Protocol):
-    """Counters of the shortcuts of built experts, which are off at first; see `contract.Experts`.
+    """Counters of the shortcuts that built experts take. They are off at first; see `contract.Experts`.
 
     A call of the experts is one decision of each shortcut that is open to it, and looks up once in each cache that it
-    uses. The shortcut for as many rows of each expert is named "equal_counts". Optional: `restrict(ranks)`, of the
-    world, has all others count nothing.
+    uses. The shortcut for equally many rows of each expert is named "equal_counts". Optional: `restrict(ranks)`: all
+    ranks of the world but these count nothing.
     """
 
     def enable(self, on: bool) -> None:
-        """Count from now on, or no more."""
+        """Switch counting on or off."""
 
     def reset(self) -> None:
-        """Begin at 0 again; caches stay as they are."""
+        """Set all counts to 0; caches stay as they are."""
 
     def read(self) -> Counted:
-        """Return what this rank has counted."""
+        """Return the counts of this rank."""
 
 
 class SessionPart:
-    """What a session builds for this chapter."""
+    """The methods of `Session` that build the surfaces of this chapter."""
 
     def equal_splits(self, config: Config) -> EqualSplits:
-        """Build what pads pieces to equal splits; collective."""
+        """Build the padding of pieces to equal splits; collective."""
         raise Unsupported("this backend offers no equal splits")
 
 
 @dataclass(frozen=True)
 class ClaimsPart:
-    """What a backend claims of it."""
+    """The fields of `Claims` of this chapter."""
 
-    # With `routing.forced` "round_robin" (FAST-14), where the ids of a rank begin. any: at any expert; zero: at
+    # With `routing.forced` "round_robin" (FAST-14), the expert at which the ids of a rank begin. any: any expert; zero:
     # expert 0, since the backend's own router begins there, and its exchange relies on it.
     round_robin: Literal["any", "zero"] = "any"

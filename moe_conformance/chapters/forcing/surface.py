@@ -1,4 +1,4 @@
-"""What a backend may offer for forced routing. Import it from `contract`."""
+"""What a backend claims about forced routing. It is part of `contract.Claims`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ClaimsPart:
-    """What a backend claims of it."""
+    """The fields of `Claims` of this chapter."""
 
-    # Loads of forced routing (BIAS-07). ignored: the balance bias does not change; counted: it is updated by them as
-    # by others.
+    # What the loads of forced routing do to a balance bias (BIAS-07). ignored: it does not change; counted: it is
+    # updated by them as by others.
     forced_loads: Literal["ignored", "counted"] = "ignored"

@@ -1,4 +1,4 @@
-"""What a backend may offer for losses of routers: `Config.losses`. Import it from `contract`."""
+"""The losses of routers: `Config.losses`, a surface, claims. Import them from `contract`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Losses:
-    """`Config.losses`: coefficients of what trains a router beside the main loss, 0 for none. Read by routers."""
+    """`Config.losses`: coefficients of the losses of a router besides the main loss; 0: none. Read by routers."""
 
     auxiliary: float = 0.0  # E sum_e f_e P_e of a microbatch, f of its K choices per token, P of its scores
     sequence: float = 0.0  # the same of each sequence of a microbatch, averaged
@@ -38,7 +38,7 @@ class Losses:
 
 @dataclass(frozen=True)
 class Trained:
-    """What the routers of a model return for one microbatch, in the order of layers."""
+    """The results of all routers of a model for one microbatch, in the order of layers."""
 
     routed: tuple[Routed, ...]
     loss: Tensor | None = None  # (): the losses that are returned, for the caller to add; None: they are attached
@@ -49,8 +49,8 @@ class TrainingRouters(Parametrised, Resolved, Protocol):
 
     A microbatch is what the tp x cp ranks process together: every rank has its own part of S positions of B sequences,
     S the same on all of these ranks. `named` yields "router" with the number of the layer, from 0, in place of an
-    expert id, and so "balance_bias". It claims `loss_gradients`, `loss_fractions`, `reported_losses`, `reported_z` and
-    `global_counts`.
+    expert id, and "balance_bias" likewise. It claims `loss_gradients`, `loss_fractions`, `reported_losses`,
+    `reported_z` and `global_counts`.
 
     A loss is attached (the backward through the routing weights adds its gradient, whatever gradient they have) or
     returned. Both in training only, and only where gradients are recorded.
@@ -81,7 +81,7 @@ class TrainingRouters(Parametrised, Resolved, Protocol):
 
 
 class SessionPart:
-    """What a session builds for this chapter."""
+    """The methods of `Session` that build the surfaces of this chapter."""
 
     def training_routers(self, config: Config) -> TrainingRouters:
         """Build the routers of a model with their losses; collective. It reads routing, capacity and losses."""
@@ -90,18 +90,18 @@ class SessionPart:
 
 @dataclass(frozen=True)
 class ClaimsPart:
-    """What a backend claims of it."""
+    """The fields of `Claims` of this chapter."""
 
-    # What finished gradients hold of the losses of M microbatches and dp groups (LOSS-06, LOSS-08, LOSS-11): the
-    # mean, or the sum, as of the main loss of this backend.
+    # Whether finished gradients are those of the mean, or of the sum, of the losses of M microbatches and dp groups
+    # (LOSS-06, LOSS-08, LOSS-11); the main loss of this backend is taken alike.
     loss_gradients: Literal["mean", "sum"] = "mean"
     # f_e of an auxiliary loss (LOSS-01). slots: the share of the routed slots, all f_e add up to 1; tokens: slots per
     # token, all f_e add up to K, and the loss is K times as large.
     loss_fractions: Literal["slots", "tokens"] = "slots"
-    # A reported loss is divided by its coefficient, or not (LOSS-19).
+    # Whether a reported loss is divided by its coefficient (LOSS-19).
     reported_losses: Literal["divided", "with_coefficient"] = "divided"
-    # A reported z-loss is the same on all ranks, or that of a rank's own tokens, of which the mean over ranks is it
-    # (LOSS-19).
+    # A reported z-loss (LOSS-19). same: it is the same on all ranks; own: it is that of the tokens of the rank, and the
+    # z-loss is its mean over ranks.
     reported_z: Literal["same", "own"] = "same"
     # A global loss counts slots of the microbatches of the step so far, or of the present one alone (LOSS-07).
     global_counts: Literal["step", "microbatch"] = "step"

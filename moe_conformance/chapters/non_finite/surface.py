@@ -1,4 +1,4 @@
-"""What a backend may offer for values that are not finite. Import it from `contract`."""
+"""What a backend claims about values that are not finite. It is part of `contract.Claims`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ClaimsPart:
-    """What a backend claims of it."""
+    """The fields of `Claims` of this chapter."""
 
     # What a value that is not finite reaches (EXCH-41, EXCH-42). own: its own token and experts; all: any token and
     # expert of the exchange group, as in a product with one-hot tensors, which multiplies it by 0. With "all" these two

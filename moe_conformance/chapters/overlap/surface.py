@@ -1,4 +1,4 @@
-"""What a backend may offer for the overlap of exchange and computation: `Config.overlap`. Import it from `contract`."""
+"""The overlap of exchange and computation: `Config.overlap`, surfaces, claims. Import them from `contract`."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Overlap:
 
 
 class OverlappedLayer(Parametrised, Protocol):
-    """A layer of a model: it is called by itself, as any layer, or runs in the schedule of its step.
+    """A layer of an `OverlappedStep`, which runs in the schedule of the step and can also be called alone.
 
-    `named` yields what a `contract.Layer` does, and what further parameters the workload has for its layers.
+    `named` yields what that of a `contract.Layer` does, and the further parameters that the workload has for layers.
     """
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class OverlappedStep(Resolved, Protocol):
     """A training step of several MoE layers that overlaps exchanges with computation (`Config.overlap`).
 
     The layers follow each other: y = f_L(... f_1(x)). While tokens of one microbatch are dispatched or combined,
-    something else is computed that does not need them. It claims `overlap` if it only looks like that.
+    something else is computed that does not need them. It claims `overlap` "no" if nothing is in flight.
     """
 
     @property
@@ -61,7 +61,7 @@ class OverlappedStep(Resolved, Protocol):
 
 
 class SessionPart:
-    """What a session builds for this chapter."""
+    """The methods of `Session` that build the surfaces of this chapter."""
 
     def overlapped_step(self, config: Config) -> OverlappedStep:
         """Build the layers of a model, and the schedule of a step that overlaps their exchanges; collective."""
@@ -70,9 +70,9 @@ class SessionPart:
 
 @dataclass(frozen=True)
 class ClaimsPart:
-    """What a backend claims of it."""
+    """The fields of `Claims` of this chapter."""
 
-    # A step that is built with overlap has exchanges in flight while it computes (OVLP-12); no: it has none.
+    # yes: a step that is built with overlap has exchanges in flight while it computes (OVLP-12); no: it has none.
     overlap: Literal["yes", "no"] = "yes"
 
 

@@ -1,4 +1,4 @@
-"""What a backend may offer for overload factors. Import it from `contract`."""
+"""The surface for overload factors: a meter of loads. Import it from `contract`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MeteredPass:
-    """One pass of a step: "alone" is a training forward without a gradient, "abandon" gives up what came before it.
+    """One pass of a step that is metered: a forward, a backward, or the end of an abandoned step.
 
-    A backward is that of the forward of its layer and microbatch. Padding has empty slots, as a drop has.
+    "alone" is a training forward without a gradient; "abandon" gives up the passes before it. A backward is that of the
+    forward of its layer and microbatch. Padding tokens have empty slots, as dropped ones are.
     """
 
     kind: Literal["forward", "backward", "alone", "evaluation", "abandon"]
@@ -35,7 +36,7 @@ class MeteredPass:
 
 @dataclass(frozen=True)
 class MeteredResults:
-    """What passes returned, in their order."""
+    """The tensors that passes returned, in the order of the passes."""
 
     outputs: tuple[Tensor, ...]  # y of every forward, of any kind
     gradients: tuple[Tensor, ...]  # dL/dx and dL/dweights of every backward
@@ -43,7 +44,7 @@ class MeteredResults:
 
 @dataclass(frozen=True)
 class Metered:
-    """What a rank reports: scalars by name, with a prefix that is the same for all, and what else it has."""
+    """The report of a meter on one rank: scalars by name, all with the same prefix, and what else the meter keeps."""
 
     values: Mapping[str, float]
     step: int
@@ -54,21 +55,21 @@ class Metered:
 class LoadMeter(Placed, Protocol):
     """The meter of overload factors, attached to the exchange of the config. It is on at first.
 
-    All ranks make all calls; those of a stage without such layers pass nothing.
+    All ranks make all calls; those of a pipeline stage without MoE layers give no passes.
     """
 
     def run(self, passes: Sequence[MeteredPass]) -> MeteredResults:
         """Run passes in order through the exchange, with experts of the backend's choice."""
 
     def report(self, number: int) -> Metered:
-        """Tell the meter that the step of this number has ended; collective, with no microbatch in flight."""
+        """Report on the step of this number, which has ended; collective, with no microbatch in flight."""
 
     def switch(self, on: bool) -> None:
         """Switch the meter on or off, right after a report."""
 
 
 class SessionPart:
-    """What a session builds for this chapter."""
+    """The methods of `Session` that build the surfaces of this chapter."""
 
     def load_meter(self, config: Config) -> LoadMeter:
         """Build the exchange with a meter of overload attached; collective."""

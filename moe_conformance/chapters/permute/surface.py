@@ -1,4 +1,4 @@
-"""What a backend may offer for permute and unpermute on one rank. Import it from `contract`."""
+"""Surfaces for permute and unpermute on one rank, and for the conversions around them. Import them from `contract`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Permuted:
-    """Permuted rows: each expert's segment has its routed rows, then zero rows as padding; the rest is unspecified."""
+    """The result of a permute: each expert's segment has its routed rows, then zero rows as padding.
+
+    The rows after the last segment are unspecified.
+    """
 
     rows_RD: Tensor
     counts_E: Tensor | None  # int64: rows per segment, padding included; None if the backend neither pads nor counts
@@ -25,7 +28,7 @@ class Permuted:
 
 
 class Permutation(Resolved, Protocol):
-    """Permute the tokens of one rank by expert and unpermute them, without an exchange.
+    """Permutes the tokens of one rank by expert and unpermutes them, without an exchange.
 
     Every segment is padded to `Config.padding.row_multiple`. An empty slot has no row.
     """
@@ -42,7 +45,7 @@ class Permutation(Resolved, Protocol):
 
 
 class Reordering(Resolved, Protocol):
-    """Reorder received rows; counts_WN, int64, is the number of rows from each source rank for each local expert."""
+    """Reorders received rows; counts_WN, int64, is the number of rows from each source rank for each local expert."""
 
     def to_expert_major(self, rows_RD: Tensor, counts_WN: Tensor) -> Tensor:
         """Return source-major rows sorted by expert, and by source within an expert."""
@@ -52,7 +55,7 @@ class Reordering(Resolved, Protocol):
 
 
 class RowIndex(Resolved, Protocol):
-    """Gather and scatter by index_R, int64: 0 <= i < T is a token, -1 or T a sentinel."""
+    """Gathers and scatters rows by index_R, int64: 0 <= i < T is a token, -1 or T a sentinel."""
 
     def gather(self, x_TD: Tensor, index_R: Tensor) -> Tensor:
         """Return rows (R, D): x_i, or zeros at a sentinel."""
@@ -70,7 +73,7 @@ class Dense:
 
 
 class RoutingForms(Resolved, Protocol):
-    """Conversion between top-k ids (T, K) and a dense map (T, E), both ways differentiable in the weights."""
+    """Converts top-k ids (T, K) into a dense map (T, E) and back, both differentiable in the weights."""
 
     def to_dense(self, routing: Routing) -> Dense:
         """Return the dense map; an empty slot sets no entry."""
@@ -80,7 +83,7 @@ class RoutingForms(Resolved, Protocol):
 
 
 class SessionPart:
-    """What a session builds for this chapter."""
+    """The methods of `Session` that build the surfaces of this chapter."""
 
     def permutation(self, config: Config) -> Permutation:
         """Build permute and unpermute of one rank."""

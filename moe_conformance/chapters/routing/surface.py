@@ -1,4 +1,4 @@
-"""What a backend may offer for routing, routers of a new model and router replay. Import it from `contract`."""
+"""Routing options, routers of a new model and router replay: sections, surfaces, claims. Import from `contract`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RoutingOptions:
     normalise: bool = False  # the K weights of a token are divided by their sum
     scale: float = 1.0  # multiplies the weights, after normalisation
     groups: tuple[int, int] | None = None  # group-limited routing: (number of expert groups, groups selected)
-    group_score: Literal["top2_sum", "topk_sum", "max"] = "top2_sum"  # topk_sum: of the best K / groups selected
+    group_score: Literal["top2_sum", "topk_sum", "max"] = "top2_sum"  # topk_sum: of the K / (groups selected) best
     balance_bias: bool = False  # expert bias: added to the scores for the selection only, not for the weights
     # Forced routing: strategies in place of the router's scores, each with its parameter; two are refused. Random and
     # biased (parameter: standard deviation; negative: one bias is kept) replace the logits, all others the expert ids.
@@ -42,7 +42,7 @@ class RoutingOptions:
 
 @dataclass(frozen=True)
 class Replay:
-    """`Config.replay`: a model whose routers are given recorded experts (router replay)."""
+    """`Config.replay`: router replay, in which the routers of a model use recorded experts."""
 
     layers: tuple[int, ...] = (0,)  # numbers, ascending, of the layers of the model that have a router
     recompute: bool = False  # activation recomputation of the router
@@ -63,10 +63,10 @@ class ReplayRouters(Parametrised, Resolved, Protocol):
         """Return the routing of x of every layer as without replay, and record the experts that are selected."""
 
     def records(self) -> Mapping[tuple[int, int], Tensor]:
-        """Return what was recorded, ids (T, K) by place."""
+        """Return the recorded ids (T, K) by place."""
 
     def load(self, records: Mapping[tuple[int, int], Tensor]) -> None:
-        """Take records to be replayed, in place of those that are there."""
+        """Set the records that are replayed, in place of earlier ones."""
 
     def replay(self, microbatch: int, x: tuple[Tensor, ...]) -> tuple[Routed, ...]:
         """Return the routing of x of every layer to the recorded experts, weighed by the present logits.
@@ -76,7 +76,7 @@ class ReplayRouters(Parametrised, Resolved, Protocol):
 
 
 class SessionPart:
-    """What a session builds for this chapter."""
+    """The methods of `Session` that build the surfaces of this chapter."""
 
     def initial_router(self, config: Config) -> Parametrised:
         """Build a router with the parameters of a new model, as a trainer does; collective.
@@ -93,7 +93,7 @@ class SessionPart:
 
 @dataclass(frozen=True)
 class ClaimsPart:
-    """What a backend claims of it."""
+    """The fields of `Claims` of this chapter."""
 
     # A router adds noise while it trains (ROUTE-01, ROUTE-02). training: the built surface has a method `train(mode)`,
     # as `nn.Module` has, and the suite calls `train(False)` before it runs anything: without noise all checks hold.

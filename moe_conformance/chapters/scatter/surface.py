@@ -1,4 +1,4 @@
-"""What a backend may offer for rows that are added to an output by an index. Import it from `contract`."""
+"""Surfaces that add rows to an output by an index. Import them from `contract`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 
 class ScatterAdd(Resolved, Protocol):
-    """Source rows added to the output rows that an index names: index_J, int64, 0 <= i < N, repeats are allowed.
+    """Adds source rows to the output rows that an index names: index_J, int64, 0 <= i < N, repeats are allowed.
 
     y_i = out_i + the sum of src_j over all j with index_j = i, in the dtype of out. The same inputs give the same bits
     in every call and every process.
     """
 
     def add(self, out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
-        """Return y (N, D) in memory of its own; no argument is written."""
+        """Return y (N, D) in new memory; no argument is written."""
 
     def add_(self, out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
-        """Write y into out, no other argument, and return out."""
+        """Write y into out and return out; no other argument is written."""
 
 
 class CombineAdd(Resolved, Protocol):
-    """Routed rows added to the output of a shared expert, in its memory where nobody can tell and else in new memory.
+    """Adds routed rows to the output of a shared expert: in place where that is allowed, else in new memory.
 
     out_ND is what a shared expert made of x_ND: it may be x itself, a view of it, or lie in its memory in any other
     way. No byte of x changes, nor of index and src; out may be written if none of x lies in it and no gradient is
@@ -40,12 +40,12 @@ class CombineAdd(Resolved, Protocol):
 
 
 class SessionPart:
-    """What a session builds for this chapter."""
+    """The methods of `Session` that build the surfaces of this chapter."""
 
     def scatter_add(self, config: Config) -> ScatterAdd:
-        """Build what adds rows back into an output by an index."""
+        """Build the sum of rows into an output by an index."""
         raise Unsupported("this backend offers no scatter-add")
 
     def combine_add(self, config: Config) -> CombineAdd:
-        """Build what adds routed rows to the output of a shared expert."""
+        """Build the sum of routed rows and the output of a shared expert."""
         raise Unsupported("this backend offers no sum of routed rows and a shared expert's output")

@@ -1,4 +1,4 @@
-"""What a backend may offer for shared experts: `Config.shared`, and whole layers. Import it from `contract`."""
+"""Shared experts and whole MoE layers: `Config.shared`, a surface. Import them from `contract`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Layer(Parametrised, Resolved, Protocol):
 
 
 class SessionPart:
-    """What a session builds for this chapter."""
+    """The methods of `Session` that build the surfaces of this chapter."""
 
     def layer(self, config: Config) -> Layer:
         """Build a whole layer: router, exchange, experts and shared experts; collective."""

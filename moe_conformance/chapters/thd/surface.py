@@ -1,4 +1,4 @@
-"""What a backend may offer for packed sequences (THD) and padding masks. Import it from `contract`."""
+"""Packed sequences (THD) and padding masks: surfaces, claims. Import them from `contract`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PackedSequences:
 
 
 class Packing(Resolved, Protocol):
-    """Packed sequences (THD), each padded to the multiple that context and sequence parallelism need.
+    """Lays out packed sequences (THD), each padded to the multiple that context and sequence parallelism need.
 
     R is the last value of cu_seqlens_padded. It claims `context_order` "other" if the order of chunks over cp is not
     the load-balanced one (chunk c and chunk 2 cp - 1 - c).
@@ -48,7 +48,7 @@ class MaskedRouter(Parametrised, Resolved, Protocol):
 
 
 class SessionPart:
-    """What a session builds for this chapter."""
+    """The methods of `Session` that build the surfaces of this chapter."""
 
     def packing(self, config: Config) -> Packing:
         """Build the layout of packed sequences."""
@@ -61,7 +61,7 @@ class SessionPart:
 
 @dataclass(frozen=True)
 class ClaimsPart:
-    """What a backend claims of it."""
+    """The fields of `Claims` of this chapter."""
 
     # Chunks of packed sequences over cp (PACK-15). mirrored: rank c holds chunks c and 2 cp - 1 - c; other: any order.
     context_order: Literal["mirrored", "other"] = "mirrored"

@@ -1,4 +1,4 @@
-"""What a backend may offer for fused and low-latency token exchanges. Import it from `contract`."""
+"""Fused and low-latency token exchanges: surfaces, claims. Import them from `contract`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Received:
 
 
 class TokenExchange(Placed, Protocol):
-    """Fused dispatch and combine: a token is sent once to each rank that needs it, combine sums; no experts.
+    """Fused dispatch and combine without experts: a token is sent once to each rank that needs it, and combine sums.
 
     The group is ep_etp. All of its ranks call each method in the same order, also without tokens. Both methods are
     linear, and the backward of each is the other with the same handle.
@@ -62,7 +62,7 @@ class TokenExchange(Placed, Protocol):
 
 @dataclass(frozen=True)
 class Destinations:
-    """Destinations of the tokens of a rank: which ranks, and the counts per rank, node and expert."""
+    """The destinations of the tokens of a rank: which ranks, and the counts per rank, node and expert."""
 
     in_rank_TW: Tensor  # bool
     per_rank_W: Tensor  # tokens, integers
@@ -117,18 +117,18 @@ class PlacesExchange(Placed, Protocol):
 
 
 class SessionPart:
-    """What a session builds for this chapter."""
+    """The methods of `Session` that build the surfaces of this chapter."""
 
     def token_exchange(self, config: Config) -> TokenExchange:
         """Build a fused token exchange, without experts; collective."""
         raise Unsupported("this backend offers no token exchange")
 
     def dispatch_layout(self, config: Config) -> DispatchLayout:
-        """Build the counts of destinations."""
+        """Build the function that counts destinations."""
         raise Unsupported("this backend offers no dispatch layout")
 
     def transport(self, config: Config) -> Transport:
-        """Build the choice of a group's transport."""
+        """Build the function that chooses the transport of a group."""
         raise Unsupported("this backend does not tell how it chooses a transport")
 
     def places_exchange(self, config: Config) -> PlacesExchange:
@@ -138,7 +138,7 @@ class SessionPart:
 
 @dataclass(frozen=True)
 class ClaimsPart:
-    """What a backend claims of it."""
+    """The fields of `Claims` of this chapter."""
 
     # With `Config.wire` "float8" (EXCH-30): the format in which the backward of combine sends gradients. None: they are
     # not rounded.

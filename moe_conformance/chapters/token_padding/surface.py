@@ -1,4 +1,4 @@
-"""What a backend may offer for the padding of token counts: `Config.padding`. Import it from `contract`."""
+"""The padding of token counts and row counts: `Config.padding`, a surface, claims. Import them from `contract`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Padding:
-    """`Config.padding`: token counts of the ranks of an exchange, and row counts of the experts."""
+    """`Config.padding`: how the token counts of ranks and the row counts of experts are padded."""
 
     # All ranks of the exchange group dispatch equally many tokens, padded by rows with empty slots: the largest T of
     # the group, or a fixed bound that no T may exceed; "no": only if the exchange itself cannot work otherwise.
     tokens: Literal["no", "group_max", "bound"] = "no"
-    alignment: int = 1  # the padded number of tokens is a multiple of it
+    alignment: int = 1  # the padded number of tokens is a multiple of this
     bound: int | None = None
     packed: bool = False  # packed sequences (THD): T differs between ranks; an exchange that needs equal T refuses it
-    row_multiple: int = 1  # the rows of each expert are padded to a multiple of it
-    splits: Literal["own", "equal"] = "own"  # equal: every rank sends every other as many rows, padded with zeros
+    row_multiple: int = 1  # the rows of each expert are padded to a multiple of this
+    splits: Literal["own", "equal"] = "own"  # equal: every rank sends equally many rows to each other one, zero-padded
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value that is not allowed."""
@@ -42,21 +42,21 @@ class TokenPadding(Resolved, Protocol):
 
 
 class SessionPart:
-    """What a session builds for this chapter."""
+    """The methods of `Session` that build the surfaces of this chapter."""
 
     def token_padding(self, config: Config) -> TokenPadding:
-        """Build what returns the padded number of tokens of the exchange of `config`; collective."""
+        """Build the function that returns the padded number of tokens of the exchange of `config`; collective."""
         raise Unsupported("this backend offers no padding of token counts")
 
 
 @dataclass(frozen=True)
 class ClaimsPart:
-    """What a backend claims of it."""
+    """The fields of `Claims` of this chapter."""
 
     # Token counts are padded to a common number, as `Config.padding.tokens`; also where it is not configured, if the
     # exchange cannot work otherwise (PACK-02, PACK-13).
     padding: Literal["no", "group_max", "bound"] = "no"
-    # The padded number of tokens is a multiple of it; needed with `padding` (PACK-02).
+    # The padded number of tokens is a multiple of this; needed with `padding` (PACK-02).
     alignment: int | None = None
 
 

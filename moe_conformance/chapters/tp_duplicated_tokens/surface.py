@@ -1,4 +1,4 @@
-"""What a backend may offer for the same tokens on all tp ranks (`Config.token_copies`). Import it from `contract`."""
+"""What a backend claims about the same tokens on all tp ranks (`Config.token_copies`): part of `contract.Claims`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ClaimsPart:
-    """What a backend claims of it."""
+    """The fields of `Claims` of this chapter."""
 
     # With `Config.token_copies` (EXCH-36). complete: dL/dx and dL/dw are complete on every tp rank; parts: their sum
     # over tp is.
