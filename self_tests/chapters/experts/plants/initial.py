@@ -1,6 +1,5 @@
 """EXPT: bugs in the parameters of experts of a new model."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 import torch
