@@ -107,9 +107,8 @@ def _require_near(original: Reading, twin: Twin, other: Reading, tally: Tally) -
         number = int(twin.numbers_E[expert])
         actual = now[stage, (name, number)]
         allowed = torch.zeros_like(was, dtype=torch.float64)
-        if actual.shape != was.shape or bool(
-            (actual != was).any()
-        ):  # computing bounds costs more than everything else here
+        # computing bounds costs more than everything else here
+        if actual.shape != was.shape or bool((actual != was).any()):
             allowed = allowed_of(original, stage, (name, expert)) + allowed_of(other, stage, (name, number))
         there = f" (expert {number} in this run)" if number != expert else ""
         sentence = f"the gradient of {name} of expert {expert}{there} differs from the original run"
