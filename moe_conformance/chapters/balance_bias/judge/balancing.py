@@ -1,4 +1,4 @@
-"""Balance biases: what updates make of them, on all ranks, and what counters hold until then. E experts."""
+"""Judges of balance biases after updates, and of load counters between updates."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _FLOAT32 = 2.0**-24
 
 
 def judge_updates(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every update moves every bias by the rate against its load, up to a constant.
+    """Decide whether every update moves every bias by the update rate against its load, up to a constant.
 
     Raises:
-        WrongBias: one has another value.
-        WrongForm: it has another shape, or is no floating point tensor.
+        WrongBias: a bias has another value.
+        WrongForm: a bias has another shape, or is not a floating point tensor.
     """
     findings, compared = once(outcome, _updates)
     tally.include(compared)
@@ -47,7 +47,7 @@ def _updates(outcome: Outcome) -> tuple[list[Finding], Tally]:
 
 
 def _wrong_update(history: History, rank: int, layer: int, tally: Tally) -> Finding | None:
-    """Return the first update of a router that is wrong; those after it begin from it."""
+    """Return a finding for the first wrong update of a router; later updates start from its result."""
     before_E = history.workload.parameters["balance_bias", layer].double()
     for point in history.points(rank, layer, declared(history.outcome)):
         bias_E = _observed(history, point, rank, layer)
@@ -68,14 +68,14 @@ def _observed(history: History, point: Point, rank: int, layer: int) -> Tensor:
 
 
 def _held(bias_E: Tensor, point: Point, tally: Tally | None = None, rank: int | None = None) -> Worst:
-    """Hold a bias against a point, both without their constant: every update rounds once, and a centred one twice."""
+    """Compare a bias with a point, both without their constant; an update may round once, a centred one twice."""
     allowed = 3 * (1 + point.updates) * _FLOAT32 * (1 + float(point.bias_E.abs().max()))
     expected_E = without_constant(point.bias_E)
     return compare(without_constant(bias_E), expected_E, torch.full_like(expected_E, allowed), tally, rank)
 
 
 def _told(history: History, point: Point, before_E: Tensor, bias_E: Tensor, worst: Worst, rank: int, layer: int) -> str:
-    """Say what an update did to the expert that is wrong the most, and of what that is likely to come."""
+    """Return a sentence about the expert whose bias is the most wrong after an update, with the likely cause."""
     e = worst.at[0]
     free_E, was_E = without_constant(bias_E), without_constant(before_E)
     moved, right = float(free_E[e] - was_E[e]), worst.expected - float(was_E[e])
@@ -86,7 +86,7 @@ def _told(history: History, point: Point, before_E: Tensor, bias_E: Tensor, wors
 
 
 def _cause(history: History, point: Point, bias_E: Tensor, e: int, rank: int, layer: int) -> str:
-    """Return the mistake that explains this update, and of several the one that explains the most of all updates."""
+    """Return the mistake that explains this update; of several, the one that explains the most updates."""
     explained: dict[str, int] = {}
     for words, rule in mistakes(history.outcome):
         points = history.points(rank, layer, rule)
@@ -100,7 +100,7 @@ def _cause(history: History, point: Point, bias_E: Tensor, e: int, rank: int, la
 
 
 def judge_agreement(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether all ranks of a router hold the same bits after every update.
+    """Decide whether all ranks of a router hold bitwise equal biases after every update.
 
     Raises:
         WrongBias: two ranks differ.
@@ -128,7 +128,7 @@ def judge_agreement(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_steady(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether biases keep their bits from one update to the next.
+    """Decide whether biases do not change between two updates.
 
     Raises:
         ChangedState: a forward or a backward changed one.
@@ -151,12 +151,12 @@ def judge_steady(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_counters(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether counters hold the loads since the last update after every forward, and zeros after an update.
+    """Decide whether counters hold the loads since the last update after a forward, and zeros after an update.
 
     A backend whose counters cannot be read has nothing to compare here.
 
     Raises:
-        WrongCount: one holds another load.
+        WrongCount: a counter holds another load.
     """
     history, findings, rule = history_of(outcome), [], declared(outcome)
     for rank in history.ranks:
@@ -200,7 +200,7 @@ def _of_forward(history: History, call: int, place: int, layer: int, rank: int, 
 def _counter_told(
     history: History, at: tuple[int, int, int, int], rule: Rule, reach: str, before_E: Tensor, total_E: Tensor
 ) -> str:
-    """Say what a counter holds after a forward, and of what that is likely to come."""
+    """Return a sentence about a wrong counter after a forward, with the likely cause."""
     call, place, layer, rank = at
     counter_E = history.seen(call, "forwards")[rank][place]["after"]["loads"][layer].double()
     mode = history.batches(call, rank)[place].mode
@@ -231,7 +231,7 @@ def _whole(loads_E: Tensor) -> list[int | float]:
 
 
 def judge_forced(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether biases keep their bits while routing is forced, or are updated where forced loads are claimed.
+    """Decide whether biases do not change under forced routing, or are updated if the backend claims so.
 
     Raises:
         WrongBias: they change, or are updated by other loads.
@@ -256,7 +256,7 @@ def judge_forced(outcome: Outcome, tally: Tally) -> None:
 
 
 def _uneven(history: History, call: int, rank: int, layer: int) -> bool:
-    """Whether the loads of a step would have moved the bias."""
+    """Return whether the loads of a step would have moved the bias."""
     forwards = history.of_step(call, layer, rank, Rule())
     total_E = torch.stack([each.loads_E for each in forwards]).sum(0)
     return bool((total_E != total_E[0]).any())

@@ -1,4 +1,4 @@
-"""Balance biases as state: one tensor, which is saved, loaded, precise, and left alone by the optimizer. E experts."""
+"""Judges of balance biases as state: updated in place, saved, loaded, precise, not trained by the optimizer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from moe_conformance.reference.balance_bias.updates import growth
 from moe_conformance.scenarios.outcome import Outcome
 
 _FLOAT32 = 2.0**-24
-_MARGIN = 2.0**-13  # by which selection scores of float32 tell experts apart, here about 1
+_MARGIN = 2.0**-13  # smallest difference of float32 selection scores about 1
 
 
 def judge_in_place(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether updates show in earlier references and in the state dictionary.
+    """Decide whether updates are visible in earlier references and in the state dictionary.
 
     Raises:
-        WrongBias: one of them has other values.
+        WrongBias: a reference or the state dictionary has other values.
     """
     history, findings = history_of(outcome), []
     words = {
@@ -52,7 +52,7 @@ def _difference(found_E: Tensor, now_E: Tensor) -> str:
 
 
 def judge_selection(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every forward selects by the bias that the update before it left.
+    """Decide whether every forward selects experts by the bias after the last update.
 
     Tokens whose experts nearly tie are not compared.
 
@@ -82,10 +82,10 @@ def judge_selection(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_reload(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether loading brings back the bits that were saved, and training goes on from them as before.
+    """Decide whether loading restores the saved bits, and the next step gives the same biases as before.
 
     Raises:
-        WrongBias: another bias is there, or comes of the same step.
+        WrongBias: a bias differs after loading, or after the same step.
     """
     history, findings = history_of(outcome), []
     methods = [call.method for call in history.workload.calls]
@@ -106,7 +106,7 @@ def judge_reload(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_growth(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether the biases of an idle and a busy expert move apart by twice the rate in every update.
+    """Decide whether every update moves the biases of an idle and a busy expert apart by twice the rate.
 
     Raises:
         WrongBias: they move by another amount than rounding in float32 explains.
@@ -127,7 +127,7 @@ def _stunted(history: History, rank: int, layer: int, tally: Tally) -> Finding |
     load = [call.method for call in history.workload.calls].index("load")
     for point in history.points(rank, layer, declared(history.outcome)):
         if point.call > load:
-            break  # it is not what came before
+            break  # the step did not start from the bias before it
         n_E = point.loads_E
         always = [always[0] & (E * n_E < n_E.sum()), always[1] & (E * n_E > n_E.sum())]
         bias_E = history.seen(point.call, "updates")[rank][point.number]["now"][layer]
@@ -156,7 +156,7 @@ def _kept(bias_E: Tensor) -> str:
 
 
 def judge_untrained(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether biases have no gradient, and an optimizer that moves the routers leaves them as they are.
+    """Decide whether biases have no gradient, and are not changed by an optimizer that changes the routers.
 
     Raises:
         WrongGradient: a bias has a gradient that is not zero.

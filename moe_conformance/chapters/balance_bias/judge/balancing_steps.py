@@ -1,4 +1,4 @@
-"""What a script did to balance biases, as the oracle's events, and the rules by which loads may have been counted.
+"""The steps of a script as events of the balance bias oracle, and the rules by which loads may be counted.
 
 T tokens, K slots, E experts. A router is trained by the ranks of one pipeline stage.
 """
@@ -26,7 +26,7 @@ from moe_conformance.workloads.records.workload import Workload
 
 @dataclass(frozen=True)
 class Rule:
-    """How loads are counted. The defaults, with what is claimed, are right; all else is for likely causes."""
+    """A rule by which loads are counted. The defaults, with the claims, are right; others are mistakes."""
 
     slots: Literal["selected", "kept", "capacity"] = "selected"
     padding: Literal["left out", "counted", "inverted"] = "left out"
@@ -34,47 +34,47 @@ class Rule:
     forced: Literal["ignored", "counted"] = "ignored"
     microbatches: Literal["all", "first", "last"] = "all"
     over: Literal["router", "rank", "world", "tp", "dp x cp"] = "router"
-    layer: int = 0  # by how much the numbers of layers are shifted
-    kept: bool = False  # counters are not set to zero
+    layer: int = 0  # the load is that of the layer with this number more
+    kept: bool = False  # counters are not set to zero after an update
     towards: bool = False  # the bias follows the load instead of going against it
 
 
 @dataclass(frozen=True)
 class Point:
-    """The bias of one router after one update, as a rule has it."""
+    """The bias of one router after one update, computed by a rule."""
 
     call: int
-    number: int  # of the update in its step
+    number: int  # the number of the update in its step
     bias_E: Tensor  # float64
     loads_E: Tensor  # int64, of the update
     updates: int  # since the script began
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The name of the update in messages."""
         return f"update {self.number} of step {self.call}"
 
 
 @dataclass(frozen=True)
 class History:
-    """All calls of a script, and what was seen of them."""
+    """The calls of a script, and what ranks recorded of them."""
 
     outcome: Outcome
-    loads: dict[tuple[Any, ...], Tensor]  # of single forwards, computed once
+    loads: dict[tuple[Any, ...], Tensor]  # the loads of single forwards, computed once
 
     @property
     def workload(self) -> Workload:
-        """What was run."""
+        """The workload of the script."""
         return self.outcome.workload
 
     @property
     def layers(self) -> range:
-        """The layers with a router."""
+        """The layers that have a router."""
         return range(self.workload.config.balance.layers)
 
     @property
     def ranks(self) -> range:
-        """All ranks."""
+        """The numbers of all ranks."""
         return range(self.workload.layout.world)
 
     @property
@@ -83,16 +83,16 @@ class History:
         return [number for number, call in enumerate(self.workload.calls) if call.method == "step"]
 
     def batches(self, call: int, rank: int) -> tuple[RouterBatch, ...]:
-        """Return what a rank was given in a step."""
+        """Return the batches of a rank in a step."""
         given: tuple[RouterBatch, ...] = self.workload.calls[call].given[rank]["batches"]
         return given
 
     def seen(self, call: int, name: str) -> tuple[Any, ...]:
-        """Return a field of what every rank saw of a call."""
+        """Return one recorded field of a call, by rank."""
         return values(self.outcome, call, name)
 
     def routers(self) -> list[tuple[int, ...]]:
-        """Return the ranks of every router: of a stage of the pipeline."""
+        """Return the ranks of every router: those of a pipeline stage."""
         stages = self.workload.layout.groups()["pp"]
         return [tuple(sorted(ranks)) for ranks in zip(*stages, strict=True)]
 
@@ -117,7 +117,7 @@ class History:
         return found
 
     def choice(self, call: int, place: int, layer: int, rank: int) -> tuple[Tensor, Tensor]:
-        """Return the ids (T, K) that scores and bias select, and by how much they do, (T,)."""
+        """Return the ids (T, K) that scores and bias select, and the margins of the selection, (T,)."""
         config, batch = self.workload.config, self.batches(call, rank)[place]
         logits_TE = self.seen(call, "forwards")[rank][place]["logits"][layer]
         if logits_TE is None:
@@ -139,17 +139,18 @@ class History:
         ids_TK = self.ids(call, place, layer, rank)
         if config.capacity.factor is not None:
             right_TK = self.choice(call, place, layer, rank)[0]
-            kept_TK = (right_TK[:, :, None] == ids_TK[:, None, :]).any(2)  # padding to capacity adds other ids
+            # padding to capacity adds ids to the returned ones
+            kept_TK = (right_TK[:, :, None] == ids_TK[:, None, :]).any(2)
             ids_TK = right_TK if rule.slots == "selected" else torch.where(kept_TK, right_TK, -1)
         if rule.slots == "capacity":
-            return torch.ones(config.experts, dtype=torch.int64)  # as many everywhere
+            return torch.ones(config.experts, dtype=torch.int64)  # the same for every expert
         if padding_T is not None and rule.padding != "left out":
-            ids_TK = self.choice(call, place, layer, rank)[0]  # of all tokens, whatever padding was given
+            ids_TK = self.choice(call, place, layer, rank)[0]  # of all tokens, padding included
             padding_T = ~padding_T if rule.padding == "inverted" else None
         return choice_counts(ids_TK, config.experts, padding_T=padding_T)
 
     def of_step(self, call: int, layer: int, rank: int, rule: Rule) -> list[Forward]:
-        """Return the forwards of a step with the loads that a rank's counters have after the reduction."""
+        """Return the forwards of a step, with the loads in a rank's counters after the reduction."""
         layer = (layer + rule.layer) % len(self.layers)
         places = list(range(len(self.batches(call, rank))))
         training = [place for place in places if self.batches(call, rank)[place].mode in rule.counted]
@@ -174,14 +175,14 @@ class History:
         return [[rank] for rank in self.ranks] if rule.over == "rank" else groups[name[rule.over]]
 
     def kind(self, mode: Mode, rule: Rule) -> ForwardKind:
-        """Return what a forward is to the oracle."""
+        """Return the kind of a forward, in the oracle's terms."""
         if mode in rule.counted:
             forced = self.workload.config.routing.forced and rule.forced == "ignored"
             return "forced" if forced else "training"
         return mode
 
     def points(self, rank: int, layer: int, rule: Rule) -> list[Point]:
-        """Follow one router on one rank through the script."""
+        """Return the biases of one router on one rank after each update of the script, by a rule."""
         bias_E = self.workload.parameters["balance_bias", layer].double()
         counters: list[Forward | Update] = []
         saved = (bias_E, counters)
@@ -202,14 +203,14 @@ class History:
         return found
 
     def _updated(self, bias_E: Tensor, counters: list[Forward | Update]) -> tuple[Tensor, Tensor]:
-        """Return the bias after an update, and the loads before it."""
+        """Return the bias after an update, and the loads that the update used."""
         rate = self.workload.config.balance.rate
         loads_E = trained(bias_E, counters, rate=rate)[1]
         return trained(bias_E, [*counters, Update()], rate=rate)[0], loads_E
 
 
 def history_of(outcome: Outcome) -> History:
-    """Return the history of a script, made once."""
+    """Return the history of a script, computed once."""
     return once(outcome, _history)
 
 
@@ -224,7 +225,7 @@ def declared(outcome: Outcome) -> Rule:
 
 
 def mistakes(outcome: Outcome) -> Iterator[tuple[str, Rule]]:
-    """Yield rules that are wrong, with the words for what would be wrong."""
+    """Yield wrong rules, each with its description."""
     base, config = declared(outcome), outcome.workload.config
     yield "it follows the load instead of going against it", replace(base, towards=True)
     if config.capacity.factor is not None:

@@ -1,4 +1,4 @@
-"""Balance biases that are set to quantiles of the step's scores. V valid tokens, K slots, E experts."""
+"""Judge of balance biases that are set to quantiles of the step's scores. V valid tokens, K slots, E experts."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from moe_conformance.reference.balance_bias.quantiles import outside, quantile_b
 from moe_conformance.reference.routing.routes import scores
 from moe_conformance.scenarios.outcome import Outcome
 
-_ALLOWED = 64 * 2.0**-24  # times one plus the largest bias: scores and biases are of float32
+_ALLOWED = 64 * 2.0**-24  # allowed error, times one plus the largest bias: scores and biases are float32
 
 
 @dataclass(frozen=True)
 class _How:
-    """Which tokens a bias is made of. The defaults are right, all else is for likely causes."""
+    """Which tokens quantiles are taken of. The defaults are right, other values are mistakes."""
 
-    alone: bool = False  # of one rank
-    padding: bool = False  # counted too
-    last: bool = False  # of the last microbatch
+    alone: bool = False  # the tokens of one rank only
+    padding: bool = False  # padding tokens are included
+    last: bool = False  # the last microbatch only
 
 
 _MISTAKES = {
@@ -36,12 +36,12 @@ _MISTAKES = {
 
 
 def judge_quantiles(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every bias after an update lies between the quantiles of its step, up to a constant.
+    """Decide whether every bias after an update is between the quantiles of its step, up to a constant.
 
     Raises:
         NotOffered: the backend estimates quantiles.
-        WrongBias: one lies outside.
-        WrongForm: it has another shape, or is not finite.
+        WrongBias: a bias is not between the quantiles.
+        WrongForm: a bias has another shape, or is not finite.
     """
     if claims_of(outcome.ranks).balance_quantiles == "estimated":
         raise NotOffered("the backend claims balance_quantiles = 'estimated'")
@@ -54,7 +54,7 @@ def judge_quantiles(outcome: Outcome, tally: Tally) -> None:
 
 
 def _wrong(history: History, ranks: Sequence[int], rank: int, layer: int, tally: Tally) -> Iterator[Finding]:
-    """Yield the updates of one router on one rank that are wrong."""
+    """Yield a finding for each wrong update of one router on one rank."""
     for call in history.steps:
         (update,) = history.seen(call, "updates")[rank]
         bias_E: Tensor = update["now"][layer]
@@ -75,7 +75,7 @@ def _wrong(history: History, ranks: Sequence[int], rank: int, layer: int, tally:
 
 
 def _off(history: History, ranks: Sequence[int], rank: int, at: tuple[int, int], how: _How) -> float:
-    """Return how far the bias after an update lies outside its bounds. The oracle subtracts it from scores."""
+    """Return how far the bias after an update is outside its bounds, with the sign that the oracle uses."""
     call, layer = at
     bias_E = -history.bias(call, rank, layer).double()
     bounds = []
@@ -88,7 +88,7 @@ def _off(history: History, ranks: Sequence[int], rank: int, at: tuple[int, int],
 def _parts(
     history: History, ranks: Sequence[int], at: tuple[int, int], how: _How
 ) -> Iterator[tuple[list[Tensor], list[Tensor | None]]]:
-    """Yield scores (T, E) and padding of what quantiles are taken of together: the step, or each part of it."""
+    """Yield the scores (T, E) and padding masks that quantiles are taken of: of a whole step, or of each part."""
     call, layer = at
     places = range(len(history.batches(call, ranks[0])))
     if how.last:
