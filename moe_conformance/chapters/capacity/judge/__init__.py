@@ -1,1 +1,1 @@
-"""What the checks of this chapter call."""
+"""Judges of capacity and receive buffers, called by the checks of this chapter."""

@@ -1,4 +1,4 @@
-"""Receive buffers that drop rows when full: the overflow flag, which slots are dropped, and the remaining results."""
+"""Judges of receive buffers that drop rows when full: overflow flags, dropped slots, and the remaining results."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from moe_conformance.workloads.records import tags
 
 
 def judge_flags(reading: Reading, tally: Tally) -> None:
-    """Decide whether every rank reports an overflow if and only if its receive buffer was too small. Counts the ranks.
+    """Decide whether every rank reports an overflow if and only if its receive buffer is too small.
 
-    A rank without a flag reports no overflow. Padding of experts to the claimed multiple takes space too.
+    Counts the ranks. A rank without a flag reports no overflow. Padding of experts to the claimed multiple takes space
+    too.
 
     Raises:
         WrongCount: a flag although all rows fit, or no flag although some did not.
@@ -48,9 +49,9 @@ def judge_flags(reading: Reading, tally: Tally) -> None:
 
 
 def judge_dropped_rows(reading: Reading, tally: Tally) -> None:
-    """Decide whether slots are dropped where a receive buffer is full and nowhere else, on all shards, with no effect.
+    """Decide whether slots are dropped only where a receive buffer is full, on all shards, and without effect.
 
-    y and the gradients must be exactly those of the slots that were delivered. Counts the elements of all microbatches.
+    y and the gradients must be exactly those of the delivered slots. Counts the elements of all microbatches.
 
     Raises:
         CorruptRow: a row is of no token.
@@ -69,7 +70,7 @@ def judge_dropped_rows(reading: Reading, tally: Tally) -> None:
     for m in range(len(reading.batches)):
         delivered, budgets, multiple = _delivered(reading, m), _budgets(reading), reading.claims.multiple
         legal = receive_budget.legal_deliveries(delivered, reading.pairs[m], budgets, alignment=multiple)
-        if not all(legal):  # whatever the findings above do not cover
+        if not all(legal):  # other judges find what the findings above do not cover
             rank = legal.index(False)
             received = f"what rank {rank} received of microbatch {m} does not fit its receive buffer of"
             raise WrongDelivery("dispatch", f"{received} {_budget(reading)} rows", ranks=(rank,))
@@ -83,7 +84,9 @@ def judge_dropped_rows(reading: Reading, tally: Tally) -> None:
 
 
 def judge_room_left(reading: Reading, tally: Tally) -> None:
-    """Decide whether no slot is dropped that fits the receive buffers of all its ranks. Counts the ranks that overflow.
+    """Decide whether no slot is dropped that fits the receive buffers of all its ranks.
+
+    Counts the ranks that overflow.
 
     Raises:
         WrongDelivery: a receive buffer is not full, and a row was dropped that fits.
@@ -108,9 +111,9 @@ def judge_room_left(reading: Reading, tally: Tally) -> None:
 
 
 def judge_reported(reading: Reading, tally: Tally) -> None:
-    """Decide whether a rank that did not receive all rows routed to it raised or flagged an overflow.
+    """Decide whether a rank that did not receive all rows routed to it raised an error or flagged an overflow.
 
-    Nothing else is known of a receive buffer whose size the backend selects. Counts ranks and microbatches.
+    For receive buffers whose size the backend selects. Counts ranks and microbatches.
 
     Raises:
         WrongCount: rows are missing, and no overflow was reported.
@@ -132,7 +135,7 @@ def judge_reported(reading: Reading, tally: Tally) -> None:
 
 
 def _too_many(reading: Reading) -> Iterator[Finding]:
-    """Find the ranks that received more rows, with padding, than their receive buffer has."""
+    """Yield findings for ranks that received more rows, with padding, than their receive buffer holds."""
     handed = Counter((e.microbatch, e.rank, e.expert) for e in reading.entries if e.kind == tags.TAG)
     for m in range(len(reading.batches)):
         for rank in reading.ranks:
@@ -145,7 +148,7 @@ def _too_many(reading: Reading) -> Iterator[Finding]:
 
 
 def _split(reading: Reading) -> Iterator[Finding]:
-    """Find the slots that were delivered to some shards of their expert and not to the others."""
+    """Yield findings for slots that were delivered to some shards of their expert and not to the others."""
     for m, wanted in enumerate(reading.pairs):
         reached = _owners(_delivered(reading, m))
         for slot, ranks in _owners(wanted).items():
@@ -156,7 +159,7 @@ def _split(reading: Reading) -> Iterator[Finding]:
 
 
 def _without_need(reading: Reading) -> Iterator[Finding]:
-    """Find the slots that are dropped although the receive buffers of all their ranks are large enough."""
+    """Yield findings for slots that were dropped though the receive buffers of all their ranks are large enough."""
     for m, wanted in enumerate(reading.pairs):
         reached, rows = _owners(_delivered(reading, m)), rows_wanted(reading, m)
         for slot, ranks in _owners(wanted).items():
@@ -190,7 +193,7 @@ def _budgets(reading: Reading) -> list[int]:
 
 
 def _over(reading: Reading, rows_N: Sequence[int]) -> bool:
-    """Return whether the rows of a rank's experts, padded, are more than its receive buffer has."""
+    """Return whether the rows of a rank's experts, with padding, exceed its receive buffer."""
     return receive_budget.over_budget(rows_N, _budget(reading), alignment=reading.claims.multiple)
 
 
@@ -199,7 +202,7 @@ def _told(reading: Reading, rows_N: Sequence[int]) -> str:
 
 
 def _earlier_overflow(reading: Reading, microbatch: int, rank: int) -> str:
-    """Name the latest earlier microbatch that overflowed on a rank, if one did."""
+    """Return a note with the latest earlier microbatch that overflowed on a rank, "" if none did."""
     for m in reversed(range(microbatch)):
         if _over(reading, rows_wanted(reading, m)[rank]):
             return f" (likely cause: the flag of microbatch {m}, which overflowed, was kept)"
@@ -214,7 +217,7 @@ def _name(microbatch: int, source: int, token: int, slot: int) -> str:
 
 
 def _of_the_kept(reading: Reading) -> Reading:
-    """Return the reading with the slots that were dropped empty, as the router would leave them."""
+    """Return the reading with the dropped slots empty, as if the router had left them empty."""
     outcome = reading.outcome
     batches = []
     for m, ranks in enumerate(reading.batches):
@@ -230,10 +233,10 @@ def _of_the_kept(reading: Reading) -> Reading:
 
 
 def _require_finite(reading: Reading, rest: Reading) -> None:
-    """Raise where y or a gradient is NaN or infinite, and name the dropped slots of the token, if there are any.
+    """Raise if y or a gradient is NaN or infinite; the message names the dropped slots of the token.
 
     Raises:
-        WrongOutput, WrongGradient: there is one.
+        WrongOutput, WrongGradient: an element is not finite.
     """
     outputs, gradients = list[Finding](), list[Finding]()
     for m, ranks in enumerate(reading.batches):

@@ -1,4 +1,4 @@
-"""Fixed receive buffers: whether an overflow is refused, on all ranks and only then, and the results of the others."""
+"""Judges of receive buffers that refuse an overflow: when it is raised, and the results of other microbatches."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from moe_conformance.workloads.records.workload import Batch
 
 
 def judge_overflow(reading: Reading, tally: Tally) -> None:
-    """Decide whether an overflow is reported if and only if a rank would receive more rows than its buffer has.
+    """Decide whether an overflow is reported if and only if a rank would receive more rows than its buffer holds.
 
-    Padding of experts to the claimed multiple takes space too. All ranks of a group report the overflow of one of them.
+    Padding of experts to the claimed multiple takes space too. All ranks of a group report the overflow of any of them.
     Counts the ranks and microbatches.
 
     Raises:
@@ -53,9 +53,9 @@ def judge_overflow(reading: Reading, tally: Tally) -> None:
 
 
 def rows_wanted(reading: Reading, microbatch: int) -> list[list[int]]:
-    """Return the rows of a microbatch that are routed to every expert of every rank.
+    """Return the number of rows of a microbatch that are routed to every expert, by rank.
 
-    Where several experts share a row, return one number per rank: a row for each token.
+    Where several experts share a row, there is one number per rank: a row for each token.
     """
     handed = [handed for rank in reading.ranks for seen in rank.microbatches for handed in seen.exchange.handed]
     if any(each.ids_RJ.shape[1] > 1 for each in handed):
@@ -67,13 +67,13 @@ def rows_wanted(reading: Reading, microbatch: int) -> list[list[int]]:
 
 
 def judge_after_overflow(reading: Reading, tally: Tally) -> None:
-    """Decide whether every microbatch that fits is exact, those after a refused one too, and others are refused whole.
+    """Decide whether microbatches that fit are exact, also after a refused one, and others are refused on all ranks.
 
     Counts the elements of microbatches that fit.
 
     Raises:
         WrongCount: a microbatch is refused on some ranks of a group, and not on others.
-        WrongForm, WrongOutput, AbsentGradient, WrongGradient: what fits is not exact.
+        WrongForm, WrongOutput, AbsentGradient, WrongGradient: a microbatch that fits is not exact.
     """
     findings, kept = [], set[tuple[int, int]]()
     for m in range(len(reading.batches)):
@@ -96,7 +96,7 @@ def judge_after_overflow(reading: Reading, tally: Tally) -> None:
 
 
 def _without_refused(reading: Reading, kept: set[tuple[int, int]]) -> Reading:
-    """Return the reading with nothing routed, and zero results, where a microbatch was refused."""
+    """Return the reading with empty slots and zero results in the refused microbatches."""
     outcome = reading.outcome
     batches = tuple(
         tuple(batch if (m, rank) in kept else _unrouted(batch) for rank, batch in enumerate(ranks))

@@ -1,6 +1,6 @@
-"""Exchanges that pad experts to a capacity: the number of rows, and that the padding changes nothing.
+"""Judges of exchanges that pad experts to a capacity: numbers of rows, no effect of padding, and dropped slots.
 
-And slots that are empty because they were dropped: the results of a token of which some or all slots were dropped.
+The judges of dropped slots decide the results of tokens of which some or all slots were dropped and are empty.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from moe_conformance.workloads.records import tags
 
 
 def judge_filled(reading: Reading, tally: Tally) -> None:
-    """Decide whether every expert receives as many rows as its capacity, and the padding changes nothing.
+    """Decide whether every expert receives as many rows as its capacity, and the padding changes no result.
 
     Counts those rows; y, dx and the gradients of the weights are exactly those without them.
 
     Raises:
-        WrongCount: an expert receives another number of rows, or of tokens of one rank.
+        WrongCount: an expert receives another number of rows, or another number of tokens of one rank.
         WrongForm, WrongOutput, AbsentGradient, WrongGradient: a padding row changed something.
     """
     findings, rows = _wrong_rows(reading, reading.claims)
@@ -52,7 +52,7 @@ def judge_filled(reading: Reading, tally: Tally) -> None:
 
 
 def judge_lossless_capacity(reading: Reading, tally: Tally) -> None:
-    """Decide whether the capacity that is to drop nothing is the largest load of any rank of the group for any expert.
+    """Decide whether a capacity without drops is the largest load of any rank of the group for any expert.
 
     Raises:
         WrongCount: an expert receives another number of rows.
@@ -73,12 +73,12 @@ def judge_lossless_capacity(reading: Reading, tally: Tally) -> None:
 
 
 def judge_reduced_once(reading: Reading, tally: Tally) -> None:
-    """Decide whether ranks that reduce the capacity that is to drop nothing do it once, over the group of their rows.
+    """Decide whether the maximum for a capacity without drops is reduced once, over the ranks that exchange rows.
 
-    Looked at are the reductions with MAX of a dispatch, except of rows, before the first rows are sent. The capacity is
-    told from other numbers by the form of the call: operation, shape and dtype. An exchange that delivers a fixed
-    number of rows on every rank may have one more of the same form. Counts that are gathered need no reduction, and
-    where nothing is reduced nothing is wrong.
+    Compared are the reductions with MAX of a dispatch, except of rows, before the first rows are sent. Operation, shape
+    and dtype of a call distinguish the capacity from other numbers. An exchange that delivers a fixed number of rows on
+    every rank may have one more call of the same form. An exchange that gathers counts needs no reduction; having none
+    is right.
 
     Raises:
         WrongCollectives: two reductions of one form, or none of them over the group that exchanges rows.
@@ -104,7 +104,7 @@ def judge_reduced_once(reading: Reading, tally: Tally) -> None:
 
 
 def _by_design(reading: Reading) -> str:
-    """Name the claim under which the rows are right, if there is one."""
+    """Return a note with the claim under which the rows are right, "" if there is none."""
     tp, claims = reading.outcome.workload.layout.tp, reading.claims
     rounded = replace(claims, capacity_over="tp")
     if rounded == claims or _wrong_rows(reading, rounded)[0]:
@@ -113,7 +113,7 @@ def _by_design(reading: Reading) -> str:
 
 
 def _wrong_rows(reading: Reading, claims: Claims) -> tuple[list[Finding], Counter[int]]:
-    """Hold the rows of every expert against the capacities; also count the rows of every rank."""
+    """Return findings for experts whose rows differ from the capacity, and the number of rows of every rank."""
     handed = Counter((entry.microbatch, entry.rank, entry.expert) for entry in reading.entries)
     tagged = Counter((e.microbatch, e.rank, e.expert, e.source) for e in reading.entries if e.kind == tags.TAG)
     findings, rows = list[Finding](), Counter[int]()
@@ -144,7 +144,7 @@ def _told(m: int, rank: int, expert: int, got: int, fewest: list[int], most: lis
 
 
 def _capacities(reading: Reading, m: int, group: tuple[int, ...], claims: Claims) -> tuple[list[int], list[int]]:
-    """Return the smallest and the largest legal number of rows of every rank of a group for one expert.
+    """Return the smallest and the largest legal number of rows for one expert, by rank of a group.
 
     Where experts are padded with tokens that are not routed to them, there are no more rows than tokens.
     """
@@ -152,7 +152,7 @@ def _capacities(reading: Reading, m: int, group: tuple[int, ...], claims: Claims
     ids = [reading.batches[m][rank].ids_TK for rank in group]
     if config.capacity.factor is None:
         room = limits.lossless_capacity(ids, config.experts, minimum=config.capacity.minimum)
-        if claims.capacity_over == "tp":  # places are cut among its ranks
+        if claims.capacity_over == "tp":  # places are divided among the ranks of an expert
             tp = reading.outcome.workload.layout.tp
             room = -(-room // tp) * tp
         return [room] * len(group), [room] * len(group)
@@ -166,10 +166,10 @@ def _capacities(reading: Reading, m: int, group: tuple[int, ...], claims: Claims
 
 
 def judge_lost_tokens(reading: Reading, tally: Tally) -> None:
-    """Decide whether a token without any slot has an output of exactly zero in every element.
+    """Decide whether the output of a token without any slot is exactly zero in every element.
 
     Raises:
-        WrongOutput: an element of one is not zero, or the output is missing.
+        WrongOutput: an element of such a token is not zero, or the output is missing.
     """
     findings, compared = [], []
     for m, ranks in enumerate(reading.batches):
@@ -198,9 +198,9 @@ def judge_lost_tokens(reading: Reading, tally: Tally) -> None:
 
 
 def judge_dropped_gradients(reading: Reading, tally: Tally) -> None:
-    """Decide whether a dropped slot has a weight gradient of zero and adds nothing to the gradient of its token.
+    """Decide whether a dropped slot has the weight gradient zero, and adds nothing to the gradient of its token.
 
-    Counts the dropped slots. A token without any slot has a gradient of exactly zero, and it is there.
+    Counts the dropped slots. A token without any slot has a gradient of exactly zero, not None.
 
     Raises:
         AbsentGradient: the gradient of a token or of a weight is None.
@@ -246,9 +246,9 @@ def _without_slots(ids_TK: Tensor) -> list[int]:
 
 
 def judge_worst_case(reading: Reading, tally: Tally) -> None:
-    """Decide whether every rank received all rows that are routed to it where that is the worst case.
+    """Decide whether a rank received all rows in the worst case: all tokens are routed to its experts.
 
-    Counts the rows of ranks to whose experts all tokens are routed with as many slots as possible.
+    In the worst case as many slots of every token as possible are routed to the rank. Counts the rows of such ranks.
 
     Raises:
         WrongDelivery: a row was not delivered, or more rows than the worst case were.

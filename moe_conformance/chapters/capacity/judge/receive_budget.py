@@ -1,4 +1,4 @@
-"""Buffers of fixed size for the experts' rows: whether they keep their size, and whether it is large enough."""
+"""Judges of receive buffers of fixed size: the size does not change, and is large enough."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_conformance.reference.capacity.static_budget import least_budget
 
 
 def judge_fixed_size(reading: Reading, tally: Tally) -> None:
-    """Decide whether a rank's receive buffer has one size in all microbatches of as many tokens, whatever their loads.
+    """Decide whether a rank's receive buffer has one size in all microbatches of equally many tokens.
 
     Raises:
         WrongForm: two sizes differ.
@@ -31,13 +31,13 @@ def judge_fixed_size(reading: Reading, tally: Tally) -> None:
 
 
 def judge_budget(reading: Reading, tally: Tally) -> None:
-    """Decide whether every rank's receive buffer holds its balanced load, times the configured factor.
+    """Decide whether every rank's receive buffer holds its balanced load times the configured factor.
 
     Where the rows of each expert are padded to a multiple, the padding has to fit too. No buffer needs more than the
     most rows that any routing can send.
 
     Raises:
-        WrongForm: one is smaller.
+        WrongForm: a buffer is smaller.
         NotOffered: the experts are called more than once, so that the buffer is not visible.
     """
     work = reading.outcome.workload
@@ -65,7 +65,7 @@ def judge_budget(reading: Reading, tally: Tally) -> None:
 
 
 def _most_rows(reading: Reading, rank: int, m: int, tokens: Sequence[int], multiple: int) -> int:
-    """Return the most rows that any routing can send: one for each token where a row has several experts."""
+    """Return the most rows that any routing can send; one per token where a row has several experts."""
     seen, held = reading.seen(m, rank), len(reading.ranks[rank].local_experts)
     if seen.exchange.handed[0].ids_RJ.shape[1] > 1:
         return worst_case_rows(tokens, reading.outcome.workload.config.top_k, held, per_token=True)
@@ -73,7 +73,7 @@ def _most_rows(reading: Reading, rank: int, m: int, tokens: Sequence[int], multi
 
 
 def _sizes(reading: Reading) -> Iterator[tuple[int, int, int]]:
-    """Yield every rank and microbatch, and the rows of the buffer."""
+    """Yield every rank and microbatch, and the number of rows of the buffer."""
     for rank in reading.ranks:
         for m, seen in enumerate(rank.microbatches):
             if len(seen.exchange.handed) != 1:

@@ -1,7 +1,6 @@
-"""Layers whose router drops: what the kept slots of a token add is left, and its shared part, and nothing else.
+"""Judges of layers whose router drops slots: results are the sum over the kept slots and the shared experts.
 
-Which slots are kept is computed from the spec (see `LayerExpected.kept`), so that nothing has to be guessed
-from y.
+The kept slots are computed from the spec (see `LayerExpected.kept`) and not inferred from y.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from moe_conformance.judging.verdict import Tally, WrongForm, WrongOutput
 
 
 def judge_lost_in_layer(reading: Reading, tally: Tally) -> None:
-    """Decide whether y of tokens that lost all their slots is their shared part alone, or zero, within rounding.
+    """Decide whether y of tokens that lost all slots is the shared experts' output, or zero, within rounding.
 
     Counts the elements of such tokens.
 
@@ -44,7 +43,7 @@ def judge_lost_in_layer(reading: Reading, tally: Tally) -> None:
 
 
 def judge_kept_in_layer(reading: Reading, tally: Tally) -> None:
-    """Decide whether y of tokens that kept a slot is what the kept ones and the shared part add, within rounding.
+    """Decide whether y of tokens with kept slots is the sum of these and the shared experts, within rounding.
 
     Weights are those before the drop, unless the backend claims another rule. Counts the elements of such tokens.
 
@@ -69,11 +68,11 @@ def judge_kept_in_layer(reading: Reading, tally: Tally) -> None:
 
 
 def judge_dropped_in_layer(reading: Reading, tally: Tally) -> None:
-    """Decide whether the kept slots alone, and the shared part, give gradients to tokens and to every parameter.
+    """Decide whether only kept slots and shared experts give gradients to tokens and parameters.
 
-    A token that lost all its slots has what comes back through its shared part; the weight of a dropped slot gives the
-    router nothing, but through a sum that it was in before the drop; an expert that keeps no slot ends with zeros. What
-    all addends of which are zero must be zero, and not None.
+    A token that lost all its slots has the gradient through the shared experts. The weight of a dropped slot gives the
+    router a gradient only through a sum that included it before the drop. An expert that keeps no slot ends with zeros.
+    A gradient whose addends are all zero must be zero, not None.
 
     Raises:
         NotOffered: the backend finishes no gradients.
@@ -90,7 +89,7 @@ def _shared_words(reading: Reading) -> str:
 
 
 def _by_design(reading: Reading, expected: LayerExpected) -> str:
-    """Name the claim under which all outputs would be right, if there is one."""
+    """Return a note with the claim under which all outputs would be right, "" if there is none."""
     for rule, note in expected.rule.others():
         if all(worst.holds for *_, worst in _outputs(reading, expected.by(rule))):
             return note
@@ -98,7 +97,7 @@ def _by_design(reading: Reading, expected: LayerExpected) -> str:
 
 
 def _cause(reading: Reading, expected: LayerExpected) -> str:
-    """Name the option that the layer ignores, if that explains all outputs."""
+    """Return a note with the option that the layer ignores, if that explains all outputs, else ""."""
     config = expected.workload.config
     other = "position" if config.capacity.drop_policy == "weights" else "weights"
     ignored: dict[str, dict[str, object]] = {
@@ -113,7 +112,7 @@ def _cause(reading: Reading, expected: LayerExpected) -> str:
 
 
 def _outputs(reading: Reading, expected: LayerExpected) -> Iterator[tuple[Place, int, int, Worst]]:
-    """Hold y of every token against its bound: place, token, how many slots it keeps, and its worst element.
+    """Yield the place, number, kept slots and worst element of y of every token.
 
     Raises:
         WrongForm: y is missing, or has another shape.
@@ -125,10 +124,10 @@ def _outputs(reading: Reading, expected: LayerExpected) -> Iterator[tuple[Place,
 
 
 def _output(reading: Reading, place: Place) -> Tensor:
-    """Return y, (T, D).
+    """Return y of a place, (T, D).
 
     Raises:
-        WrongForm: it is missing, or has another shape.
+        WrongForm: y is missing, or has another shape.
     """
     (m, rank), y_TD = place, reading.seen(*place).y
     if y_TD is None or y_TD.shape != reading.batches[m][rank].x_TD.shape:
