@@ -1,4 +1,4 @@
-"""Settings of layers that were changed after building, compared with those of a layer that is built with them."""
+"""Judge of settings that are changed after layers were built, compared with layers built with these settings."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm
 from moe_conformance.reference.config_rules.shown import lawful_change
 from moe_conformance.scenarios.outcome import Outcome
 
-_CALLS = 6  # of every change: build, shown, change, shown; and build and shown of a new layer
+_CALLS = 6  # per change: build, shown, change, shown; then build and shown of a new layer
 
 
 def judge_changed_later(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether changes after building reach all layers of all ranks, or raise and leave them as they were.
+    """Decide whether a change after building reaches all layers on all ranks, or raises and changes none.
 
     Raises:
-        NotOffered: nothing can be changed.
+        NotOffered: no setting can be changed.
         WrongForm: a layer has other settings than a new one, or was changed by a change that raised.
         Raised: layers could not be built or shown.
     """
@@ -31,7 +31,7 @@ def judge_changed_later(outcome: Outcome, tally: Tally) -> None:
 
 
 def _wrong_layers(outcome: Outcome, number: int, tally: Tally) -> Iterator[Finding]:
-    """Yield the layers that one change left with wrong settings."""
+    """Yield a finding for each layer that has wrong settings after one change."""
     built, change, fresh = (answers(outcome, number + call) for call in (0, 2, 5))
     if problem := next((each for each in (*built, *change) if each.error_by == "adapter"), None):
         raise NotOffered(problem.error)

@@ -1,4 +1,4 @@
-"""Configurations that may be refused: by all ranks or by none, and only where the spec allows it."""
+"""Judge of configurations that may be refused: by all ranks or by none, and only where the spec allows it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_conformance.reference.config_rules.outcomes import outcomes
 from moe_conformance.reference.config_rules.rules import Settings
 from moe_conformance.scenarios.outcome import Answer, Outcome
 
-# By the claimed wire. Where an adapter gathers all tokens on all ranks, an all-gather is what is run.
+# The dispatcher by the claimed wire. Where an adapter gathers all tokens on all ranks, the exchange is an all-gather.
 _DISPATCHERS: dict[str, Literal["alltoall", "fused", "allgather"]] = {
     "pairs": "alltoall",
     "tokens": "fused",
@@ -20,16 +20,16 @@ _DISPATCHERS: dict[str, Literal["alltoall", "fused", "allgather"]] = {
     "capacity": "alltoall",
 }
 _KINDS = {"alltoall": "an all-to-all", "fused": "a fused token exchange", "allgather": "an all-gather"}
-_PLAIN, _PACKED = 0, 1  # the calls
+_PLAIN, _PACKED = 0, 1  # numbers of the calls
 
 
 def judge_packed(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether an exchange is built for packed sequences on all ranks, or refused on all where that is allowed.
+    """Decide whether an exchange for packed sequences is built on all ranks, or refused on all where allowed.
 
-    Its kind is what it claims when it is built without them.
+    What is allowed depends on the wire that the exchange claims without packed sequences.
 
     Raises:
-        NotOffered: it is not built without them either, or the adapter cannot configure them.
+        NotOffered: it is not built without packed sequences either, or the adapter cannot configure them.
         Refused: all ranks refuse what must be built, or some ranks do.
         WrongForm: it does not claim the same wire on all ranks.
         Raised: building raised an internal error; see `judge_no_slip`.

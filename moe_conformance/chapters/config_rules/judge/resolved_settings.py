@@ -1,4 +1,4 @@
-"""Settings that a backend resolved: refused, built as asked or changed openly, as their rules allow."""
+"""Judges of resolved settings: refused, built as requested, or changed with a warning, as their rules allow."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _KNOWN: Mapping[str, tuple[object, ...]] = {
     "recompute": ("none", "full", "selective"),
     "recompute_method": (None, "uniform", "block"),
 }
-_NAMES: Mapping[str, tuple[str, ...]] = {  # of which options hold several, in any order
+_NAMES: Mapping[str, tuple[str, ...]] = {  # options with several names, in any order
     "recompute_modules": ("moe", "layernorm"),
     "capture": ("attention", "router", "moe", "mlp"),
 }
 _DEFAULTS = {field.name: field.default for field in fields(Settings)}
-_ASSUMED = ("versions", "extra")  # are no options of what was built
+_ASSUMED = ("versions", "extra")  # describe the environment, not what was built
 
 
 _ERRORS: Mapping[str, type[Mismatch]] = {"built": Unrefused, "refused": Refused, "otherwise": Refused}
@@ -35,7 +35,7 @@ _ERRORS: Mapping[str, type[Mismatch]] = {"built": Unrefused, "refused": Refused,
 
 @dataclass(frozen=True)
 class _Example:
-    """What became of settings: `neutral` is what the oracle knows them as, with the limits that the backend told."""
+    """One example of settings and the result of resolving it on every rank; `neutral` is the oracle's form of it."""
 
     asked: Settings
     neutral: Neutral
@@ -43,31 +43,31 @@ class _Example:
 
     @property
     def refusing(self) -> tuple[int, ...]:
-        """The ranks that raised."""
+        """The ranks that raised an error."""
         return tuple(rank for rank, answer in enumerate(self.answers) if answer.raised)
 
     @property
     def by_library(self) -> bool:
-        """Whether the adapter names the refusal as one that the library documents."""
+        """Whether the adapter attributes the refusal to a documented limit of the library."""
         return any(answer.error_by == "library" for answer in self.answers)
 
     @property
     def words(self) -> str:
-        """The settings, as far as they differ from the defaults."""
+        """The settings that differ from the defaults, as text."""
         return words_of(self.asked)
 
     def ran(self, rank: int) -> Settings:
-        """Return what was built on a rank."""
+        """Return the settings that were built on a rank."""
         return Settings(**self.answers[rank].values["settings"])
 
     def changed(self, rank: int) -> tuple[str, ...]:
-        """Name the options that run with another value than was asked for."""
+        """Return the names of the options that have another value than requested on a rank."""
         ran = self.ran(rank)
         return tuple(name for name in _DEFAULTS if name not in _ASSUMED and getattr(ran, name) != _of(self.asked, name))
 
 
 def words_of(settings: Settings) -> str:
-    """Return settings in words, as far as they differ from the defaults."""
+    """Return the settings that differ from the defaults, as text."""
     changed = (f for f in fields(settings) if getattr(settings, f.name) != f.default)
     said = [f"{field.name}={getattr(settings, field.name)!r}" for field in changed]
     return f"Settings({', '.join(said)})"
@@ -79,13 +79,13 @@ def _of(settings: Settings, name: str) -> Any:
 
 
 def judge_rule(outcome: Outcome, rule: str, tally: Tally) -> None:
-    """Decide whether settings that break a rule are refused, or become what the rule allows, and others are accepted.
+    """Decide whether settings that break a rule are refused or changed as allowed, and valid ones are accepted.
 
-    Settings that break another rule too are judged by all of them; where a limit on versions is not met, by that
-    alone. Valid ones may be refused by a limit that the adapter knows as documented.
+    Settings that break several rules are judged by all of them, except where a limit on versions is not met: then by
+    that limit only. Valid settings may be refused by a limit that the library documents.
 
     Raises:
-        NotOffered: no settings that break the rule could be asked for, or no valid ones beside them were accepted.
+        NotOffered: the adapter has no settings that break the rule, or no valid settings were accepted.
         Unrefused: they were built on some ranks as if nothing were wrong.
         WrongForm: they were built with a change that the rule does not allow, or without a warning.
         Refused: valid settings were refused, or built otherwise than asked.
@@ -116,7 +116,7 @@ def judge_rule(outcome: Outcome, rule: str, tally: Tally) -> None:
 
 
 def judge_refusals(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether all refusals have a message, are the same on all ranks, and no slips of the program.
+    """Decide whether all refusals have a message, are the same on all ranks, and are not internal errors.
 
     Raises:
         NotOffered: nothing was refused.
@@ -137,7 +137,7 @@ def judge_refusals(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_changes(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every option that runs with another value than asked is warned of, and shown alike on all ranks.
+    """Decide whether every option with another value than requested is warned about and equal on all ranks.
 
     Raises:
         NotOffered: nothing runs with another value.
@@ -155,10 +155,10 @@ def judge_changes(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_shown(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether valid settings are resolved to what was asked, option by option.
+    """Decide whether valid settings are resolved to the requested ones, option by option.
 
     Raises:
-        NotOffered: none could be asked for.
+        NotOffered: the adapter has no such settings.
         WrongForm: an option is lost, or differs between ranks.
     """
     examples, reasons = _examples(outcome)
@@ -172,11 +172,11 @@ def judge_shown(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_unknown(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether options and values that nobody knows are refused.
+    """Decide whether unknown options and unknown values are refused.
 
     Raises:
-        NotOffered: none could be asked for.
-        Unrefused: one was accepted.
+        NotOffered: the adapter has no way to pass unknown ones.
+        Unrefused: an unknown option or value was accepted.
     """
     examples, reasons = _examples(outcome)
     findings = []
@@ -206,7 +206,7 @@ def _unknown(asked: Settings) -> tuple[str, ...]:
 
 
 def _examples(outcome: Outcome) -> tuple[list[_Example], list[str]]:
-    """Return what became of all settings that could be asked for, and why others could not."""
+    """Return the examples that the adapter supports, and the reasons why it does not support others."""
     found: list[_Example] = []
     reasons: list[str] = []
     for number in range(0, len(outcome.workload.calls), 2):
@@ -222,7 +222,7 @@ def _examples(outcome: Outcome) -> tuple[list[_Example], list[str]]:
 
 
 def _judge_no_slip(example: _Example) -> None:
-    """Require that errors are none that a program raises by mistake."""
+    """Require that no refusal is an internal error, such as a NameError."""
     for rank in example.refusing:
         answer = example.answers[rank]
         if answer.error_type in SLIPS:
@@ -236,7 +236,7 @@ def _limits(neutral: Neutral) -> str:
 
 
 def _neutral(given: Sequence[Settings], limits: Sequence[tuple[str, str, str | None]]) -> Neutral:
-    """Return settings in the oracle's words, with facts; the ranks' differ at most in whether the kernel is present."""
+    """Return settings in the oracle's form; the ranks' settings may differ only in whether the kernel is present."""
     settings = given[0]
     options = {f.name: _of(settings, f.name) for f in fields(Neutral) if f.name not in FACTS}
     return Neutral(
@@ -253,13 +253,13 @@ def _neutral(given: Sequence[Settings], limits: Sequence[tuple[str, str, str | N
 
 
 def _usual_warnings(examples: Sequence[_Example]) -> frozenset[str]:
-    """Return what is warned of where nothing is wrong."""
+    """Return the warnings that valid settings give."""
     valid = (each for each in examples if not broken(each.neutral) and not each.refusing)
     return frozenset(text for each in valid for answer in each.answers for text in answer.values["warned"])
 
 
 def _wrong_builds(example: _Example) -> Iterator[Finding]:
-    """Yield where valid settings are refused by no documented limit, or built otherwise than asked."""
+    """Yield findings for valid settings that are refused by no documented limit, or built with other values."""
     for rank, answer in enumerate(example.answers):
         start = f"{example.words} breaks no rule and"
         if answer.raised and not example.by_library:
@@ -269,7 +269,7 @@ def _wrong_builds(example: _Example) -> Iterator[Finding]:
 
 
 def _wrong_outcomes(example: _Example, rule: str, usual: frozenset[str]) -> Iterator[Finding]:
-    """Yield what is wrong with the settings that were built on some rank though they break a rule."""
+    """Yield findings for settings that break a rule and are built on some rank."""
     allowed = ", ".join(sorted(outcomes(example.neutral)))
     for rank, answer in enumerate(example.answers):
         if answer.raised:
@@ -287,7 +287,7 @@ def _wrong_outcomes(example: _Example, rule: str, usual: frozenset[str]) -> Iter
 
 
 def _judge_shown(example: _Example, usual: frozenset[str], *, told: bool = True) -> None:
-    """Require that all options are shown as asked, or changed with a warning where changes may be `told`."""
+    """Require that all options are resolved as requested or, with `told`, changed with a warning."""
     resolved = [_options(example.ran(rank)) for rank in range(len(example.answers))]
     warned = [told and _warned(example, usual)] * len(resolved)
     lost = hidden(_options(example.asked), _options(Settings()), resolved, warned)
@@ -300,7 +300,7 @@ def _judge_shown(example: _Example, usual: frozenset[str], *, told: bool = True)
 
 
 def _tell_refusal(example: _Example, errors: Sequence[tuple[str, str] | None]) -> None:
-    """Raise what is wrong with a refusal."""
+    """Raise the mismatch of a wrong refusal."""
     building = [f"rank {rank}" for rank, error in enumerate(errors) if error is None]
     refusing = example.refusing
     error_type, error = example.answers[refusing[0]].error_type, example.answers[refusing[0]].error
@@ -315,7 +315,7 @@ def _tell_refusal(example: _Example, errors: Sequence[tuple[str, str] | None]) -
 
 
 def _warned(example: _Example, usual: frozenset[str]) -> bool:
-    """Whether a rank warned of something that is not warned of where nothing is wrong."""
+    """Return whether a rank gave a warning that valid settings do not give."""
     return any({*answer.values["warned"]} - usual for answer in example.answers if not answer.raised)
 
 
