@@ -1,4 +1,4 @@
-"""How many rows a dispatch sends on a wire that does not follow the routes."""
+"""The numbers of rows that a dispatch sends on wires that do not follow the routing."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from moe_conformance.reference.token_padding import padding
 
 
 def all_tokens(reading: Reading, m: int) -> int:
-    """Count the rows where every token of microbatch m goes to every other rank of its group."""
+    """Return the number of rows if every token of microbatch m is sent to every other rank of its group."""
     sizes = [len(batch.x_TD) for batch in reading.batches[m]]
     groups, claims = reading.outcome.workload.layout.groups()["ep_etp"], reading.claims
-    if claims.padding == "group_max" and claims.alignment is not None:  # PACK-13 holds rows to both
+    if claims.padding == "group_max" and claims.alignment is not None:  # PACK-13 requires both
         sizes = list(padding.padded_counts(sizes, groups, alignment=claims.alignment))
     return int(cost.all_gather_rows(sizes, groups).sum())
 
 
 def all_places(reading: Reading, m: int, *, to_all: bool) -> int:
-    """Count the rows where every rank sends as many for every expert as the rank with the largest capacity.
+    """Return the number of rows if every rank sends the largest capacity of any rank for every expert.
 
-    To the rank that holds the expert, or `to_all` other ranks of its group.
+    The rows are sent to the rank that holds the expert or, with `to_all`, to all other ranks of its group.
     """
     workload = reading.outcome.workload
     config, groups, places = workload.config, workload.layout.groups()["ep_etp"], [0] * len(reading.ranks)

@@ -1,4 +1,4 @@
-"""The communication of a step, from the ledgers: calls, rows of width D, and other bytes."""
+"""Judges of the communication of a step, from the ledgers: calls, rows of width D, and other bytes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from moe_conformance.reference.cost import wire_bytes
 
 
 def judge_no_calls(reading: Reading, tally: Tally) -> None:
-    """Decide whether an exchange of one rank with itself makes no collective, in forward and backward.
+    """Decide whether an exchange group of one rank calls no collective, in forward and backward.
 
     Raises:
-        Costly: it makes one.
+        Costly: it calls one.
     """
     found, one = [], "its exchange group has one rank"
     for rank in reading.ranks:
@@ -44,13 +44,13 @@ def judge_no_calls(reading: Reading, tally: Tally) -> None:
 
 
 def judge_even_calls(reading: Reading, tally: Tally) -> None:
-    """Decide whether every microbatch takes the same number of collectives, on all ranks of an exchange group.
+    """Decide whether every microbatch calls equally many collectives, on all ranks of an exchange group.
 
     Point-to-point messages are not counted: one exchange has as many of them as are not empty.
 
     Raises:
-        Costly: two differ.
-        NotOffered: the ledger has messages only, or fewer rows than must be sent.
+        Costly: two numbers differ.
+        NotOffered: the ledger has point-to-point messages only, or fewer rows than must be sent.
     """
     calls_by_kind: dict[tuple[tuple[int, ...], str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for group in reading.outcome.workload.layout.groups()["ep_etp"]:
@@ -73,13 +73,13 @@ def judge_even_calls(reading: Reading, tally: Tally) -> None:
 
 
 def judge_rows(reading: Reading, tally: Tally) -> None:
-    """Decide whether dispatch and combine each move no more rows than the claimed wire needs.
+    """Decide whether dispatch and combine each send no more rows than the claimed wire needs.
 
-    In a forward that calls the experts several times, they are judged together. The tally has the rows that are sent
-    and the smallest possible number, whatever the verdict.
+    In a forward that calls the experts several times, they are judged together. The tally records the rows that are
+    sent and the smallest possible number, whatever the verdict.
 
     Raises:
-        Costly: one moves more.
+        Costly: one of them sends more.
         NotOffered: the ledger has fewer rows than must be sent, so that they are sent in another form; or the rows of
             the adapter's own gather are among them.
     """
@@ -107,12 +107,12 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
 
 
 def judge_backward_rows(reading: Reading, tally: Tally) -> None:
-    """Decide whether a backward moves no more than its forward: rows, and a number for each weight.
+    """Decide whether a backward sends no more than its forward: rows, and a number for each weight.
 
     No count or index is exchanged again, and the bytes of weights in forward are the most that may be sent back.
 
     Raises:
-        Costly: it moves more.
+        Costly: it sends more.
         NotOffered: the ledger has fewer rows in forward than must be sent.
     """
     require_rows(reading)
@@ -127,7 +127,7 @@ def judge_backward_rows(reading: Reading, tally: Tally) -> None:
             tally.add(pairs=1, rank=rank)
         floats = {rank: [entry for entry in calls if "float" in entry.dtype] for rank, calls in forward.items()}
         there, here, weights = _moved(reading, forward), _moved(reading, back), _moved(reading, floats).beside
-        if reading.claims.wire == "copies":  # tp ranks with the same tokens sum gradients: forward has no such call
+        if reading.claims.wire == "copies":  # tp ranks with the same tokens sum gradients: no such call in forward
             weights = here.beside
         if not found and not cost_calls.legal_backward(there, here, weight_bytes=weights):
             found.append(
@@ -139,7 +139,7 @@ def judge_backward_rows(reading: Reading, tally: Tally) -> None:
 
 
 def judge_beside_rows(reading: Reading, tally: Tally) -> None:
-    """Decide whether the bytes of a forward other than rows grow with ranks, experts and moved rows only.
+    """Decide whether the bytes of a forward, except rows, depend on ranks, experts and sent rows only.
 
     Where the backend reports that whole maps are sent with all tokens, the ledger must have both, a mark and a weight
     for every expert of every token, once each; in addition to them the counts alone.
@@ -172,10 +172,10 @@ def judge_beside_rows(reading: Reading, tally: Tally) -> None:
 
 
 def judge_handed(reading: Reading, tally: Tally) -> None:
-    """Decide whether the experts of a rank receive no more rows than are routed to them, and padding to the multiple.
+    """Decide whether the experts of a rank receive no more rows than are routed to them, and padding.
 
-    Where all tokens are delivered, as the backend has to claim, no more than these; where a fixed number is, as many on
-    all ranks of an exchange group.
+    Padding is to the claimed multiple. If the backend claims to deliver all tokens, these are the limit; if it claims a
+    fixed number of rows, that number is equal on all ranks of an exchange group.
 
     Raises:
         Costly: they receive more.
@@ -194,14 +194,14 @@ def judge_handed(reading: Reading, tally: Tally) -> None:
 
 
 class _Handed(NamedTuple):
-    """The rows that a rank delivers to its experts in a microbatch, as many as a claim says, and the most it allows."""
+    """The rows delivered to a rank's experts in a microbatch, and the number and the limit of a claim."""
 
     m: int
     rank: int
     rows: int
     claimed: int
     allowed: int
-    what: str  # they are allowed for
+    what: str  # that the limit includes
 
     @property
     def sentence(self) -> str:
@@ -210,7 +210,7 @@ class _Handed(NamedTuple):
 
 
 def _handed(reading: Reading, claimed: str) -> Iterator[_Handed]:
-    """List what every rank delivers, under a claim other than "static"."""
+    """Yield the rows delivered on every rank, under a claim other than "static"."""
     for m, pairs in enumerate(reading.pairs):
         routed = Counter((pair.destination, pair.expert) for pair in pairs)
         for group in reading.outcome.workload.layout.groups()["ep_etp"]:
@@ -230,7 +230,7 @@ _DESIGNS = {"tokens": "delivers all tokens", "batched": "pads its experts to the
 
 
 def _by_design(reading: Reading, excess: Sequence[_Handed]) -> str:
-    """Name the claims under which all delivered rows are right, and those in excess as many as it says."""
+    """Return a note with the claims under which the delivered rows are right, "" if there are none."""
     told, places = "", {(each.m, each.rank) for each in excess}
     for claim, design in _DESIGNS.items():
         handed = list(_handed(reading, claim))
@@ -243,7 +243,7 @@ def _by_design(reading: Reading, excess: Sequence[_Handed]) -> str:
 
 
 def _uneven(reading: Reading) -> str:
-    """Say which ranks of an exchange group deliver different numbers of rows; "" if none do."""
+    """Return a note with ranks of an exchange group that deliver different numbers of rows, "" if none do."""
     for m in range(len(reading.batches)):
         for group in reading.outcome.workload.layout.groups()["ep_etp"]:
             rows = [_delivered(reading, m, rank) for rank in group]
@@ -257,11 +257,11 @@ def _delivered(reading: Reading, m: int, rank: int) -> int:
 
 
 class Half(NamedTuple):
-    """Dispatch or combine of one microbatch, or both at once, and the rows that it moves off all ranks."""
+    """Dispatch or combine of one microbatch, or both together, and the rows that it sends between ranks."""
 
     m: int
     name: str
-    times: int  # how many halves it is
+    times: int  # 1, or 2 for both together
     rows: float
 
 
@@ -269,7 +269,7 @@ _HALVES = {"dispatch": ("forward", "dispatch"), "combine": ("combine", "answered
 
 
 def halves(reading: Reading) -> Iterator[Half]:
-    """List dispatch and combine of every microbatch; as one where the experts were called several times in between."""
+    """Yield dispatch and combine of every microbatch; as one if the experts were called several times."""
     phases = [by_phase(rank) for rank in reading.ranks]
     for m in range(len(reading.batches)):
         rows = {
@@ -287,9 +287,9 @@ def halves(reading: Reading) -> Iterator[Half]:
 
 
 def require_rows(reading: Reading) -> None:
-    """Raise `NotOffered` where the ledger has fewer rows of width D than must be sent: the others are in another form.
+    """Raise `NotOffered` if the ledger has fewer rows of width D than must be sent.
 
-    By a transport of its own, packed with something else, or in pieces.
+    The other rows are sent by another transport, packed together with other data, or in pieces.
     """
     for half in halves(reading):
         smallest = half.times * smallest_rows(reading, half.m)
@@ -298,7 +298,7 @@ def require_rows(reading: Reading) -> None:
 
 
 def _forwards(reading: Reading) -> Mapping[int, Mapping[int, Sequence[Entry]]]:
-    """Return the calls of every microbatch's forward, in halves or not, rank by rank."""
+    """Return the calls of every microbatch's forward, whether split or not, by rank."""
     return {
         m: {
             rank.rank: [
@@ -319,7 +319,7 @@ def _rows(reading: Reading, calls: Sequence[Entry], rank: int) -> float:
 
 
 def _moved(reading: Reading, calls_by_rank: Mapping[int, Sequence[Entry]]) -> cost_calls.Moved:
-    """Count what ranks send by calls that may belong to either half: rows, and other bytes."""
+    """Return the rows and the other bytes that ranks send by calls of dispatch and combine."""
     hidden, rows, beside = reading.outcome.workload.config.hidden, 0.0, 0.0
     for rank, calls in calls_by_rank.items():
         rows += _rows(reading, calls, rank)
@@ -328,7 +328,7 @@ def _moved(reading: Reading, calls_by_rank: Mapping[int, Sequence[Entry]]) -> co
 
 
 def _travelled(reading: Reading) -> dict[str, float]:
-    """Count what ranks send in all forwards, and the least that they must: each row once there and once back."""
+    """Return the rows that ranks send in all forwards, and the least: each row once there and once back."""
     config, forwards = reading.outcome.workload.config, _forwards(reading)
     least = 2 * sum(smallest_rows(reading, m) for m in forwards)
     calls = [(rank, entry) for by_rank in forwards.values() for rank, each in by_rank.items() for entry in each]
@@ -342,7 +342,7 @@ def _travelled(reading: Reading) -> dict[str, float]:
 
 
 def needed_rows(reading: Reading, m: int) -> int:
-    """Count the rows that a dispatch may move, by the claimed wire."""
+    """Return the number of rows that a dispatch may send by the claimed wire."""
     wire = reading.claims.wire
     if wire == "pairs":
         return pair_rows(reading, m)
@@ -354,7 +354,7 @@ def needed_rows(reading: Reading, m: int) -> int:
 
 
 def _gathers_maps(reading: Reading) -> bool:
-    """Whether the backend claims that whole routing maps are sent; they can with all tokens only."""
+    """Return whether the backend claims to send whole routing maps, which is only possible with all tokens."""
     claims = reading.claims
     if claims.routing == "maps" and claims.wire != "all":
         sentence = f"the backend claims routing = 'maps', and wire = {claims.wire!r}; expected wire = 'all'"
@@ -363,12 +363,12 @@ def _gathers_maps(reading: Reading) -> bool:
 
 
 def pair_rows(reading: Reading, m: int) -> int:
-    """Count the rows of microbatch m where every routed pair is sent by itself."""
+    """Return the number of rows of microbatch m if every routed pair is sent separately."""
     return int(cost.pair_rows(*_routed(reading, m)).sum())
 
 
 def smallest_rows(reading: Reading, m: int) -> int:
-    """Count the rows of microbatch m where a token is sent once to each rank that needs it."""
+    """Return the number of rows of microbatch m if a token is sent once to each rank that needs it."""
     return int(cost.least_rows(*_routed(reading, m)).sum())
 
 

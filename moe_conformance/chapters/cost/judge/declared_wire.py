@@ -1,4 +1,4 @@
-"""The rows that a dispatch sends on a wire that the backend claims, held against the ledger."""
+"""Judge of the rows that a dispatch sends on the wire that the backend claims, from the ledger."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from moe_conformance.reference.cost import rows as cost
 
 
 def judge_declared_rows(reading: Reading, tally: Tally) -> None:
-    """Decide whether dispatch and combine each send what the claimed wire is, where it is not one row for each pair.
+    """Decide whether dispatch and combine send the rows of the claimed wire, if it is not one row per pair.
 
-    A wire that claims more than the routed pairs may send as many as these, or what it claims, and no number between.
+    With a wire of more rows than routed pairs, either the number of pairs or that of the wire is right, none between
+    them.
 
     Raises:
         Costly: more rows are sent, or other rows than are claimed.
@@ -41,7 +42,7 @@ def judge_declared_rows(reading: Reading, tally: Tally) -> None:
 
 
 def _of_half(reading: Reading, half: Half) -> list[str]:
-    """Say what is wrong with the rows of a half."""
+    """Return what is wrong with the rows of dispatch or combine."""
     wire = reading.claims.wire
     if wire == "tokens":
         smallest = half.times * smallest_rows(reading, half.m)
@@ -54,7 +55,7 @@ def _of_half(reading: Reading, half: Half) -> list[str]:
 
 
 def _of_gathered(reading: Reading, tally: Tally) -> list[str]:
-    """Say where tokens are not gathered over tp, as is claimed, or where other calls send more than these need."""
+    """Return where tokens are not gathered over tp as claimed, or where other calls send more than these need."""
     found, groups = [], reading.outcome.workload.layout.groups()
     tensor_group = {rank: tuple(group) for group in groups["tp"] for rank in group}
     phases = [by_phase(rank) for rank in reading.ranks]
@@ -64,7 +65,7 @@ def _of_gathered(reading: Reading, tally: Tally) -> list[str]:
             names = (f"{name}:{m}" for name in ("forward", "dispatch", "combine", "answered"))
             calls = [entry for name in names for entry in phases[rank].get(name, ())]
             group = tensor_group[rank]
-            sizes = {tokens[rank], max(tokens[each] for each in group)}  # blocks may be padded to the largest
+            sizes = {tokens[rank], max(tokens[each] for each in group)}  # blocks may be padded to the largest block
             gathers = [each for each in calls if _gathers(reading, each, group, sizes)]
             if len(group) == 1 or not gathers:
                 told = f"the backend claims wire = 'copies', and rank {rank} gathers its tokens {len(gathers)} times"
@@ -83,7 +84,7 @@ def _of_gathered(reading: Reading, tally: Tally) -> list[str]:
 
 
 def _gathers(reading: Reading, entry: Entry, group: Sequence[int], sizes: set[int]) -> bool:
-    """Whether a call gathers the tokens of a rank over a group, padded to one of some sizes."""
+    """Return whether a call gathers the tokens of a rank over a group, padded to one of some sizes."""
     if not entry.op.startswith("all_gather") or tuple(entry.ranks) != tuple(group):
         return False
     hidden = reading.outcome.workload.config.hidden

@@ -1,4 +1,4 @@
-"""The number of collectives of a step held against that of the same step with more experts and slots."""
+"""Judge of the number of collectives of a step, compared with the same step with more experts and slots."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from moe_conformance.reference.cost import calls as cost_calls
 
 
 def judge_calls_of_sizes(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide whether a step takes as many collectives on every rank as with other numbers of experts and slots.
+    """Decide whether a step calls as many collectives on every rank as with other numbers of experts and slots.
 
     Point-to-point messages are not counted: one exchange has as many of them as are not empty.
 
     Raises:
-        Costly: two differ.
+        Costly: two numbers differ.
         NotOffered: the backend refuses the other sizes, or the ledger has no collective.
         Raised, Hung, Died: the other run did not finish.
     """
@@ -39,7 +39,7 @@ def judge_calls_of_sizes(reading: Reading, ran: Sequence[Ran], tally: Tally) -> 
 
 
 def _numbers(reading: Reading) -> dict[str, list[int]]:
-    """Return the numbers of collectives in every phase, by rank."""
+    """Return the number of collectives in every phase, by rank."""
     numbers: dict[str, list[int]] = defaultdict(lambda: [0] * len(reading.ranks))
     for rank in reading.ranks:
         for phase, calls in exchange_phases(rank):

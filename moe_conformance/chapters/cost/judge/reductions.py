@@ -1,4 +1,4 @@
-"""Over which ranks gradients of experts are reduced, in backwards or while they are finished, by the ledgers."""
+"""Judge of the ranks over which experts' gradients are reduced, in backward or finishing, from the ledgers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from moe_conformance.workloads.records.workload import Workload
 
 
 def judge_reductions(reading: Reading, tally: Tally) -> None:
-    """Decide whether gradients of experts are reduced between replicas only, in backwards and while they are finished.
+    """Decide whether experts' gradients are reduced between replicas only, in backward and in finishing.
 
-    While they are finished a rank may send less than the smallest part of a parameter elsewhere, all calls together:
-    norms and flags. In a backward the same holds of what it reduces with ranks of other exchanges. With those of its
-    own exchange, or of its tensor group, it reduces gradients of tokens and weights as well: `_most_of_tokens`.
+    In finishing, all calls together may send other ranks less than the smallest part of a parameter: norms and flags.
+    In a backward this also holds for reductions with ranks of other exchange groups. With ranks of its own exchange
+    group, or
+    of its tensor group, a rank also reduces gradients of tokens and weights: see `_most_of_tokens`.
 
     Raises:
-        Costly: they are sent to other ranks.
+        Costly: they are reduced with other ranks.
         NotOffered: the backend finishes no gradients, or the ledger has no collective of replicas.
     """
     workload, found, unseen = reading.outcome.workload, [], []
@@ -50,14 +51,15 @@ def _reduces(phase: str) -> bool:
 
 
 def _astray(workload: Workload, rank: int, replicas: Sequence[int], phase: str, calls: Sequence[Entry]) -> list[Entry]:
-    """Return the calls of a phase beyond the replicas that send gradients of experts."""
+    """Return the calls of a phase that reduce experts' gradients beyond the replicas."""
     least = min(value.numel() for value in workload.parameters.values()) // workload.layout.etp
     beyond = [entry for entry in calls if not cost_calls.legal_reduction(_among(entry, rank), replicas)]
     if phase == "finish":
         return beyond if _elements(beyond) >= least else []
     groups = workload.layout.groups()
     near = [set(group) for name in ("ep_etp", "tp") for group in groups[name] if rank in group]
-    reduced = [entry for entry in beyond if entry.reduce is not None and "float" in entry.dtype]  # the rest are rows
+    # other calls carry rows
+    reduced = [entry for entry in beyond if entry.reduce is not None and "float" in entry.dtype]
     of_tokens = [entry for entry in reduced if any(set(entry.ranks) <= group for group in near)]
     others = [entry for entry in reduced if entry not in of_tokens]
     astray = others if _elements(others) >= least else []
@@ -66,11 +68,11 @@ def _astray(workload: Workload, rank: int, replicas: Sequence[int], phase: str, 
 
 
 def _most_of_tokens(workload: Workload, m: int, W: int) -> int:
-    """Count the numbers that a rank may give to be reduced in a backward for an exchange of the tokens of W ranks.
+    """Return the most numbers of tokens and weights that a rank may reduce in a backward, with W ranks' tokens.
 
-    A row for every pair and a map of weights for every token, as if all had as many tokens as the most, after padding;
-    once for dispatch and for combine, and once more where the forward is computed anew. Where there are few tokens,
-    that is less than the parameters of an expert.
+    That is a row for every pair and a map of weights for every token, as if all ranks had the most tokens of any, after
+    padding; once for dispatch and for combine, and once more where the forward is recomputed. With few tokens this is
+    less than the parameters of an expert.
     """
     config = workload.config
     most = max(len(batch.x_TD) for batch in workload.batches[m])
@@ -79,7 +81,7 @@ def _most_of_tokens(workload: Workload, m: int, W: int) -> int:
 
 
 def _among(entry: Entry, rank: int) -> tuple[int, ...]:
-    """Return the ranks of a call: of a message its two, whatever the group."""
+    """Return the ranks of a call; of a point-to-point message only its two ranks."""
     return entry.ranks if entry.peer is None else (rank, entry.peer)
 
 

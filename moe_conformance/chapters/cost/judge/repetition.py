@@ -1,4 +1,4 @@
-"""Equal steps, one after the other: their calls, and the process groups and the memory that each leaves behind."""
+"""Judges of equal steps that are repeated: their calls, and the process groups and memory that each leaves."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from moe_conformance.scenarios.outcome import RankOutcome
 
 
 def judge_repeated(reading: Reading, tally: Tally) -> None:
-    """Decide whether the same microbatch, run again and again, makes the same calls after the first time.
+    """Decide whether the repetitions of one microbatch make the same calls from the second time on.
 
-    And leaves as many process groups, counted after every backward, and less than half of the bytes of x, counted after
-    steps of which the suite keeps nothing. What the suite writes down of each call is less than that.
+    The number of process groups, counted after every backward, is the same too. Steps of which the suite keeps nothing
+    leave less than half of the bytes of x allocated; the records of the suite are smaller than that.
 
     Raises:
         Costly: some step makes other calls than the second, changes the number of groups, or keeps memory.
@@ -38,7 +38,7 @@ def judge_repeated(reading: Reading, tally: Tally) -> None:
 
 
 def judge_kept_memory(reading: Reading, tally: Tally) -> None:
-    """Decide whether equal steps of which the suite keeps nothing leave less than half of the bytes of x allocated.
+    """Decide whether each step of which the suite keeps nothing leaves less than half of the bytes of x.
 
     Raises:
         Costly: some rank keeps more after every one of them.
@@ -64,7 +64,7 @@ def _other_calls(rank: RankOutcome, tally: Tally) -> Iterator[str]:
 
 def _kept_bytes(reading: Reading, rank: RankOutcome, tally: Tally) -> Iterator[str]:
     in_use = [each for each in rank.bytes_in_use if each is not None]
-    if not in_use:  # this process cannot count them
+    if not in_use:  # allocated bytes cannot be counted in this process
         return
     x_TD = reading.batches[0][rank.rank].x_TD
     grown, size = cost_calls.growth(in_use), LONGER * x_TD.nbytes

@@ -1,7 +1,7 @@
-"""Whole routing maps: whether a ledger has those that a backend reports to gather.
+"""Whole routing maps in a ledger, which a backend may gather only if it reports so.
 
-A mark and a weight for every expert of every token, (T, E) each: more than ids and weights of K slots, and allowed only
-if the backend reports it. Anything else of that size is not allowed.
+A map of marks and one of weights have an entry for every expert of every token, (T, E) each, which is more than ids and
+weights of K slots. Other data of that size is not allowed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MARK_BYTES, _WEIGHT_BYTES = 1, torch.float32.itemsize
 
 
 class Map(NamedTuple):
-    """The map of a rank's tokens: T by E, and the ranks W that receive it."""
+    """The size (T, E) of the map of a rank's tokens, and the number W of ranks that receive it."""
 
     T: int
     E: int
@@ -29,12 +29,12 @@ class Map(NamedTuple):
 
 
 def require_maps(calls: Sequence[Entry], rank: int, whole: Map, hidden: int, phase: str) -> int:
-    """Require a map of marks and one of weights, sent once each to every other rank; return their bytes an entry.
+    """Require a map of marks and one of weights, each sent once to every other rank; return their bytes per entry.
 
     Without tokens nothing is required. Where E = D a map of weights counts as rows, and is not required.
 
     Raises:
-        WrongForm: one of them is missing, or sent more than once.
+        WrongForm: one of the maps is missing, or sent more than once.
     """
     given = [entry for entry in calls if _to_all(entry, rank, whole)]
     marks = [entry for entry in given if "float" not in entry.dtype and _size(entry) == _MARK_BYTES]
@@ -51,7 +51,7 @@ def require_maps(calls: Sequence[Entry], rank: int, whole: Map, hidden: int, pha
 
 
 def _to_all(entry: Entry, rank: int, whole: Map) -> bool:
-    """Whether a call sends as many numbers as the map has to each other rank, in rows of E."""
+    """Return whether a call sends as many numbers as the map has to each other rank, in rows of E."""
     rows_of_experts = bool(entry.shapes_in) and all(of[-1:] == (whole.E,) for of in entry.shapes_in)
     if not rows_of_experts or not entry.bytes_in or entry.reduce is not None:
         return False
@@ -59,5 +59,5 @@ def _to_all(entry: Entry, rank: int, whole: Map) -> bool:
 
 
 def _size(entry: Entry) -> float:
-    """Return the bytes of an element that is given."""
+    """Return the bytes per element of the data that a call sends."""
     return entry.bytes_in / sum(map(math.prod, entry.shapes_in))
