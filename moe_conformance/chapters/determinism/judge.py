@@ -1,4 +1,4 @@
-"""What a backend leaves behind in its process when it is gone."""
+"""Judge of the process settings that a backend leaves behind."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from moe_conformance.judging.verdict import ChangedState, Tally
 
 
 def judge_settings(ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide whether the settings of every rank's process are the same before a backend's import and after its end.
+    """Decide whether the settings of every rank's process are equal before a backend's import and after its end.
 
     Raises:
-        ChangedState: one differs.
+        ChangedState: a setting differs.
         Raised, Hung, Died, RunFailed: the run did not finish.
     """
     findings = []
@@ -29,7 +29,7 @@ def judge_settings(ran: Sequence[Ran], tally: Tally) -> None:
 
 
 def _difference(before: str, after: str) -> str:
-    """Say what differs; of several lines, which were added and which are gone."""
+    """Return what differs between two values; of several lines, the added and the removed ones."""
     if "\n" not in before + after:
         return f"is {after!r} instead of {before!r}"
     old, new = Counter(before.splitlines()), Counter(after.splitlines())
