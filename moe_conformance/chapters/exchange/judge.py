@@ -1,4 +1,4 @@
-"""Rows that use all bits of their dtype: they are delivered with every bit that their tokens have."""
+"""Judge of rows that use all bits of their dtype, and must be delivered with every bit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NARROWER = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, 
 
 
 def judge_every_bit_of_rows(reading: Reading, tally: Tally) -> None:
-    """Decide whether every row for an expert has all bits of some token of its exchange group.
+    """Decide whether every row for an expert equals some token of its exchange group in all bits.
 
-    Which token is for `judge_deliveries` to decide. Microbatches whose weights are not 1 are left out: rows may be
-    multiplied by weights. All-zero rows are padding.
+    `judge_deliveries` decides which token it must be. Microbatches with weights other than 1 are left out, since rows
+    may be multiplied by weights. All-zero rows are padding.
 
     Raises:
         CorruptRow: a row has other bits, or is of another dtype.
@@ -43,13 +43,13 @@ def judge_every_bit_of_rows(reading: Reading, tally: Tally) -> None:
 
 
 def _rows_of_experts(handed: Handed) -> list[int]:
-    """Return the rows that are for some expert and not padding."""
+    """Return the rows that are for an expert and are not padding."""
     meant_R = (handed.ids_RJ >= 0).any(1) & (handed.rows_RD != 0).any(1)
     return meant_R.nonzero().flatten().tolist()
 
 
 def _told(row_D: Tensor, x_TD: Tensor, names: list[str]) -> str:
-    """Describe a row that is not exactly a token, "" if it is one."""
+    """Return a description of a row that does not equal a token, "" if it equals one."""
     if not len(x_TD):
         return "of no token: there are none"
     if row_D.dtype == x_TD.dtype and bool((x_TD == row_D).all(1).any()):
