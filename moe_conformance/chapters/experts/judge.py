@@ -1,4 +1,4 @@
-"""Parts of experts over ranks: whether gate, up and down are cut alike, and what they hold in a new model."""
+"""Judge of the parts of experts: gate, up and down are sharded alike over etp, and a new model's values are distinct."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from moe_conformance.judging.verdict import Tally, Uncovered, WrongParameter
 from moe_conformance.reference.experts_initial import Part, Problem, problems
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
 
-_CUT = {"gate": 0, "up": 0, "down": 1}  # the dimension that is as long as F
+_CUT = {"gate": 0, "up": 0, "down": 1}  # the dimension of size F
 
 
 def judge_matching_parts(reading: Reading, tally: Tally) -> None:
-    """Decide whether every rank holds the same part of F of an expert's gate, up and down. Counts experts.
+    """Decide whether every rank holds the same part of F of an expert's gate, up and down.
+
+    Counts the experts.
 
     Raises:
         Uncovered: a matrix is whole while others are sharded, is another shard, or is cut along another dimension.
@@ -39,7 +41,7 @@ def judge_matching_parts(reading: Reading, tally: Tally) -> None:
 
 
 def _held(rank: RankOutcome) -> dict[int, dict[str, Shard]]:
-    """Return the parts of the matrices of every expert."""
+    """Return the shards of every expert's matrices."""
     held: dict[int, dict[str, Shard]] = {}
     for (name, expert), grad in rank.grads_local.items():
         if name in _CUT and expert is not None:
