@@ -1,8 +1,8 @@
-"""A backend's own experts between changes of their parameters: outputs and gradients are those of the present values.
+"""Judges of experts whose parameters change between calls: outputs and gradients use the present values.
 
-A backend may compute in less precision than the dtype of its rows: EXPT-01 is there for that. So the first forward of
-a script, before anything could be out of date, says in which precision this backend computes, and later ones are held
-to the bounds of that. What is counted of a change are elements that tell old values from new ones by more than these.
+A backend may compute in less precision than the dtype of its rows, which EXPT-01 judges. So the precision of a backend
+is measured by the first forward of a script, before any change, and sets the bounds of later ones. Only elements whose
+old and new values differ by more than these bounds are counted.
 """
 
 from __future__ import annotations
@@ -36,54 +36,54 @@ _LAID = {
     "transposed": "the transpose",
     "packed": "columns in the middle",
 }
-# Unit roundoffs in which products may be computed: those of the rows' dtype, of TF32, of bfloat16.
+# Unit roundoffs with which products may be computed: of the rows' dtype, of TF32 and of bfloat16.
 _TF32 = 2.0**-11
 
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward of a script on one rank, the values that its parameters have by then, and those of before."""
+    """One forward of a script on one rank, with the present and the previous values of the parameters."""
 
     number: int
     rank: int
     call: Call
     given: Mapping[str, Any]
-    experts: Sequence[int]  # of this rank, global ids
+    experts: Sequence[int]  # global ids of this rank's experts
     present: Parameters
-    before: Parameters | None  # None until something has changed
-    way: str  # of the last change
+    before: Parameters | None  # the previous values, None before the first change
+    way: str  # the number of the call that changed them last
 
     @property
     def modes(self) -> str:
-        """In words, in which mode it is made."""
+        """The mode of the forward, as messages write it."""
         return f"under {self.call.modes[-1]}" if self.call.modes else "with gradients"
 
     @property
     def rows(self) -> Tensor:
-        """The rows."""
+        """The rows that are passed to the experts."""
         rows_RD: Tensor = self.given["rows_RD"]
         return rows_RD
 
     def ids(self, counts: Sequence[int] | None = None) -> Tensor:
-        """Return the expert of each row, (R,), by its own counts or by others."""
+        """Return the expert of each row, (R,), by the forward's counts or by other counts."""
         return segments(self.given["counts_N"] if counts is None else counts, self.experts)
 
     def solved(self, parameters: Parameters | None = None, ids_R: Tensor | None = None) -> layer.Gradients:
-        """Return what the oracle yields, of the present values and counts or of others."""
+        """Return the oracle's results for the present parameters and counts, or for others."""
         batch = self._batch(ids_R)
         return layer.gradients(*batch, swiglu_experts, self.present if parameters is None else parameters)
 
     def errors(self) -> layer.Gradients:
-        """Return how far from it a correct implementation may be, to first order."""
+        """Return the largest errors of a correct implementation, to first order."""
         dtype = self.rows.dtype
         return magnitudes(*self._batch(None), swiglu_measured, self.present, rounding=bounds.rounding(dtype))
 
     def target(self) -> Target:
-        """Return the output that is expected."""
+        """Return the expected output and its bounds."""
         return Target(self.solved().y_TD, self._allowed(self.errors().y_TD))
 
     def gradient_targets(self) -> dict[str, Target]:
-        """Return the gradients that are expected: of the rows, "", and of the parameters of this rank's experts."""
+        """Return the expected gradients: of the rows, under "", and of the parameters of this rank's experts."""
         solved, errors = self.solved(), self.errors()
         found = {"": Target(solved.dx_TD, self._allowed(errors.dx_TD))}
         for (name, e), expected in solved.parameters.items():
@@ -101,7 +101,7 @@ class Forward:
 
 
 def forwards(outcome: Outcome) -> Iterator[Forward]:
-    """Yield every forward of a script, rank by rank in the order of the calls."""
+    """Yield every forward of a script, by rank and in the order of the calls."""
     workload = outcome.workload
     for rank in range(workload.layout.world):
         present: Parameters = {key: each.double() for key, each in workload.parameters.items()}  # type: ignore[misc]
@@ -126,9 +126,9 @@ def _held(workload: Workload, rank: int) -> range:
 
 
 def judge_present(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every forward behind a change is that of the new values.
+    """Decide whether every forward after a change uses the new values.
 
-    Counts the elements in which old and new values lead to outputs that can be told apart.
+    Counts the elements in which the outputs of old and new values differ by more than the bounds.
 
     Raises:
         WrongForm: an output has another shape or dtype than its rows.
@@ -156,7 +156,7 @@ def judge_present(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_modes(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether outputs with gradients, under no_grad and in inference mode are one.
+    """Decide whether outputs with gradients, under no_grad and in inference mode are the same.
 
     Raises:
         WrongForm, WrongOutput: as `judge_present`.
@@ -165,19 +165,19 @@ def judge_modes(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_unequal(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether forwards whose counts are not equal, or not known, give every row to its own expert.
+    """Decide whether forwards with unequal or unknown counts apply to every row its own expert.
 
-    A backend may refuse rows whose counts nobody knows.
+    A backend may refuse rows without counts.
 
     Raises:
         WrongForm, WrongOutput: as `judge_present`.
-        Raised: a call raised that has counts.
+        Raised: a call with counts raised.
     """
     _judge_counts(outcome, tally, equal=False)
 
 
 def _judge_counts(outcome: Outcome, tally: Tally, *, equal: bool | None) -> None:
-    """Judge all forwards, or those whose counts are equal or not; what was first with gradients sets the scale."""
+    """Judge all forwards, or those with equal or unequal counts; the first one with gradients sets the bounds."""
     scale: dict[int, float] = {}
     findings = []
     for each in forwards(outcome):
@@ -214,7 +214,7 @@ def _may_be_refused(outcome: Outcome, each: Forward, tally: Tally) -> bool:
 
 
 def judge_gradients(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether gradients are the same whatever forwards without gradients were made before.
+    """Decide whether gradients do not depend on earlier forwards without gradients.
 
     Raises:
         AbsentGradient: a parameter or the rows have none.
@@ -249,7 +249,7 @@ def judge_gradients(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_strided(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether outputs and gradients are the same however rows and upstream gradients lie in memory.
+    """Decide whether outputs and gradients do not depend on the strides of rows and upstream gradients.
 
     A backend may refuse strides.
 
@@ -262,14 +262,14 @@ def judge_strided(outcome: Outcome, tally: Tally) -> None:
 
 
 def _gradients_of(outcome: Outcome, each: Forward) -> dict[str, Tensor | None]:
-    """Return the gradients of the rows, "", and of what of the parameters has a window on this rank."""
+    """Return the gradients of the rows, under "", and of the parameters that have a window on this rank."""
     answer = answers(outcome, each.number)[each.rank]
     told = values(outcome, each.number + 1)[each.rank] if _own(outcome, each) else {}
     return {"": answer.gradients["rows_RD"], **told}
 
 
 def _own(outcome: Outcome, each: Forward) -> bool:
-    """Whether the parameters' gradients are this rank's own: where replicas reduce in the backward they are not."""
+    """Return whether the parameter gradients are of this rank's tokens only, not reduced over replicas in backward."""
     return outcome.workload.layout.edp == 1
 
 
@@ -287,9 +287,9 @@ def _cause_of_none(each: Forward, outcome: Outcome) -> str:
 
 
 def judge_memory(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether nothing holds the values of replaced weights, nor any of deleted experts.
+    """Decide whether no memory holds the values of replaced weights or of deleted experts.
 
-    What held them before any forward is the caller's.
+    Memory that held them before any forward belongs to the caller.
 
     Raises:
         WrongOutput: there are more tensors with the old values than before.
@@ -320,10 +320,10 @@ def _formed(outcome: Outcome, each: Forward) -> Tensor:
 
 
 def _scale(each: Forward, worst: Worst, tally: Tally) -> float:
-    """Return how many times as large the bounds are in the precision that explains the first forward.
+    """Return the factor of the bounds in the precision that explains the first forward.
 
     Raises:
-        WrongOutput: none does.
+        WrongOutput: no precision explains it.
     """
     own = bounds.unit_roundoff(each.rows.dtype)
     for roundoff in (own, _TF32, bounds.unit_roundoff(torch.bfloat16)):
@@ -341,9 +341,9 @@ def _called(each: Forward) -> str:
 
 
 def _cause_of_values(each: Forward, y_RD: Tensor, allowed: Target) -> str:
-    """Return which parameters are those of before the change, if that explains the output."""
-    assert each.before is not None  # it is behind a change
-    for size in (1, 2, 3):  # the fewest that explain it
+    """Return which parameters have their previous values, if that explains the output, else ""."""
+    assert each.before is not None  # a change precedes this forward
+    for size in (1, 2, 3):  # the fewest parameters that explain it
         for names in combinations(_NAMES, size):
             mixed = {key: (each.before if key[0] in names else each.present)[key] for key in each.present}
             if within(y_RD, each.solved(mixed).y_TD, allowed.allowed):

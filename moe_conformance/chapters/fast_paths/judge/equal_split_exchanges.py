@@ -1,4 +1,4 @@
-"""The splits of an exchange over equal splits, read from the ledger."""
+"""Judge of exchanges with equal splits, from the ledger."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from moe_conformance.judging.verdict import Tally, WrongCount
 
 
 def judge_equal_splits(reading: Reading, tally: Tally) -> None:
-    """Decide whether every all-to-all of rows has one size of splits, there and back, forward and backward.
+    """Decide whether all splits of every all-to-all of rows are equal, in dispatch, combine and backward.
 
-    That the ranks of a group have the same one follows: what one sends is what the other expects.
+    The ranks of a group then have the same split, since the sizes that are sent and received fit together.
 
     Raises:
         WrongCount: the splits of a rank differ within a call.
@@ -36,7 +36,7 @@ def judge_equal_splits(reading: Reading, tally: Tally) -> None:
 
 
 def _splits(entry: Entry) -> tuple[int, ...]:
-    """Return the rows to every rank and from every rank; nothing of even splits, which calls leave out."""
-    if entry.op == "all_to_all":  # lists of tensors
+    """Return the rows sent to and received from every rank; () for even splits, which calls leave out."""
+    if entry.op == "all_to_all":  # calls with lists of tensors
         return tuple(shape[0] for shape in (*entry.shapes_in, *entry.shapes_out))
     return (*(entry.in_splits or ()), *(entry.out_splits or ()))

@@ -1,4 +1,4 @@
-"""Pieces padded to equal splits and cut back, bit for bit, and the size on which the ranks agree."""
+"""Judges of pieces that are padded to equal splits and cut back, bit for bit, and of the split size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_conformance.workloads.records.workload import Ref
 
 
 def judge_sizes(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether all ranks of every ep group pad to one size, in which the largest piece between any two fits.
+    """Decide whether all ranks of every ep group pad to one size, which holds the largest piece.
 
     Raises:
         WrongCount: sizes differ, or a piece does not fit.
@@ -45,7 +45,7 @@ def judge_sizes(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_padded(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether padded pieces have their rows first, in their order, and zeros behind them.
+    """Decide whether padded pieces have their rows first, in order, and zeros after them.
 
     Raises:
         WrongForm, WrongOutput: another shape, dtype or value.
@@ -57,7 +57,7 @@ def judge_padded(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_compacted(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether cutting back gives the rows of every piece, of the backend's own padding and of NaN in its place.
+    """Decide whether cutting back returns the rows of every piece, whether padding is the backend's or NaN.
 
     Raises:
         WrongForm, WrongOutput: another shape, dtype or value.
@@ -65,7 +65,7 @@ def judge_compacted(outcome: Outcome, tally: Tally) -> None:
     """
     for number, rank, given in _calls(outcome, "compact"):
         rows_PD = given["rows_PD"]
-        if isinstance(rows_PD, Ref):  # what a pad returned: its rows are back
+        if isinstance(rows_PD, Ref):  # the result of a pad: its rows must be returned
             first = outcome.workload.calls[rows_PD.call].given[rank]
             dtype, expected_RD = first["rows_RD"].dtype, first["rows_RD"]
         else:
@@ -74,10 +74,10 @@ def judge_compacted(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_gradients(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every row has the upstream gradient of its place, and padding has none and adds nothing.
+    """Decide whether every row has the upstream gradient of its position, and padding adds nothing.
 
     Raises:
-        AbsentGradient, WrongForm, WrongGradient: none, another shape, another value.
+        AbsentGradient, WrongForm, WrongGradient: a gradient is None, or has another shape or value.
         Raised, Hung, Died: a rank did not finish.
     """
     for method, name, ask in (("pad", "rows_RD", pad), ("compact", "rows_PD", compact)):
@@ -87,7 +87,7 @@ def judge_gradients(outcome: Outcome, tally: Tally) -> None:
                 continue
             leaf = given[name].double().requires_grad_()
             ask(leaf, given["pieces"], given["size"]).backward(call.upstream[rank][""].double())
-            assert leaf.grad is not None  # the oracle reaches it
+            assert leaf.grad is not None  # the oracle's result depends on it
             judge_tensor(
                 answers(outcome, number)[rank].gradients[name], leaf.grad, tally, error=WrongGradient, stage="gradient",
                 what=f"the gradient of the rows to {method}{_of(given)}", rank=rank,

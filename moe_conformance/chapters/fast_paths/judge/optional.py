@@ -1,4 +1,4 @@
-"""Whether a backend names what it uses of that which it can do without, and nothing that it was built without."""
+"""Judge of the optional dependencies that a backend names as in use."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm
 
 
 def judge_optional_named(reading: Reading, tally: Tally) -> None:
-    """Decide whether every rank names what it uses, and none of what was hidden from it.
+    """Decide whether every rank names the optional dependencies that it uses, and no hidden one.
 
     Raises:
-        NotOffered: nothing was hidden, and nothing that can be is named.
-        WrongForm: something hidden is named as in use; or something was hidden, and nothing is named at all.
+        NotOffered: none was hidden, and none that can be hidden is named.
+        WrongForm: a hidden one is named as in use; or one was hidden, and none is named at all.
     """
     findings = []
     for rank in reading.ranks:

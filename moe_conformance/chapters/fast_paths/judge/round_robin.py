@@ -1,4 +1,4 @@
-"""Where a round robin begins that an exchange may rely on."""
+"""The first expert of round-robin ids, if an exchange relies on it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from moe_conformance.judging.verdict import NotOffered
 
 
 def judge_start(reading: Reading) -> None:
-    """Leave out ids that the backend claims not to make.
+    """Leave out a reading whose ids the backend claims not to support.
 
     Raises:
-        NotOffered: it claims that every rank's ids begin at expert 0, and these do not.
+        NotOffered: the backend claims that every rank's ids begin at expert 0, and these do not.
     """
     if reading.claims.round_robin == "zero" and starts_elsewhere(reading.outcome.workload):
         raise NotOffered("the backend's round robin begins at expert 0 on every rank, and its exchange relies on it")

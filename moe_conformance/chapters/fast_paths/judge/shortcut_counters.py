@@ -1,4 +1,4 @@
-"""Counters of shortcuts: what they say of each call, and whether being counted changes one."""
+"""Judges of counters of shortcuts: their values after each call, and that counting changes no result."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from moe_conformance.reference.fast_paths.choices import decision_counts, equal_
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records.workload import Call
 
-_EQUAL = "equal_counts"  # the one shortcut that has a name in the contract
+_EQUAL = "equal_counts"  # the only shortcut that is named in the contract
 Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class _Segment:
-    """What a rank has counted between a reset and a reading, around one forward or none."""
+    """The counts of a rank between a reset and a reading, with at most one forward between them."""
 
     rank: int
-    number: int  # of the call that reads
+    number: int  # the number of the call that reads the counters
     forward: Call | None
     counting: bool
-    before: tuple[str, ...] | None  # look-ups and changes before the forward; None: others may have used caches since
+    # look-ups and changes before the forward; None if other calls may have used caches since
+    before: tuple[str, ...] | None
 
     @property
     def words(self) -> str:
-        """In words, what was called."""
+        """The call of the segment, as messages write it."""
         if self.forward is None:
             return "behind a reset"
         given = self.forward.given[self.rank]
@@ -84,7 +85,10 @@ def _of_decisions(segment: _Segment, decisions: Mapping[str, Pair]) -> Iterator[
 
 
 def _of_look_ups(segment: _Segment, look_ups: Mapping[str, Pair], decisions: Mapping[str, Pair]) -> Iterator[str]:
-    """A cache may be dropped by a forward with gradients or with other counts, and then misses."""
+    """Yield what is wrong with the counted look-ups.
+
+    A forward with gradients or with other counts may drop the cache; the next look-up is then a miss.
+    """
     if not segment.counting or segment.forward is None:
         for name, (hits, misses) in look_ups.items():
             if hits or misses:
@@ -124,17 +128,17 @@ def _segments(outcome: Outcome) -> Iterator[_Segment]:
 
 
 def _looks_up(call: Call, rank: int) -> bool:
-    """Whether a forward takes the shortcut for equal counts, if any does, so that what it derives is kept behind it."""
+    """Return whether a forward takes the shortcut for equal counts, so that its derived values are cached."""
     return bool(call.modes) and equal_counts(call.given[rank]["counts_N"], len(call.given[rank]["rows_RD"]))
 
 
 def judge_unchanged(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether forwards that are counted give the bits of those that are not, and gradients too.
+    """Decide whether counted forwards give the same bits as uncounted ones, gradients included.
 
-    Where two that are not counted give the same bits.
+    Compared only where two uncounted forwards give the same bits.
 
     Raises:
-        WrongOutput: a counted one gives others.
+        WrongOutput: a counted forward gives other bits.
     """
     findings = []
     for rank in range(outcome.workload.layout.world):
@@ -162,7 +166,7 @@ def judge_unchanged(outcome: Outcome, tally: Tally) -> None:
 
 
 def _results(outcome: Outcome, number: int, rank: int) -> tuple[Tensor, ...]:
-    """Return the output of a forward, the gradient of its rows, and those of parameters that were read behind it."""
+    """Return the output of a forward, the gradient of its rows, and the parameter gradients read after it."""
     answer, call = answers(outcome, number)[rank], outcome.workload.calls[number]
     found = [values(outcome, number)[rank], *(each for each in answer.gradients.values() if each is not None)]
     if call.upstream:
