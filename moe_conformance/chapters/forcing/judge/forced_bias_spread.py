@@ -1,4 +1,4 @@
-"""How uneven loads become as the deviation of the forced bias grows."""
+"""Judge of how uneven loads become as the standard deviation of the forced bias grows."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from moe_conformance.judging.verdict import NotOffered, Tally, WrongCount
 from moe_conformance.reference.capacity.limits import loads
 from moe_conformance.reference.forcing.imbalance import imbalance_rises, mean_overload
 
-_RANKS = 8  # among which experts are divided to be counted, however many ranks there are
+_RANKS = 8  # the number of blocks of experts whose loads are compared, whatever the number of ranks
 
 
 def judge_spread(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide whether the mean over forwards of the largest load of 8 ranks rises with each deviation and stays below 8.
+    """Decide whether the mean largest load of 8 ranks, over forwards, rises with each deviation and is below 8.
 
-    `ran` has the larger deviations, ascending.
+    `ran` are the runs with larger deviations, ascending.
 
     Raises:
-        NotOffered: not all of them were run.
+        NotOffered: not all of these were run.
         WrongForm: the router did not return ids (T, K).
         WrongCount: the means do not rise.
     """

@@ -1,4 +1,4 @@
-"""What random and biased forcing draw: loads, logits where they are told, and who draws like whom."""
+"""Judges of what random and biased forcing draw: loads, returned logits, and which ranks draw the same."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from moe_conformance.reference.forcing.draws import (
     one_choice,
 )
 
-_CHANCE = 1e-9  # that independent draws agree
+_CHANCE = 1e-9  # the largest probability that independent draws agree
 
 
 def judge_random(reading: Reading, tally: Tally) -> None:
-    """Decide whether routes are as of standard normal logits, other ones for each forward and each rank's tokens.
+    """Decide whether routes follow standard normal logits, drawn anew for each forward and each rank's tokens.
 
-    Ranks that hold copies draw alike. What the router itself would select has no part in it. What logits and weights
-    have to do with each other is judged where logits are told.
+    Ranks with copies of the same tokens draw the same. Routes do not depend on the router's own logits. Weights are
+    compared with the forced logits if the backend returns these.
 
     Raises:
-        WrongForm, WrongCount, WrongSelection, WrongWeight: they are not.
+        WrongForm, WrongCount, WrongSelection, WrongWeight: routes or weights are others.
     """
     own = expected_of(reading)
     findings = [finding for place in own.places for finding in _uneven(own, place)]
@@ -71,7 +71,7 @@ def _uneven(own: RouterExpected, place: Place) -> list[Finding]:
 
 
 def _alike_in_turn(own: RouterExpected) -> list[Finding]:
-    """Tell the ranks whose forwards select the same for the same tokens."""
+    """Return findings for ranks whose forwards select the same experts for the same tokens."""
     findings = []
     for (m, rank), ids_TK in own.ids.items():
         before = m - 1, rank
@@ -85,9 +85,9 @@ def _alike_in_turn(own: RouterExpected) -> list[Finding]:
 
 
 def _alike_on_ranks(own: RouterExpected) -> list[Finding]:
-    """Tell the ranks that draw alike for other tokens, or otherwise for copies."""
+    """Return findings for ranks that draw the same for different tokens, or differently for copies."""
     copies = own.workload.config.token_copies
-    stage = {rank: ranks for ranks in stages(own.workload.layout) for rank in ranks}  # other stages are other layers
+    stage = {rank: ranks for ranks in stages(own.workload.layout) for rank in ranks}  # other stages have other layers
     findings = []
     for (m, rank), ids_TK in own.ids.items():
         for other in (each for each in stage[rank] if each < rank):
@@ -110,7 +110,7 @@ def _same_tokens(own: RouterExpected, one: Place, other: Place) -> bool:
 
 
 def _agree(own: RouterExpected, one: Place, other: Place) -> bool:
-    """Whether two places select alike, token for token, as they hardly can by chance."""
+    """Return whether two places select the same experts for all tokens, where that is unlikely by chance."""
     first_TK, second_TK = own.ids[one], own.ids[other]
     tokens, config = min(len(first_TK), len(second_TK)), own.workload.config
     if chance_alike(tokens, config.top_k, config.experts) > _CHANCE:
@@ -119,12 +119,12 @@ def _agree(own: RouterExpected, one: Place, other: Place) -> bool:
 
 
 def _not_normal(expected: RouterExpected, place: Place) -> list[Finding]:
-    """Tell logits that are not of mean 0 for each expert and of variance 1."""
+    """Return a finding if logits do not have mean 0 for each expert and variance 1."""
     logits_TE = expected.logits(place)
     if not len(logits_TE):
         return []
     of_experts = _outside([logits_TE], 0.0)
-    of_all = _outside(list(logits_TE[:, None]), 0.0)  # each token for itself: the mean square of all
+    of_all = _outside(list(logits_TE[:, None]), 0.0)  # independent tokens: the mean square over all
     said = [f"the means over its tokens {of_experts}"] if of_experts else []
     said += [f"the logits {of_all}"] if of_all else []
     sentence = f"the forced logits of rank {place[1]} are not standard normal: "
@@ -132,7 +132,7 @@ def _not_normal(expected: RouterExpected, place: Place) -> list[Finding]:
 
 
 def _outside(draws: list[Tensor], deviation: float) -> str:
-    """Say by which mean square the draws, (T, E) each, show another deviation of a bias; "" if they do not."""
+    """Return a note if the mean square of the draws, (T, E) each, shows another deviation of a bias, else ""."""
     T, E = draws[0].shape
     low, high = bias_moment_bounds(deviation, T, E, len(draws))
     found = bias_moment(draws)
@@ -140,14 +140,14 @@ def _outside(draws: list[Tensor], deviation: float) -> str:
 
 
 def judge_bias_draws(reading: Reading, tally: Tally) -> None:
-    """Decide whether the forced bias is one number for each expert, of the deviation that was asked for.
+    """Decide whether the forced bias is one number per expert, of the configured standard deviation.
 
-    Where it decides alone all tokens of a forward select alike; elsewhere it shows in the logits, as does what is there
-    besides: noise of variance 1, and nothing of the router's own logits.
+    Where only the bias decides, all tokens of a forward select the same experts. Elsewhere it is visible in the logits,
+    which are its sum with noise of variance 1, without the router's own logits.
 
     Raises:
-        NotOffered: a bias that does not decide alone, and logits that the backend does not tell.
-        WrongForm, WrongSelection: no such bias.
+        NotOffered: not only the bias decides, and the backend does not return the logits.
+        WrongForm, WrongSelection: there is no such bias.
     """
     own = expected_of(reading)
     findings = _split(own) if bias_decides_alone(own.workload) else _wrong_deviation(reading)
@@ -178,7 +178,7 @@ def _split(own: RouterExpected) -> list[Finding]:
 
 
 def _wrong_deviation(reading: Reading) -> list[Finding]:
-    """Tell the ranks whose logits show another deviation; of a bias that is kept the first forward has all."""
+    """Return findings for ranks whose logits show another deviation; for a kept bias from the first forward."""
     expected = forced_expected_of(reading)
     if expected is None:
         raise NotOffered("the router does not report the forced logits")
@@ -198,10 +198,10 @@ def _wrong_deviation(reading: Reading) -> list[Finding]:
 
 
 def judge_bias_on_ranks(reading: Reading, tally: Tally) -> None:
-    """Decide whether all ranks of a pipeline stage draw the same bias, which decides alone.
+    """Decide whether all ranks of a pipeline stage draw the same bias, where only the bias decides.
 
     Raises:
-        WrongForm, WrongSelection: ranks select otherwise than others.
+        WrongForm, WrongSelection: some ranks select other experts.
     """
     own = expected_of(reading)
     findings = []
@@ -221,12 +221,13 @@ def judge_bias_on_ranks(reading: Reading, tally: Tally) -> None:
 
 
 def judge_bias_in_turn(reading: Reading, tally: Tally) -> None:
-    """Decide whether a bias that decides alone is drawn anew in every forward, or is one of its layer and stays so.
+    """Decide whether a bias that decides alone is drawn in every forward, or drawn once per layer and kept.
 
-    Rounds of a router without tokens show nothing.
+    Forwards without tokens are not compared.
 
     Raises:
-        WrongForm, WrongSelection: forwards select alike that must not, or otherwise than others of a kept bias.
+        WrongForm, WrongSelection: two forwards select the same although the bias is drawn anew, or differ although it
+        is kept.
     """
     own = expected_of(reading)
     chosen = {place: ids_TK for place, ids_TK in own.ids.items() if len(ids_TK)}
@@ -242,7 +243,7 @@ def judge_bias_in_turn(reading: Reading, tally: Tally) -> None:
 
 
 def _wrong_turn(own: RouterExpected, one: Place, other: Place) -> str:
-    """Say what is wrong with the choices of two forwards on a rank; "" if nothing is."""
+    """Return what is wrong with the choices of two forwards on a rank, "" if nothing is."""
     config, routers = own.workload.config, own.workload.routers
     keeps, same_layer = (config.routing.forced[0][1] or 0.0) < 0, one[0] % routers == other[0] % routers
     alike = one_choice([own.ids[one], own.ids[other]])

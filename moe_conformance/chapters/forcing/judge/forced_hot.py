@@ -1,7 +1,7 @@
-"""Routers that are forced to a hot rank, node or expert, and configurations that are refused.
+"""Judges of routers that are forced to a hot rank, node or expert, and of refused strategies.
 
 Expert parallel rank i of N experts each holds the experts i N to (i + 1) N - 1. The ranks of an exchange group are the
-sources of its tokens; which rank is hot is free, but all of them have the same.
+sources of its tokens. Any rank may be the hot one, but it is the same for all sources.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moe_conformance.scenarios.outcome import Outcome
 
 
 def blocks_of(layout: Layout, experts: int, ranks: int = 1) -> Blocks:
-    """Return the experts of every expert parallel rank, or of blocks of so many ranks.
+    """Return the experts of every expert parallel rank, or of blocks of `ranks` ranks.
 
     >>> blocks_of(Layout(4, ep=4), 8, 2)
     [range(0, 4), range(4, 8)]
@@ -45,7 +45,7 @@ def judge_hot_rank(reading: Reading, tally: Tally) -> None:
     """Decide whether one expert parallel rank gets as many slots of every token as possible.
 
     Raises:
-        WrongForm, WrongSelection: not the same rank, or not as many.
+        WrongForm, WrongSelection: not the same rank, or fewer slots.
     """
     workload = reading.outcome.workload
     blocks = blocks_of(workload.layout, workload.config.experts)
@@ -53,10 +53,10 @@ def judge_hot_rank(reading: Reading, tally: Tally) -> None:
 
 
 def judge_hot_node(reading: Reading, tally: Tally) -> None:
-    """Decide whether one node gets as many slots of every token as possible, and its experts equally many.
+    """Decide whether one node gets as many slots of every token as possible, evenly over its experts.
 
     Raises:
-        WrongForm, WrongSelection: not the same node, not as many, or unevenly.
+        WrongForm, WrongSelection: not the same node, fewer slots, or uneven loads.
     """
     workload = reading.outcome.workload
     ranks = int(workload.config.routing.forced[0][1] or 1)
@@ -66,10 +66,10 @@ def judge_hot_node(reading: Reading, tally: Tally) -> None:
 
 
 def judge_hot_expert(reading: Reading, tally: Tally) -> None:
-    """Decide whether one expert gets a slot of every token, and the others equally many.
+    """Decide whether one expert gets a slot of every token, and the other experts have equal loads.
 
     Raises:
-        WrongForm, WrongSelection: not the same expert, not of every token, or the others unevenly.
+        WrongForm, WrongSelection: not the same expert, not a slot of every token, or uneven loads of the others.
     """
     experts = reading.outcome.workload.config.experts
     told = _most("expert", 1)
@@ -77,14 +77,14 @@ def judge_hot_expert(reading: Reading, tally: Tally) -> None:
 
 
 def judge_ratio(reading: Reading, tally: Tally) -> None:
-    """Decide whether one expert parallel rank gets the ratio times what each other one gets.
+    """Decide whether one expert parallel rank gets `ratio` times the slots of each other rank.
 
     Raises:
-        WrongForm, WrongSelection: not the same rank, another ratio, or the others unevenly.
+        WrongForm, WrongSelection: not the same rank, another ratio, or uneven loads of the others.
     """
     workload = reading.outcome.workload
     blocks, ratio = blocks_of(workload.layout, workload.config.experts), workload.config.routing.forced[0][1]
-    assert ratio is not None  # the corpus asks for none without
+    assert ratio is not None  # every workload with this strategy has one
     _judge(
         reading,
         tally,
@@ -94,7 +94,7 @@ def judge_ratio(reading: Reading, tally: Tally) -> None:
 
 
 def judge_alternating(reading: Reading, tally: Tally) -> None:
-    """Decide whether the hot rank goes round, one on with every forward, and is the same on all source ranks.
+    """Decide whether the hot rank moves to the next rank in every forward, and is the same on all source ranks.
 
     Raises:
         WrongForm, WrongSelection: it does not.
@@ -120,9 +120,9 @@ def judge_alternating(reading: Reading, tally: Tally) -> None:
 
 
 def judge_strategies_refused(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every rank refuses to build a router with two strategies, or without the parameter of one.
+    """Decide whether every rank refuses to build a router with two strategies, or with a parameter missing.
 
-    What the adapter refuses proves nothing about the library.
+    A refusal by the adapter is no refusal by the library.
 
     Raises:
         Unrefused, Hung: some ranks built it.
@@ -136,7 +136,7 @@ def judge_strategies_refused(outcome: Outcome, tally: Tally) -> None:
         if by_adapter[number]:
             continue
         forced = call.given[0]["config"].routing.forced
-        assert verdict(forced) == "refused", forced  # the corpus asks for nothing else
+        assert verdict(forced) == "refused", forced  # other calls are not in the workloads
         asked = f"a router forced by {' and '.join(f'{name} ({value})' for name, value in forced)}"
         judge_refused(outcome, number, tally, stage="run", asked=asked)
 
@@ -150,7 +150,7 @@ def _judge(
     hot: Callable[[Sequence[Tensor]], tuple[int, ...]],
     expected: Callable[[RouterExpected], str],
 ) -> None:
-    """Ask for each exchange group and forward which block may have been hot; there has to be one."""
+    """Require that one block can have been hot, for each exchange group and forward."""
     own, findings = expected_of(reading), []
     E, ep = own.workload.config.experts, own.workload.layout.ep
     for m in range(len(own.workload.batches)):

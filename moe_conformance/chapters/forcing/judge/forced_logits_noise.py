@@ -1,8 +1,7 @@
-"""The noise in forced logits: of every token its own, of variance 1, and nothing of what the router itself says.
+"""Judges of the noise in forced logits: independent per token, of variance 1, and independent of the router's.
 
-z_te = g_te + b_e, g standard normal: less their means over the tokens of a forward, logits z are noise alone, whatever
-the bias b is. Drawn independently of the input, it is as often above as below zero where the router's own logits l are
-high.
+z_te = g_te + b_e, g standard normal: minus their means over the tokens of a forward, logits z are noise only, whatever
+the bias b is. The noise is independent of the input, so it is uncorrelated with the router's own logits l.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from moe_conformance.judging.observed.scopes import Place
 from moe_conformance.judging.shared.router.expected import RouterExpected
 from moe_conformance.reference.forcing.draws import load_margin
 
-_DEVIATIONS = 8  # standard deviations that chance may make: more are no accident
+_DEVIATIONS = 8  # standard deviations that are allowed as chance
 
 
 def without_noise(forced: RouterExpected, rank: int) -> list[Finding]:
-    """Tell a rank whose forced logits, less their means over the tokens, have another variance than 1.
+    """Return a finding if forced logits of a rank, minus their means over tokens, have another variance than 1.
 
     Rule: sum r^2 over n = E (T - 1) of each forward, r_te = z_te - mean_t z_te, is 1 +- 8 sqrt(2 / n) times n.
     """
@@ -40,7 +39,7 @@ def without_noise(forced: RouterExpected, rank: int) -> list[Finding]:
 
 
 def following(forced: RouterExpected, own: RouterExpected, rank: int) -> list[Finding]:
-    """Tell a rank whose forced logits follow the router's own.
+    """Return a finding if forced logits of a rank are correlated with the router's own.
 
     Rule: |sum r_te c_te| <= 8 sqrt(sum c^2), c_te = l_te - mean_t l_te: given the tokens, a sum of normal numbers.
     """
@@ -60,10 +59,10 @@ def following(forced: RouterExpected, own: RouterExpected, rank: int) -> list[Fi
 
 
 def chosen_by_own(own: RouterExpected, place: Place) -> list[Finding]:
-    """Tell a rank whose random routes have more of what the router itself would select, or less, than chance has it.
+    """Return a finding if random routes of a rank agree with the router's own choice more or less than by chance.
 
-    Rule: K^2 T / E pairs, off by no more than a load of T K choices of K in E: a token's experts are drawn without
-    being put back, so that they lie no wider than so many independent ones (Hoeffding 1963, theorem 4).
+    Rule: K^2 T / E pairs, with the margin of a load of T K choices of K in E: a token's experts are drawn without
+    replacement, and so spread no wider than independent draws (Hoeffding 1963, theorem 4).
     """
     ids_TK, rank = own.ids[place], place[1]
     K, E = own.workload.config.top_k, own.workload.config.experts
@@ -79,5 +78,5 @@ def chosen_by_own(own: RouterExpected, place: Place) -> list[Finding]:
 
 
 def _centred(logits_TE: Tensor) -> Tensor:
-    """Return logits less their means over the tokens; (0, E) is left as it is."""
+    """Return logits minus their means over the tokens; (0, E) is returned unchanged."""
     return logits_TE - logits_TE.mean(0) if len(logits_TE) else logits_TE

@@ -1,6 +1,6 @@
-"""What routers report of forced routing: the entry "forced" of `resolved`, and what building them warned of.
+"""Judges of what routers report about forced routing: the entry "forced" of `resolved`, and warnings.
 
-A report is held against what was asked and against what ran. It is no evidence of what ran.
+A report is compared with the config and with what ran. It is not evidence of what ran.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm
 from moe_conformance.reference.forcing.routes import STRATEGIES
 from moe_conformance.scenarios.outcome import RankOutcome
 
-_OF_FORCING = re.compile(r"\bforc(e|ed|es|ing)\b", re.IGNORECASE)  # a warning may be of anything
+_OF_FORCING = re.compile(r"\bforc(e|ed|es|ing)\b", re.IGNORECASE)  # a warning may be about something else
 _NUMBER = re.compile(r"[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?")
 
 
@@ -25,7 +25,7 @@ def judge_reported(reading: Reading, tally: Tally) -> None:
     """Decide whether a forced router reports its strategy and parameter, resolved or in a warning, on every rank.
 
     Raises:
-        WrongForm: it does not.
+        WrongForm: a rank does not report them.
     """
     name, parameter = reading.outcome.workload.config.routing.forced[0]
     findings = []
@@ -65,12 +65,12 @@ def judge_nothing_reported(reading: Reading, tally: Tally) -> None:
 
 
 def judge_strategy_in_force(reading: Reading, tally: Tally) -> None:
-    """Decide whether the strategy that a router reports is the one that was asked for, and whether any is in force.
+    """Decide whether the reported strategy is the configured one, and whether the routing is forced at all.
 
     Raises:
-        NotOffered: it reports none.
-        WrongForm: it reports another one.
-        WrongSelection: it reports the right one, and its tokens are routed by its own logits.
+        NotOffered: the router reports no strategy.
+        WrongForm: it reports another strategy.
+        WrongSelection: it reports the right strategy, and its tokens are routed by its own logits.
     """
     own, asked = expected_of(reading), reading.outcome.workload.config.routing.forced[0][0]
     reporting = {rank.rank: _named(rank.resolved.get("forced", "")) for rank in reading.ranks}
@@ -103,7 +103,7 @@ def _named(text: str) -> Sequence[str]:
 
 
 def _has(text: str, parameter: float | None) -> bool:
-    """Whether a text has the parameter, if there is one.
+    """Return whether a text contains the parameter, if there is one.
 
     >>> _has("biased by -2", -2.0), _has("biased", 0.5), _has("random", None)
     (True, False, True)

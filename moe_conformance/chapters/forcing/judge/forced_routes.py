@@ -1,4 +1,4 @@
-"""Exchanges of what a router reports, where forcing is asked of the router, of the exchange, or of both."""
+"""Judge of exchanges of the ids that a router reports, with forcing set on the router, the exchange, or both."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from moe_conformance.judging.verdict import Tally
 
 
 def judge_reported_routes(reading: Reading, tally: Tally) -> None:
-    """Decide whether the exchange delivers, returns and sends backward what belongs to the ids that the router reports.
+    """Decide whether deliveries, outputs and gradients of the exchange are those of the reported ids.
 
     Raises:
-        WrongForm, WrongSelection: the router reports no ids, or no K different experts of a token.
+        WrongForm, WrongSelection: the router reports no ids, or not K different experts for a token.
         WrongDelivery, WrongOutput, WrongGradient: as of any exchange of these ids.
     """
     reported = _with_reported_ids(reading)
@@ -27,7 +27,7 @@ def judge_reported_routes(reading: Reading, tally: Tally) -> None:
 
 
 def _with_reported_ids(reading: Reading) -> Reading:
-    """Return the reading of a workload in which tokens have the ids that the router selected for them."""
+    """Return the reading of a workload in which tokens have the ids that the router selected."""
     ids = expected_of(reading).ids
     batches = tuple(
         tuple(replace(batch, ids_TK=ids[m, rank].long()) for rank, batch in enumerate(of_ranks))

@@ -1,7 +1,6 @@
-"""Forced routers: what a strategy has to leave of groups, loads, weights and gradients, and who was never forced.
+"""Judges of forced routers: group limits, loads, weights and gradients, and whether anything was forced.
 
-Logits that are forced are taken as the backend tells them: whether they were drawn as they must be is another question
-than what the router made of them.
+Forced logits are used as the backend returns them. Other judges decide whether they were drawn correctly.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from moe_conformance.reference.forcing.routes import balanced, balanced_sum, gro
 from moe_conformance.reference.forcing.scores import forced_weights, undecided_weights
 from moe_conformance.reference.routing import selection
 
-_ROUNDING = 2.0**-16  # of a weight whose logits are exact, in float32
-_CHANCE = 1e-9  # that draws agree with what the router would have chosen; less is no accident
+_ROUNDING = 2.0**-16  # bound on a weight whose logits are exact, in float32
+_CHANCE = 1e-9  # the largest probability that draws agree with the router's own choice
 
 
 def forced_expected_of(reading: Reading) -> RouterExpected | None:
-    """Return the oracle's answer for the logits in force: the router's own where ids are forced.
+    """Return the oracle's results for the logits in force: the router's own where ids are forced.
 
-    None where logits are forced and the backend tells none.
+    Returns None if logits are forced and the backend does not return them.
 
     Raises:
-        WrongForm: logits of another shape, or not finite, or told in some places only.
+        WrongForm: logits have another shape, are not finite, or are returned in some places only.
     """
     return once(reading, _expect_forced)
 
@@ -65,10 +64,10 @@ def _expect_forced(reading: Reading) -> RouterExpected | None:
 
 
 def judge_forced_groups(reading: Reading, tally: Tally) -> None:
-    """Decide whether forced logits are bound by the group limit, and forced ids are not.
+    """Decide whether forced logits obey the group limit; forced ids need not.
 
     Raises:
-        WrongForm, WrongSelection: no such choice; or nothing was forced.
+        WrongForm, WrongSelection: a choice breaks the limit; or nothing was forced.
     """
     if forces_logits(reading.outcome.workload):
         _judge_limit(reading, tally)
@@ -80,7 +79,7 @@ def _judge_limit(reading: Reading, tally: Tally) -> None:
     own, forced = expected_of(reading), forced_expected_of(reading)
     require_forced(own)
     config = own.workload.config
-    assert config.routing.groups is not None  # asked only where there are groups
+    assert config.routing.groups is not None  # callers have groups
     groups, chosen = config.routing.groups
     findings = []
     for m, rank in own.places:
@@ -102,11 +101,11 @@ def _judge_limit(reading: Reading, tally: Tally) -> None:
 
 
 def _require_groups_forced(own: RouterExpected) -> None:
-    """Fail where random logits selected among the groups that the router's own logits open, token for token."""
+    """Raise if random logits selected only in the groups of the router's own logits, for every token."""
     config = own.workload.config
     assert config.routing.groups is not None
     if config.routing.forced[0][0] != "random":
-        return  # a bias may open the same groups for all tokens, and these by chance
+        return  # a bias may open the same groups for all tokens, which may be those by chance
     findings = []
     for place in own.places:
         tokens = len(own.ids[place])
@@ -121,7 +120,7 @@ def _require_groups_forced(own: RouterExpected) -> None:
 
 
 def _within_own_groups(own: RouterExpected, place: Place) -> bool:
-    """Whether every token's experts are of groups that are open to it by its own scores."""
+    """Return whether every token's experts are in groups that its own scores open."""
     config = own.workload.config
     if config.routing.groups is None:
         return False
@@ -133,7 +132,7 @@ def _within_own_groups(own: RouterExpected, place: Place) -> bool:
 
 
 def require_forced(own: RouterExpected) -> None:
-    """Fail where all tokens of a rank selected what they would have without a strategy."""
+    """Raise if all tokens of a rank selected what they would have selected without a strategy."""
     config = own.workload.config
     findings = []
     for place in own.places:
@@ -153,10 +152,10 @@ def require_forced(own: RouterExpected) -> None:
 
 
 def judge_forced_loads(reading: Reading, tally: Tally) -> None:
-    """Decide whether round robin loads every rank's experts with counts that differ by at most one, in all groups.
+    """Decide whether round robin gives the experts of every rank loads that differ by at most one.
 
     Raises:
-        WrongForm, WrongSelection: other loads, or nothing was forced.
+        WrongForm, WrongSelection: loads differ by more, or nothing was forced.
     """
     own = expected_of(reading)
     findings = []
@@ -173,7 +172,7 @@ def judge_forced_loads(reading: Reading, tally: Tally) -> None:
 def judge_loads_over_ranks(reading: Reading, tally: Tally) -> None:
     """Decide whether round robin also balances the loads over all source ranks of an expert parallel group.
 
-    They differ by at most one where all ranks have as many tokens, and else by at most the number of ranks.
+    The loads differ by at most one if all ranks have equally many tokens, else by at most the number of ranks.
 
     Raises:
         WrongForm, WrongSelection: other loads.
@@ -214,12 +213,12 @@ def _unbalanced(own: RouterExpected, place: Place, loads_E: list[int]) -> Findin
 
 
 def judge_forced_weights(reading: Reading, tally: Tally) -> None:
-    """Decide whether the selected experts have the weights and gradients of the logits in force, by its rule.
+    """Decide whether the selected experts have the weights and gradients of the logits in force.
 
-    To the parameters where the backend finishes their gradients.
+    Parameter gradients are included if the backend finishes them.
 
     Raises:
-        NotOffered: logits are forced, and the backend tells none.
+        NotOffered: logits are forced, and the backend does not return them.
         AbsentGradient, Uncovered, WrongForm, WrongGradient, WrongSelection, WrongWeight: as `judge_router_weights`,
             `judge_router_dx` and `judge_router_gradient`.
     """
@@ -235,7 +234,7 @@ def _judge_gradients(reading: Reading, tally: Tally, expected: RouterExpected) -
 
 
 def expect_forced_weights(reading: Reading, expected: RouterExpected, tally: Tally) -> None:
-    """Decide whether the selected experts have the expected weights, and name weights that are of others.
+    """Decide whether the selected experts have the expected weights; the message names whose weights they have.
 
     Raises:
         WrongForm, WrongWeight: as `judge_router_weights`.
@@ -251,13 +250,13 @@ def expect_forced_weights(reading: Reading, expected: RouterExpected, tally: Tal
 
 
 def judge_masked_weights(reading: Reading, tally: Tally) -> None:
-    """Decide whether forced experts at -inf have the weight 0, the others their score, and all a finite one.
+    """Decide whether forced experts with the logit -inf have the weight 0, and all others their finite score.
 
-    They have to be forced for that: masks are no exception to `judge_forced_loads`. Logits are entries of the tokens
-    there, so that a weight errs by a few roundings of itself.
+    Masked experts must be forced too: `judge_forced_loads` has no exception for masks. Logits are entries of the
+    tokens, so that the error of a weight is a few of its roundoffs.
 
     Raises:
-        WrongForm, WrongSelection, WrongWeight: they do not, or are not forced.
+        WrongForm, WrongSelection, WrongWeight: weights are others, or nothing was forced.
     """
     with tally.uncounted() as uncounted:
         judge_forced_loads(reading, uncounted)
@@ -284,7 +283,7 @@ def judge_masked_weights(reading: Reading, tally: Tally) -> None:
 
 
 def _of_others(reading: Reading, expected: RouterExpected, place: Place) -> list[Finding]:
-    """Say that the weights are those of the experts that the router would have selected, or of its own logits."""
+    """Return findings if the weights are those of the unforced experts, or of the router's own logits."""
     weights_TK = reading.seen(*place).router.weights_TK
     target = expected.weights(place)
     if weights_TK is None or weights_TK.shape != target.expected.shape or compare(weights_TK, *target).holds:
@@ -307,12 +306,12 @@ def _of_others(reading: Reading, expected: RouterExpected, place: Place) -> list
 
 
 def judge_straight_through(reading: Reading, tally: Tally) -> None:
-    """Decide whether the gradient of forced logits goes straight through the router's own, to tokens and parameters.
+    """Decide whether the gradient of forced logits is passed straight through to the router's own logits.
 
-    To the parameters where the backend finishes their gradients.
+    It continues to tokens and, where the backend finishes gradients, to parameters.
 
     Raises:
-        NotOffered: the backend tells no forced logits.
+        NotOffered: the backend does not return the forced logits.
         AbsentGradient, Uncovered, WrongForm, WrongGradient, WrongSelection: as `judge_router_dx` and
             `judge_router_gradient`.
     """
@@ -322,7 +321,7 @@ def judge_straight_through(reading: Reading, tally: Tally) -> None:
 
 
 def _require_passage(reading: Reading, expected: RouterExpected, tally: Tally) -> None:
-    """Fail where the tokens' gradients are zeros, and should be others."""
+    """Raise if the tokens' gradients are zeros and should not be."""
     findings = []
     for m, rank in expected.places:
         if not reading.goes_backward(m):
