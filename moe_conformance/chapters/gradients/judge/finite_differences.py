@@ -1,4 +1,4 @@
-"""Gradients beside differences of the forward that ran: nobody has to know the right answer."""
+"""Judge of gradients compared with finite differences of the forward, without an oracle."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from moe_conformance.judging.shared.equivalence.runs import RunTwins, read_twin
 from moe_conformance.judging.verdict import AbsentGradient, NotOffered, Tally, WrongGradient
 from moe_conformance.workloads.laws import Nudged
 
-_ROUNDING = 2.0**-50  # of the loss, relative to the sum of its addends' magnitudes
-_CURVATURE = 2.0**-24  # the same: ten thousand times what a layer has, and a tenth of a rounding to float32 over h
+_ROUNDING = 2.0**-50  # rounding error of the loss, relative to the sum of its addends' magnitudes
+_CURVATURE = 2.0**-24  # relative likewise: ten thousand times that of a layer, and a tenth of a float32 rounding over h
 
 
 def judge_differences(reading: Reading, nudges: list[Nudged], twins: RunTwins, tally: Tally) -> None:
     """Decide whether gradients are the derivative of the forward along a random direction.
 
-    The loss is sum <upstream, y>. Its central difference over h errs by C h^2, C measured from that over 2 h, and by
-    rounding; where the two differ by more than `_CURVATURE` of the addends, the forward has steps and nothing is
-    measured. Parameters of several pipeline stages move together, and so do the losses of the stages.
+    The loss is sum <upstream, y>. The error of its central difference over h is C h^2, with C from the difference over
+    2 h, plus rounding. If the two differences differ by more than `_CURVATURE` of the addends, the forward is not
+    smooth. Parameters of several pipeline stages move together, and so do the losses of the stages.
 
     Raises:
-        NotOffered: the backend finishes no gradients, or ran none of the equivalent runs; nothing else was found.
+        NotOffered: the backend finishes no gradients, or ran none of the equivalent runs; and nothing is wrong.
         AbsentGradient: there is no gradient to compare.
-        WrongGradient: it is another's derivative, or the forward is too coarse to have one.
+        WrongGradient: it is not the derivative, or the forward is not smooth enough to have one.
     """
     findings, not_offered = list[Finding](), ""
     everybody, addends = tuple(range(len(reading.ranks))), _loss(reading, magnitude=True)
@@ -54,7 +54,7 @@ def judge_differences(reading: Reading, nudges: list[Nudged], twins: RunTwins, t
 
 
 def _said(nudge: Nudged, slope: float, wide: float, told: float, addends: float, tally: Tally) -> str:
-    """Say what is wrong with a slope over h, beside that over 2 h and the gradient's; nothing if all is well."""
+    """Return what is wrong with the slope over h, given that over 2 h and that of the gradient; "" if nothing is."""
     where = f"along a random direction in {nudge.what} the loss has the slope {slope:.9g}"
     curvature = abs(wide - slope)
     if not curvature <= _CURVATURE * addends:
@@ -64,25 +64,25 @@ def _said(nudge: Nudged, slope: float, wide: float, told: float, addends: float,
     if abs(slope - told) <= allowed:
         return ""
     ratio = abs(slope - told) / allowed if allowed else math.inf
-    tally.beyond = max(tally.beyond, ratio if ratio < 1e300 else 1e300)  # NaN is no smaller
+    tally.beyond = max(tally.beyond, ratio if ratio < 1e300 else 1e300)  # also True for NaN
     times = f"{ratio:.3g} x the allowed error {allowed:.2g}"
     return f"{where}; the gradient gives {told:.9g} ({times})"
 
 
 def _loss(reading: Reading, magnitude: bool = False) -> float:
-    """Return the sum over all tokens of <upstream, y>, or of the magnitudes of its addends."""
+    """Return the sum over all tokens of <upstream, y>, or of its addends' magnitudes."""
     total = 0.0
     for m, ranks in enumerate(reading.batches):
         for rank, batch in enumerate(ranks):
             y = reading.seen(m, rank).y
-            assert y is not None  # its form is judged elsewhere
+            assert y is not None  # other judges decide its shape
             addends = batch.upstream.double() * y.double()
             total += float((addends.abs() if magnitude else addends).sum())
     return total
 
 
 def _along(reading: Reading, nudge: Nudged) -> float:
-    """Return the product of the gradient and the direction."""
+    """Return the inner product of the gradient and the direction."""
     if nudge.what == "parameters":
         return sum(_product(grad, nudge.directions[key]) for (_, key), grad in assembled(reading).items())
     total = 0.0

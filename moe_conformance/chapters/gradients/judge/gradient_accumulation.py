@@ -1,4 +1,4 @@
-"""Equivalent runs of which more is required than equality: sums over microbatches, gradients at padding rows."""
+"""Judges of sums of gradients over microbatches and steps, and of gradients at padding rows, in equivalent runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from moe_conformance.judging.verdict import NotOffered, Tally, WrongGradient
 
 
 def judge_sum(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide whether parameters end with the sum of what every microbatch alone gives them, and tokens with the same.
+    """Decide whether parameters end with the sum of the gradients that each microbatch alone gives.
+
+    The gradients of tokens are those of each microbatch alone.
 
     Raises:
         NotOffered: some microbatch was not run alone, or the backend finishes no gradients.
@@ -38,12 +40,12 @@ def judge_sum(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
 
 
 def judge_steps(reading: Reading, alone: Sequence[Ran], stepped: Ran, tally: Tally) -> None:
-    """Decide whether steps of one microbatch each end with what that microbatch alone gives.
+    """Decide whether a step of one microbatch ends with the gradients that this microbatch alone gives.
 
     Raises:
         NotOffered: the backend takes no second step, or finishes no gradients.
-        AbsentGradient: gradients of the microbatch alone are finished, and the step's are not.
-        WrongGradient: one differs by more than the rounding errors of both.
+        AbsentGradient: gradients of the microbatch alone are finished, and those of the step are not.
+        WrongGradient: a gradient differs by more than the rounding errors of both.
         As `judge_alike`.
     """
     _require_all([*alone, stepped])
@@ -69,7 +71,7 @@ def _require_all(ran: Sequence[Ran]) -> None:
 
 
 def judge_padding_gradients(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide whether an equivalent run with other gradients at padding rows is alike, and count those rows.
+    """Decide whether gradients at padding rows change no result; counts those rows.
 
     Raises:
         NotOffered: no padding row was delivered to any expert.

@@ -1,4 +1,4 @@
-"""Gradients as hooks of parameters see them, beside those that lie in `grad` after the backwards."""
+"""Judge of gradients passed to hooks of parameters, compared with those in `grad` after the backward."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from moe_conformance.workloads.records.workload import ParameterKey
 
 
 def judge_hooked(reading: Reading, tally: Tally) -> None:
-    """Decide whether what autograd passed to the hooks of a parameter adds up to its gradient, to the bit.
+    """Decide whether the gradients that autograd passed to a parameter's hooks add up to `grad`, bit for bit.
 
-    Before gradients are finished, on every rank: what shards or reduces gradients while they are made hangs on hooks.
+    Compared on every rank before gradients are finished. Implementations that shard or reduce gradients in the backward
+    depend on hooks.
 
     Raises:
-        NotOffered: the session has its gradients elsewhere than in `grad`, autograd passes none to any hook of its
-            parameters, as where FSDP keeps shards of them, or replicas reduce gradients in backwards, as DDP does:
-            what lies in `grad` then is the sum over them.
+        NotOffered: the session has gradients in other places than `grad`; autograd calls no hook of its parameters, as
+            with shards of FSDP; or replicas reduce gradients in the backward, as DDP does, so that `grad` is the sum
+            over them.
         WrongGradient: the hook of a parameter that has a gradient was passed none, or another one.
     """
     if any(_reduces_in_backward(reading, rank) for rank in reading.ranks):
@@ -43,7 +44,7 @@ def judge_hooked(reading: Reading, tally: Tally) -> None:
 
 
 def _reduces_in_backward(reading: Reading, rank: RankOutcome) -> bool:
-    """Return whether a backward of a rank reduces anything with ranks of other exchanges than its own."""
+    """Return whether a backward of a rank reduces anything with ranks of other exchange groups."""
     groups = reading.outcome.workload.layout.groups()
     near = [set(group) for name in ("ep_etp", "tp") for group in groups[name] if rank.rank in group]
     return any(
@@ -55,7 +56,7 @@ def _reduces_in_backward(reading: Reading, rank: RankOutcome) -> bool:
 
 
 def _wrong(key: ParameterKey, expected: Tensor, seen: Tensor | None) -> str:
-    """Return what is wrong with what a hook was passed, nothing if all is well."""
+    """Return what is wrong with the gradient that a hook received, "" if nothing is."""
     whose = key[0] if key[1] is None else f"{key[0]} of expert {key[1]}"
     if seen is None:
         cause = "likely cause: the backward writes to grad itself"

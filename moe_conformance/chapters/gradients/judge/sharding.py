@@ -1,4 +1,4 @@
-"""Gradients of experts that are shared out among their replicas: put together from their parts, each held as asked."""
+"""Judge of experts' gradients that are sharded over replicas: complete, not repeated, and right."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from moe_conformance.reference.gradients.shards import Shard, copies, whole
 
 
 def judge_sharded_gradients(reading: Reading, tally: Tally) -> None:
-    """Decide whether the parts of finished gradients make up whole ones, once, and these are right.
+    """Decide whether the shards of finished gradients make up whole gradients, once, which are right.
 
-    Where an expert has replicas they share it out: every element of its gradient is then on one rank of its pipeline
-    stage.
+    With replicas of an expert, every element of its gradient is on one rank of its pipeline stage only.
 
     Raises:
         NotOffered, AbsentGradient, WrongGradient: as `judge_expert_gradients`.
@@ -54,7 +53,7 @@ def judge_sharded_gradients(reading: Reading, tally: Tally) -> None:
 
 
 def _shards(reading: Reading, ranks: Sequence[int]) -> tuple[list[list[Shard]], dict[str, int]]:
-    """Return what every rank holds, in the oracle's form, and the size of every parameter."""
+    """Return the shards on every rank, in the oracle's form, and the size of every parameter."""
     places, sizes = {}, {}
     for key, full in reading.outcome.workload.parameters.items():
         name = f"{key[0]} of expert {key[1]}"
@@ -64,7 +63,7 @@ def _shards(reading: Reading, ranks: Sequence[int]) -> tuple[list[list[Shard]], 
     for rank in ranks:
         own = []
         for key, grad in final[rank].items():
-            assert grad.value is not None  # it would have been judged absent
+            assert grad.value is not None  # an absent one has been judged before
             name, elements = places[key]
             own.append(Shard(name, shard_of(elements, grad.shard).flatten(), grad.value.flatten()))
         shards.append(own)
