@@ -1,1 +1,1 @@
-"""What the checks of this chapter call."""
+"""Judges of process groups and proxy models, called by the checks of this chapter."""

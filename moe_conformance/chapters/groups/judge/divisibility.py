@@ -1,6 +1,6 @@
-"""Sizes that a layout does not divide are refused when the module is built, with an error that names both numbers.
+"""Judge of sizes that a layout does not divide: refused at building, with an error that names both numbers.
 
-Experts that ep does not divide may be placed all the same, each on one rank of its group.
+Experts that ep does not divide may also be accepted, if each is on one rank of its group.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from moe_conformance.scenarios.outcome import Outcome
 
 
 def judge_indivisible(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every rank refuses to build what is not divisible, and its error names both numbers.
+    """Decide whether every rank refuses to build with indivisible sizes, and its error names both numbers.
 
-    For E = 0 the error needs to name only that number. What the adapter refuses proves nothing about the library.
+    For E = 0 the error needs to name only that number. A refusal by the adapter is no refusal by the library.
     Experts that ep does not divide may be built on every rank, if the ranks of every ep group hold each of them once.
 
     Raises:
@@ -36,7 +36,7 @@ def judge_indivisible(outcome: Outcome, tally: Tally) -> None:
             continue
         config = call.given[0]["config"]
         reason = indivisible(config.experts, config.ffn, layout.ep, layout.etp)
-        assert reason is not None, config  # the corpus asks for nothing else
+        assert reason is not None, config  # other calls are not in the workloads
         if config.experts % layout.ep and _all_placed(outcome, number, reason, tally):
             continue
         for rank, said in enumerate(
@@ -52,10 +52,10 @@ def judge_indivisible(outcome: Outcome, tally: Tally) -> None:
 
 
 def _all_placed(outcome: Outcome, call: int, reason: str, tally: Tally) -> bool:
-    """Return whether every rank built a surface that places all experts; False where some refused, or it places none.
+    """Return whether every rank built a surface that places all experts; False if some refused or it places none.
 
     Raises:
-        Unrefused: it places them, and an expert is not on exactly one rank of an ep group.
+        Unrefused: the surface places experts, and one is not on exactly one rank of an ep group.
     """
     asked, found = outcome.workload.calls[call], answers(outcome, call)
     if any(answer.raised or "local_experts" not in answer.values for answer in found):

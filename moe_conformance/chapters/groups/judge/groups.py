@@ -1,4 +1,4 @@
-"""Groups: the lists of ranks that a backend would build for a layout, compared with those of the layout."""
+"""Judge of the groups of ranks that a backend would build for a layout."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from moe_conformance.reference.groups.members import groups as reference_groups
 
 
 def judge_groups(built: Mapping[str, RankLists], layout: Layout, tally: Tally) -> None:
-    """Decide whether the groups that a backend would build are those of the layout, name by name.
+    """Decide whether the groups that a backend would build equal those of the layout, name by name.
 
     The order of groups and of ranks within a group is free. A name that the backend does not return is not judged;
     if it returns none, nothing is compared. Counts one element per rank and name.
 
     Raises:
-        WrongGroups: a name that no layout has, a rank in no group or in two, or in another group than it should be.
+        WrongGroups: a name is not of the layout, or a rank is in no group, in two groups or in a wrong group.
     """
     expected = _expected(layout)
     findings: list[Finding] = []
@@ -42,7 +42,7 @@ def _expected(layout: Layout) -> dict[str, RankLists]:
 
 
 def _wrong(name: str, built: RankLists, expected: RankLists, layout: Layout) -> list[Finding]:
-    """Find every rank whose group of one name is not the expected one."""
+    """Return a finding for every rank whose group of one name is wrong."""
     findings = []
     for rank in range(layout.world):
         got = [tuple(sorted(group)) for group in built if rank in group]
@@ -51,7 +51,7 @@ def _wrong(name: str, built: RankLists, expected: RankLists, layout: Layout) -> 
             continue
         what = "no group" if not got else " and ".join(str(list(group)) for group in got)
         sentence = f"the {name} group of rank {rank} would be {what} instead of {list(right)} in {layout.name}"
-        findings.append(Finding(f"{name} of {len(got)}", sentence, (rank,)))  # in no group, in one, in two
+        findings.append(Finding(f"{name} of {len(got)}", sentence, (rank,)))  # in no group, one, or several
     strangers = sorted({rank for group in built for rank in group} - set(range(layout.world)))
     if strangers:
         sentence = f"the {name} groups contain ranks {strangers}; the world has {layout.world}"
@@ -60,7 +60,7 @@ def _wrong(name: str, built: RankLists, expected: RankLists, layout: Layout) -> 
 
 
 def _other_axis(built: Mapping[str, RankLists], expected: Mapping[str, RankLists]) -> str:
-    """Name the axes whose groups are returned under another axis' name."""
+    """Return a note with the axes whose groups are returned under another axis' name."""
     said = []
     for name, groups in built.items():
         if name not in expected or _same(groups, expected[name]):

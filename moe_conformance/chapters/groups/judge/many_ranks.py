@@ -1,4 +1,4 @@
-"""Rows at sizes that no test machine has: the owner of an expert receives rows of its own exchange group only."""
+"""Judge of deliveries at sizes that no test machine has: rows come from the receiver's exchange group only."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from moe_conformance.workloads.records import tags
 
 
 def judge_own_group(reading: Reading, tally: Tally) -> None:
-    """Decide whether every row that a rank receives is a token of a rank of its own exchange group (ep x etp).
+    """Decide whether every row that a rank receives is a token of a rank of its exchange group (ep x etp).
 
-    The tag of a row names its token; padding and rows of no token are not looked at.
+    The tag of a row names its token; padding and rows of no token are ignored.
 
     Raises:
         WrongDelivery: a row comes from a rank of another group.

@@ -1,4 +1,4 @@
-"""The proxy model, divided over ranks and pipeline stages, compared with the same model on one device."""
+"""Judges of the proxy model, divided over ranks and pipeline stages, compared with the model on one device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ more."""
 
 
 class Expected(NamedTuple):
-    """The oracle's answer."""
+    """The oracle's results for the proxy model, and the bounds."""
 
     solved: ModelGradients
     divisor: int  # of the backend's gradients: 1 where they are summed, dp * cp where they are averaged
@@ -44,7 +44,7 @@ class Expected(NamedTuple):
 
 
 def expected_of(reading: Reading) -> Expected:
-    """Return the oracle's answer to a reading, computed once."""
+    """Return the oracle's results for a reading, computed once."""
     return once(reading, _expect)
 
 
@@ -56,10 +56,10 @@ def _expect(reading: Reading) -> Expected:
 
 
 def judge_proxy_tokens(reading: Reading, tally: Tally) -> None:
-    """Decide whether the last stage ends with the outputs of the whole model, and the first with its gradients of x.
+    """Decide whether the last stage returns the outputs of the whole model, and the first its gradients of x.
 
     Raises:
-        WrongForm, AbsentGradient: something is missing or of another shape.
+        WrongForm, AbsentGradient: a tensor is missing or has another shape.
         WrongOutput, WrongGradient: an element is off by more than `Expected.off` of the largest.
         MalformedClaim: routers claim to compute in float32, and every output is as exact as in float64.
     """
@@ -93,12 +93,13 @@ def judge_proxy_tokens(reading: Reading, tally: Tally) -> None:
 
 
 def judge_proxy_gradients(reading: Reading, tally: Tally) -> None:
-    """Decide whether every parameter of every block ends with the gradient that the whole model has, in all parts.
+    """Decide whether every parameter of every block ends with the gradient of the whole model, in all shards.
 
-    What the backend does not finish (`RankOutcome.finish_refusal`) is not judged; the dense parts always are.
+    Gradients that the backend does not finish (`RankOutcome.finish_refusal`) are not judged; those of dense parts
+    always are.
 
     Raises:
-        AbsentGradient, WrongForm, Uncovered: something is missing or of another shape.
+        AbsentGradient, WrongForm, Uncovered: a gradient is missing or has another shape.
         WrongGradient: an element is off by more than `Expected.off` of the largest.
     """
     expected = expected_of(reading)

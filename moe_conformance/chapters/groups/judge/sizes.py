@@ -1,4 +1,4 @@
-"""Which sizes a backend makes groups for, and whether its dense and expert groups have the same pipeline stages."""
+"""Judges of the sizes for which a backend builds groups, and of their pipeline stages."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _OF_ONE_STAGE = ("tp", "cp", "dp", "dp_cp", "ep", "etp", "ep_etp", "edp")
 
 
 def judge_sizes(answers: Mapping[Wish, Told], tally: Tally) -> None:
-    """Decide whether groups are made for the sizes of a layout, and for no others.
+    """Decide whether groups are built for the sizes of a layout, and refused for others.
 
-    What an adapter refuses proves nothing about the library. No limit can refuse a world with data parallelism only.
+    A refusal by the adapter is no refusal by the library. A world with data parallelism only must not be refused.
     Counts an element per result.
 
     Raises:
-        WrongGroups: sizes of a layout raised something that is no refusal by a limit, or sizes of 1 were refused.
+        WrongGroups: sizes of a layout raised an error that is not a refusal by a limit, or sizes of 1 were refused.
         Unrefused: sizes of no layout were accepted.
         Raised: sizes of no layout raised an internal error, such as a division by zero.
-        NotOffered: of sizes that make no layout, the adapter refused all.
+        NotOffered: the adapter refused all sizes that make no layout.
     """
     refused = [
         Finding("raised", f"{wish} {'raised' if told.by == 'raised' else 'was refused:'} {told.error}", ())
@@ -58,10 +58,13 @@ def judge_sizes(answers: Mapping[Wish, Told], tally: Tally) -> None:
 
 
 def judge_stages(answers: Mapping[Wish, Told], tally: Tally) -> None:
-    """Decide whether all groups but those along pp have ranks of one stage, by the position in the groups along pp.
+    """Decide whether all groups except those along pp have ranks of one pipeline stage only.
+
+    The stage of a rank is its position in its group along pp.
 
     Raises:
-        WrongGroups: a group along pp has not pp ranks, or a rank is in none; dense and expert groups have other groups
+        WrongGroups: a group along pp does not have pp ranks, or a rank is in none; dense and expert groups have other
+        groups
             along pp, or another group holds ranks of two stages.
     """
     findings = []
@@ -99,7 +102,7 @@ def _problem(wish: Wish) -> str | None:
 
 
 def _staged(groups: RankLists, layout: Layout) -> bool:
-    """Whether every rank is in one group, and every group has a rank of each stage."""
+    """Return whether every rank is in one group, and every group has one rank of each stage."""
     ranks = sorted(rank for group in groups for rank in group)
     return ranks == list(range(layout.world)) and all(len(group) == layout.pp for group in groups)
 
