@@ -1,7 +1,7 @@
-"""How far losses and their gradients may be from the oracle: from the logits as the router has them, in float32.
+"""Error bounds of losses and their gradients, computed from the router's logits in float32.
 
-T tokens, E experts. The terms of a loss are all positive, so that its error is relative; those of a gradient are not,
-and their magnitudes are added up.
+T tokens, E experts. The terms of a loss are all positive, so its error is relative to the loss. Those of a gradient are
+not, and its error is relative to the sum of their magnitudes.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from moe_conformance.chapters.losses.judge.loss_rules import IS_GLOBAL, Part, St
 from moe_conformance.judging.compare.bounds import unit_roundoff
 from moe_conformance.reference.losses.balance import normalised_scores
 
-_DEPTH = 64  # operations on the way from logits to a loss or a gradient, beside sums
+_DEPTH = 64  # operations from logits to a loss or a gradient, without sums
 
 
 def roundoff(steps: Steps) -> float:
-    """Return the error of every operation together: of sums over all tokens and experts, and of all others."""
+    """Return the relative error of all operations together: sums over tokens and experts, and all others."""
     wide = torch.promote_types(steps.config.dtype, torch.float32)
     terms = sum(len(part.logits_TE) for row in steps.parts for part in row) + 4 * steps.config.experts
     return unit_roundoff(wide) * (terms + _DEPTH)
 
 
 def value_bound(steps: Steps, name: str, value: Tensor) -> Tensor:
-    """Return what a loss, or a mean of losses, may be off; a z-loss also by what its logits' exponentials are."""
+    """Return the allowed error of a loss, or of a mean of losses.
+
+    That of a z-loss includes the errors of the exponentials of logits.
+    """
     if name != "z":
         return roundoff(steps) * value.abs()
     finite = [part.logits_TE.masked_fill(part.logits_TE.isinf(), 0.0) for row in steps.parts for part in row]
@@ -34,7 +37,7 @@ def value_bound(steps: Steps, name: str, value: Tensor) -> Tensor:
 
 
 def slope_bound(steps: Steps, name: str, part: Part) -> Tensor:
-    """Return what the gradient of a loss in the logits of a part may be off, (T, E)."""
+    """Return the allowed error of the gradient of a loss with respect to the logits of a part, (T, E)."""
     logits_TE = part.logits_TE
     p_TE = logits_TE.softmax(1)
     if name == "z":
@@ -72,7 +75,7 @@ def _of_rank(part: Part, number: int) -> int:
 
 
 def main_slope_bound(steps: Steps, part: Part) -> Tensor:
-    """Return what the gradient of the main loss in the logits of a part may be off, (T, E)."""
+    """Return the allowed error of the gradient of the main loss with respect to a part's logits, (T, E)."""
     if not bool(part.upstream_TK.any()):
         return torch.zeros_like(part.logits_TE)
     ids_TK = part.ids_TK.clamp_min(0)

@@ -1,6 +1,6 @@
-"""What the losses of a step should be, and what they leave in gradients, under a rule: the declared one, or a mistake.
+"""Expected losses of a step, and their gradients, under a rule: the claimed one, or that of a mistake.
 
-A part is what one tp x cp group processes in one microbatch, of one layer; T of its tokens, each once. M microbatches,
+A part stands for the T tokens of one tp x cp group in one microbatch and one layer, each token once. M microbatches,
 dp data parallel groups, K slots, E experts, D hidden.
 """
 
@@ -34,24 +34,24 @@ CALLED: Mapping[str, str] = {
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What one tp x cp group processes in one microbatch, of one layer."""
+    """The tokens of one tp x cp group in one microbatch and one layer."""
 
     ranks: tuple[int, ...]
-    tokens: tuple[int, ...]  # of each rank
-    logits_TE: Tensor  # float64, as the router has them
+    tokens: tuple[int, ...]  # number of tokens of each rank
+    logits_TE: Tensor  # float64, as returned by the router
     x_TD: Tensor
-    ids_TK: Tensor  # as routed
-    upstream_TK: Tensor  # of the routing weights
+    ids_TK: Tensor  # as returned by the router
+    upstream_TK: Tensor  # upstream gradient of the routing weights
     padding_T: Tensor | None
     sequences_T: Tensor
 
     @property
     def valid(self) -> int:
-        """V."""
+        """The number V of valid tokens, without padding."""
         return len(self.logits_TE) if self.padding_T is None else int((~self.padding_T).sum())
 
     def of_rank(self, rows: Tensor, number: int) -> Tensor:
-        """Return the rows of one of its ranks."""
+        """Return the rows of one of the part's ranks."""
         found: tuple[Tensor, ...] = rows.split(self.tokens)
         return found[number]
 
@@ -61,7 +61,7 @@ Parts = Sequence[Sequence[Part]]  # by microbatch and data parallel group
 
 @dataclass(frozen=True)
 class Rule:
-    """How losses are made: what a backend claims, what the spec leaves free, and what is wrong."""
+    """A rule by which losses are computed: as claimed, as the spec leaves free, or wrong."""
 
     gathered: Literal["mean", "sum"] = "mean"
     fractions: Literal["slots", "tokens"] = "slots"
@@ -83,36 +83,36 @@ class Rule:
 
 @dataclass(frozen=True)
 class Steps:
-    """The losses of one step of one layer under a rule."""
+    """The losses of one step of one layer, under a rule."""
 
     config: Config
     rule: Rule
     parts: Parts
-    scale: float  # of the main loss
+    scale: float  # the factor of the main loss
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The losses that are asked for."""
+        """The names of the configured losses."""
         return tuple(name for name in NAMES if getattr(self.config.losses, name))
 
     def coefficient(self, name: str) -> float:
-        """Return c."""
+        """Return the coefficient c of a loss."""
         value: float = getattr(self.config.losses, name)
         return value
 
     @property
     def score(self) -> Score:
-        """Whose scores the losses are of."""
+        """The score function that the losses use."""
         return self.rule.score or self.config.routing.score
 
     def padding(self, part: Part) -> Tensor | None:
-        """Return what is left out."""
+        """Return the mask of tokens that losses leave out, or None."""
         if part.padding_T is None or self.rule.padding == "counted":
             return None
         return ~part.padding_T if self.rule.padding == "inverted" else part.padding_T
 
     def valid(self, part: Part) -> int:
-        """Return the number of tokens that are not left out."""
+        """Return the number of tokens that losses include."""
         padding_T = self.padding(part)
         return len(part.logits_TE) if padding_T is None else int((~padding_T).sum())
 
@@ -121,7 +121,7 @@ class Steps:
         routing = self.config.routing
         if self.rule.choices == "routed":
             ids_TK = part.ids_TK
-        elif routing.forced:  # of forced logits, which are those that the router returns, or of its own
+        elif routing.forced:  # the choice by forced logits, which the router returns, or by its own
             counted, _ = loss_views(part.logits_TE, top_k=self.config.top_k, forced_logits_TE=part.logits_TE)
             ids_TK = counted.ids_TK
         else:
@@ -136,12 +136,12 @@ class Steps:
         return ids_TK[:, :1] if name == "first_choice" else ids_TK
 
     def _times(self, name: str) -> float:
-        """Return c, times K where fractions are of tokens."""
+        """Return the coefficient c, times K where fractions are of tokens."""
         slots = self.config.top_k if self.rule.fractions == "tokens" and name not in ("z", "first_choice") else 1
         return self.coefficient(name) * slots
 
     def loss(self, name: str, part: Part) -> Callable[[Tensor], Tensor]:
-        """Return the loss of a part as a function of its logits; not of the global loss."""
+        """Return the loss of a part as a function of its logits; not for the global loss."""
         c, padding_T = self._times(name), self.padding(part)
         if name == "z":
             return self._z(part)
@@ -176,7 +176,7 @@ class Steps:
         return lambda logits_TE: z_loss(logits_TE, coefficient=c, padding_T=padding_T)
 
     def _of_ranks(self, name: str, part: Part, logits_TE: Tensor) -> Tensor:
-        """Return the mean of the losses that ranks have of their own tokens."""
+        """Return the mean of the losses that ranks compute from their own tokens."""
         ids_TK, padding_T = self.choices(part, name), self.padding(part)
         losses = []
         for number, logits_tE in enumerate(logits_TE.split(part.tokens)):
@@ -193,7 +193,7 @@ class Steps:
         return torch.stack(losses).mean()
 
     def global_losses(self, logits: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return the global loss of every microbatch, (M,), as a function of logits by microbatch and group."""
+        """Return the global loss of every microbatch, (M,), from logits by microbatch and group."""
         ids = [[self.choices(part, IS_GLOBAL) for part in row] for row in self.parts]
         return over_ranks.global_losses(
             logits,
@@ -206,7 +206,7 @@ class Steps:
 
     @cached_property
     def values(self) -> dict[str, Tensor]:
-        """The losses by name, (M, dp), the global one (M, 1)."""
+        """The losses by name, (M, dp); the global loss (M, 1)."""
         found = {}
         for name in self.names:
             if name == IS_GLOBAL:
@@ -218,7 +218,7 @@ class Steps:
 
     @cached_property
     def slopes(self) -> dict[str, list[list[Tensor]]]:
-        """The gradients of the losses in the logits of each part, (T, E), by name, microbatch and group."""
+        """The gradients of losses with respect to each part's logits, (T, E), by name, microbatch and group."""
         found: dict[str, list[list[Tensor]]] = {}
         for name in self.names:
             if name == IS_GLOBAL:
@@ -237,7 +237,7 @@ class Steps:
         return found
 
     def _slope(self, name: str, part: Part) -> Tensor:
-        """Return the gradient of a loss alone: as attached to weights that have none of their own."""
+        """Return the gradient of a loss, attached to routing weights whose upstream gradient is zero."""
         none_TK = torch.zeros_like(part.upstream_TK)
         return scaling.attached_gradient(part.logits_TE, self.weigh(part), none_TK, [self.loss(name, part)])
 
@@ -249,7 +249,7 @@ class Steps:
         )
 
     def main_slope(self, part: Part) -> Tensor:
-        """Return what the upstream gradient of the routing weights leaves in the logits, (T, E)."""
+        """Return the gradient of the main loss, through the routing weights, with respect to the logits, (T, E)."""
         if not bool(part.upstream_TK.any()):
             return torch.zeros_like(part.logits_TE)
         if id(part) not in self._main_slopes:
@@ -259,11 +259,11 @@ class Steps:
 
     @cached_property
     def _main_slopes(self) -> dict[int, Tensor]:
-        """What is computed of `main_slope`, by the identity of the part."""
+        """The cache of `main_slope`, by the id() of a part."""
         return {}
 
     def loss_gradient(self, name: str) -> Tensor:
-        """Return the finished gradient of one loss in the router's weight, (E, D)."""
+        """Return the finished gradient of one loss with respect to the router's weight, (E, D)."""
         table = [
             [slope_TE.T @ part.x_TD for slope_TE, part in zip(slopes, row, strict=True)]
             for slopes, row in zip(self.slopes[name], self.parts, strict=True)
@@ -278,7 +278,7 @@ class Steps:
         return scaling.sum_gradient(table, scale=self.scale)
 
     def local_factor(self, name: str, m: int, d: int, main: float) -> float:
-        """Return the weight of a loss's gradient in the input's; finishing multiplies the main loss's by `main`."""
+        """Return the factor of a loss's gradient in that of the input, before finishing multiplies by `main`."""
         M, dp = len(self.parts), len(self.parts[0])
         if self.config.losses.per_token:
             group = self.parts[m] if name == IS_GLOBAL else [self.parts[m][d]]

@@ -1,4 +1,4 @@
-"""The steps of a trainer that a script made, as parts of tp x cp groups, and the rules by which they may be judged."""
+"""The training steps of a script as parts of tp x cp groups, and the rules by which they may be judged."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from moe_conformance.workloads.records.workload import Workload
 
 @dataclass(frozen=True)
 class Step:
-    """One call: what was given to every rank, and what each saw."""
+    """One call of a script that is a training step: its arguments and records by rank."""
 
     workload: Workload
     call: int
-    forwards: tuple[tuple[Any, ...], ...]  # by rank
+    forwards: tuple[tuple[Any, ...], ...]  # the records by rank
     finals: tuple[tuple[Tensor | None, ...], ...]
-    reports: tuple[dict[str, Tensor], ...]  # empty where nothing is reported
-    tells: bool  # whether the backend reports losses at all
-    shards: tuple[tuple[Shard, ...], ...]  # which part of a router's weight each of `finals` is
+    reports: tuple[dict[str, Tensor], ...]  # reported losses; empty where nothing is reported
+    tells: bool  # whether the backend reports losses
+    shards: tuple[tuple[Shard, ...], ...]  # the shard of the router's weight that each of `finals` is
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The name of the step in messages."""
         return f"step {self.call}"
 
     @property
     def scale(self) -> float:
-        """What the main loss was multiplied by."""
+        """The factor of the main loss."""
         return float(self.workload.calls[self.call].given[0]["scale"])
 
     def batches(self, rank: int) -> tuple[RouterBatch, ...]:
-        """Return what a rank was given."""
+        """Return the batches of a rank."""
         given: tuple[RouterBatch, ...] = self.workload.calls[self.call].given[rank]["batches"]
         return given
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """Which of its forwards are microbatches of training; those that recomputation runs again are none."""
+        """The forwards that are microbatches of training, without those repeated by recomputation."""
         kinds: list[ForwardKind] = [batch.mode for batch in self.batches(0)]
         if self.workload.config.losses.recompute:
             kinds += ["recomputed"] * kinds.count("training")
@@ -64,10 +64,10 @@ class Step:
         return [range(first, first + size) for first in range(0, layout.world, size)]
 
     def parts(self, layer: int) -> Parts:
-        """Put the microbatches of one layer together.
+        """Return the parts of one layer, by microbatch and data parallel group.
 
         Raises:
-            WrongForm: a rank returned no logits, or none of the right shape.
+            WrongForm: a rank returned no logits, or logits of another shape.
         """
         return [[self._part(place, layer, ranks) for ranks in self.groups()] for place in self.trained]
 
@@ -101,7 +101,7 @@ class Step:
 
 
 def steps_of(outcome: Outcome) -> list[Step]:
-    """Return all steps of a script."""
+    """Return all training steps of a script."""
     return once(outcome, _steps)
 
 
@@ -124,12 +124,12 @@ def declared(outcome: Outcome) -> Rule:
 
 
 def legal(outcome: Outcome, parts: Parts) -> Iterator[Rule]:
-    """Yield the rules that the spec allows: the declared one, then those in which it leaves something free."""
+    """Yield the rules that the spec allows: the claimed one, then those that differ where the spec leaves a choice."""
     base = declared(outcome)
     each = [part for row in parts for part in row]
     routing = outcome.workload.config.routing
     choices = ("own", "limited") if routing.groups else ("own",)
-    if routing.forced:  # of forced logits these are the same
+    if routing.forced:  # these are equal for forced logits
         choices = ("own", "routed")
     uneven = any(len(set(_valid(part))) > 1 for part in each)
     empty = any(_has_empty_sequence(part) for part in each)
@@ -153,7 +153,7 @@ def _has_empty_sequence(part: Part) -> bool:
 
 
 def mistakes(outcome: Outcome) -> Iterator[tuple[str, Rule]]:
-    """Yield rules that are wrong, with the words for what would be wrong."""
+    """Yield wrong rules, each with its description."""
     claims, base = outcome.ranks[0].claims, declared(outcome)
     other: Any = "sum" if claims.loss_gradients == "mean" else "mean"
     over = {"sum": "summed", "mean": "averaged"}[other]

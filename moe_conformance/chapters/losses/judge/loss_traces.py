@@ -1,4 +1,4 @@
-"""Where losses must leave no trace: in evaluation, in routing weights; and that they are finite."""
+"""Judges of losses: no effect in evaluation or on routing weights, and finite values."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from moe_conformance.scenarios.outcome import Outcome
 
 
 def judge_evaluation(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether forwards outside training leave nothing: no report, no loss, and the bits of later steps.
+    """Decide whether forwards in evaluation report no loss, and change no bit of later steps.
 
     Raises:
-        ChangedState: they leave something.
+        ChangedState: they report a loss, or change later steps.
     """
     findings = []
     steps = steps_of(outcome)
@@ -57,10 +57,10 @@ def judge_evaluation(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_weights_kept(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether routing weights with a loss have the bits of those in evaluation, where there is none.
+    """Decide whether routing weights with a loss equal, bit for bit, those in evaluation, which has no loss.
 
     Raises:
-        WrongWeight: they have not.
+        WrongWeight: a weight differs.
     """
     findings = []
     for step in steps_of(outcome):
@@ -92,7 +92,7 @@ def judge_finite(outcome: Outcome, tally: Tally) -> None:
     """Decide whether losses and gradients are finite.
 
     Raises:
-        WrongGradient: one is not.
+        WrongGradient: a loss or a gradient is not finite.
     """
     findings = []
     for step in steps_of(outcome):

@@ -1,4 +1,4 @@
-"""Losses of routers: the values that are reported, what they leave in gradients, and when there are none."""
+"""Judges of router losses: the reported or returned values, and the gradients of router and input."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from moe_conformance.scenarios.outcome import Outcome
 
 
 def require_reports(outcome: Outcome) -> None:
-    """Raise `NotOffered` of a backend that returns its losses, and reports none."""
+    """Raise `NotOffered` if the backend returns its losses and reports none."""
     if not any(step.tells for step in steps_of(outcome)):
         raise NotOffered("the backend returns its losses, and reports none")
 
 
 def require_values(outcome: Outcome) -> None:
-    """Raise `NotOffered` where nothing is reported, and ranks share the microbatches of which losses are returned."""
+    """Raise `NotOffered` if no loss is reported, and ranks share the microbatches whose losses are returned."""
     steps = steps_of(outcome)
     if not any(step.tells for step in steps) and len(steps[0].groups()[0]) > 1:
         raise NotOffered("the backend reports no losses, and what ranks return of a microbatch that they share is free")
 
 
 def judge_values(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every loss of every step is reported, or returned, as what it is, and on every rank.
+    """Decide whether every loss of every step is reported or returned with its right value, on every rank.
 
     Raises:
-        WrongLoss: another value, or none.
+        WrongLoss: a loss is missing or has another value.
     """
     findings, compared = once(outcome, _values)
     tally.include(compared)
@@ -53,7 +53,7 @@ def judge_values(outcome: Outcome, tally: Tally) -> None:
 
 
 def _values(outcome: Outcome) -> tuple[list[Finding], Tally]:
-    """Return what is wrong with the reports of all steps, and what was compared."""
+    """Return findings for the reports of all steps, and a tally of what was compared."""
     findings: list[Finding] = []
     tally = Tally()
     for step in steps_of(outcome):
@@ -86,7 +86,7 @@ def _values(outcome: Outcome) -> tuple[list[Finding], Tally]:
 
 
 def _returned(outcome: Outcome, step: Step, layers: list[Parts], tally: Tally) -> list[Finding]:
-    """Return what is wrong with losses that are returned, with their coefficients, where one rank has a microbatch."""
+    """Return findings for returned losses, with coefficients, where a microbatch belongs to one rank."""
     findings: list[Finding] = []
     if len(step.groups()[0]) > 1 or outcome.workload.config.losses.global_batch:
         return findings
@@ -112,7 +112,7 @@ def _of(outcome: Outcome, step: Step, parts: Parts, rule: Rule) -> Steps:
 
 
 def _reported(outcome: Outcome, layers: list[Steps], name: str, with_coefficient: bool | None = None) -> Target:
-    """Return what is to be reported of a loss: its mean over microbatches, groups and layers."""
+    """Return the expected report of a loss: its mean over microbatches, groups and layers."""
     if with_coefficient is None:
         with_coefficient = outcome.ranks[0].claims.reported_losses == "with_coefficient"
     by = None if with_coefficient else layers[0].coefficient(name)
@@ -122,7 +122,7 @@ def _reported(outcome: Outcome, layers: list[Steps], name: str, with_coefficient
 
 
 def _sizes(outcome: Outcome, step: Step) -> dict[str, float]:
-    """Return the factors that have a name."""
+    """Return the factors by which a loss is likely to be wrong, by name."""
     layout, config = outcome.workload.layout, outcome.workload.config
     routers = config.losses.layers
     sizes = {
@@ -155,14 +155,14 @@ def _value_cause(outcome: Outcome, step: Step, name: str, value: Tensor, target:
 
 
 def _whole(outcome: Outcome, step: Step, rank: int, name: str) -> Tensor:
-    """Return what a rank reports, or the mean over ranks where each is said to report a part."""
+    """Return the report of a rank, or the mean over ranks if each is claimed to report a part."""
     if name == "z" and outcome.ranks[0].claims.reported_z == "own":
         return torch.stack([report[name].reshape(()) for report in step.reports if name in report]).mean()
     return step.reports[rank][name].reshape(())
 
 
 def _causes(causes: list[str]) -> str:
-    """Return what may be the cause; several mistakes may have the same result."""
+    """Return the likely causes as a note; several mistakes may have the same result."""
     return f"; likely cause: {'; or '.join(causes)}" if causes else ""
 
 
@@ -171,18 +171,18 @@ def _causes(causes: list[str]) -> str:
 
 @dataclass(frozen=True)
 class _Gradients:
-    """What one layer's gradients should be in one step under a rule: the router's, finished, and the input's."""
+    """The expected gradients of one layer in one step, under a rule: of the router, finished, and of the input."""
 
     steps: Steps
-    main: float  # by which the main loss's gradients are finished
+    main: float  # the factor by which finishing multiplies the main loss's gradients
 
     def router(self) -> Target:
-        """Return the finished gradient of the router, (E, D)."""
+        """Return the expected finished gradient of the router, (E, D)."""
         expected = self.main_part() + sum(self.steps.loss_gradient(name) for name in self.steps.names)
         return Target(expected, self._bound(expected))
 
     def main_part(self) -> Tensor:
-        """Return what the upstream gradients leave in it."""
+        """Return the part of the router's gradient that comes from the upstream gradients."""
         return self.main * sum(  # type: ignore[return-value]
             router_gradients(part.x_TD, _zeros(part), self.steps.main_slope(part))[1] for part in self._parts()
         )
@@ -205,7 +205,7 @@ class _Gradients:
         return self.steps.local_factor(name, m, d, self.main)
 
     def input(self, m: int, d: int, router_ED: Tensor) -> Target:
-        """Return the gradient of the input of a part, (T, D), before anything is finished."""
+        """Return the expected gradient of the input of a part, (T, D), before finishing."""
         part = self.steps.parts[m][d]
         slope_TE, size_TE = self.steps.main_slope(part), main_slope_bound(self.steps, part)
         for name in self.steps.names:
@@ -220,7 +220,7 @@ def _zeros(part: Part) -> Tensor:
 
 
 def _main(outcome: Outcome, steps: Steps) -> float:
-    """Return by what the gradients of the main loss are finished, as its upstream gradients came."""
+    """Return the factor by which finishing multiplies the gradients of the main loss."""
     layout = outcome.workload.layout
     if outcome.workload.config.losses.per_token:
         return 1 / max(1, sum(steps.valid(part) for row in steps.parts for part in row))
@@ -228,11 +228,11 @@ def _main(outcome: Outcome, steps: Steps) -> float:
 
 
 def judge_gradients(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether the finished gradients of routers, and those of their inputs, hold every loss once.
+    """Decide whether the gradients of routers, finished, and of their inputs include every loss once.
 
     Raises:
-        WrongGradient: another value.
-        AbsentGradient: there is none.
+        WrongGradient: a gradient has another value.
+        AbsentGradient: a gradient is None.
     """
     findings, compared = once(outcome, _gradients)
     tally.include(compared)
@@ -242,7 +242,7 @@ def judge_gradients(outcome: Outcome, tally: Tally) -> None:
 
 
 def _gradients(outcome: Outcome) -> tuple[list[Finding], Tally]:
-    """Return what is wrong with the gradients of all steps, and what was compared."""
+    """Return findings for the gradients of all steps, and a tally of what was compared."""
     findings: list[Finding] = []
     tally = Tally()
     for step in steps_of(outcome):
@@ -252,7 +252,7 @@ def _gradients(outcome: Outcome) -> tuple[list[Finding], Tally]:
 
 
 def _of_layer(outcome: Outcome, step: Step, layer: int, tally: Tally) -> list[Finding]:
-    """Return what is wrong in one layer under every legal rule, in words of the first."""
+    """Return findings for one layer if it is wrong under every legal rule; they are those of the first rule."""
     parts, first, off = step.parts(layer), None, 0.0
     for rule in legal(outcome, parts):
         steps = _of(outcome, step, parts, rule)
@@ -262,7 +262,7 @@ def _of_layer(outcome: Outcome, step: Step, layer: int, tally: Tally) -> list[Fi
             tally.include(mine)
             return []
         first, off = (found, mine.beyond) if first is None else (first, off)
-    assert first is not None  # there is a legal rule
+    assert first is not None  # there is at least one legal rule
     tally.beyond = max(tally.beyond, off)
     return first
 
