@@ -1,4 +1,4 @@
-"""Non-finite tokens: they are delivered, and do not change the results of other tokens or of other experts.
+"""Judges of non-finite tokens: they are delivered, and change no result of other tokens or experts.
 
 The expected values of the other tokens are those of a run in which the non-finite tokens are zero.
 """
@@ -35,34 +35,34 @@ Values = Callable[[Microbatch], Tensor | None]
 
 
 def spoilt_without_slot(workload: Workload) -> bool:
-    """Whether all non-finite values belong to tokens without a slot."""
+    """Return whether all non-finite values belong to tokens without a slot."""
     bad = [(_bad_x(each) | _bad_upstream(each), _routed(each)) for ranks in workload.batches for each in ranks]
     return not any(bool((bad_T & routed_T).any()) for bad_T, routed_T in bad)
 
 
 def unfilled(workload: Workload) -> bool:
-    """Whether no expert is filled up to a capacity, as it may be with unchosen tokens of weight 0 (DROP-12)."""
+    """Return whether no expert is filled up to a capacity with unselected tokens of weight 0 (DROP-12)."""
     return not workload.config.capacity.padded
 
 
 def judge_other_tokens(reading: Reading, tally: Tally) -> None:
-    """Decide whether y, and the gradients of x and of the weights, of every other token are those among finite tokens.
+    """Decide whether y and the gradients of every finite token are the same as without non-finite tokens.
 
-    They are zero where a token has no slot. A gradient of a token is free where the token or its upstream gradient is
-    not finite, unless it has no slot. Where the backend claims that values which are not finite reach other tokens, an
-    element may be not finite instead; a finite one is judged all the same.
+    The gradients are those of x and of the weights. Results of a token without a slot are zero. The gradient of a token
+    with a slot may have any value if the token or its upstream gradient is not finite. If the backend claims that
+    non-finite values reach other tokens, elements may be non-finite instead; finite ones are still compared.
 
     Raises:
-        NotOffered: they did, as claimed, and all else is right.
+        NotOffered: non-finite values reached other tokens, as claimed, and all else is right.
         AbsentGradient, WrongForm: y or a gradient is None, or of another shape.
-        WrongOutput, WrongGradient: an element differs: with the suite's experts at all, else beyond its rounding.
+        WrongOutput, WrongGradient: an element differs; with the backend's own experts, by more than rounding.
     """
     if _judge_all(reading, tally, may_spread=_spreads(reading)):
         raise NotOffered(_SPREADS)
 
 
 def judge_delivered(reading: Reading, tally: Tally) -> None:
-    """Decide whether y of a token whose elements are all NaN is non-finite too, where the token has a slot.
+    """Decide whether y of a token whose elements are all NaN is non-finite too, if the token has a slot.
 
     Raises:
         WrongOutput: y is finite: the token was replaced, or not delivered.
@@ -82,12 +82,12 @@ def judge_delivered(reading: Reading, tally: Tally) -> None:
 
 
 def judge_parameters_beside(reading: Reading, tally: Tally) -> None:
-    """Decide whether experts that receive no non-finite token have the gradients of their own tokens alone.
+    """Decide whether experts without non-finite tokens have the gradients of their own tokens alone.
 
-    Those are all experts where non-finite tokens have no slot.
+    These are all experts if non-finite tokens have no slot.
 
     Raises:
-        NotOffered: the backend claims that values which are not finite reach other experts.
+        NotOffered: the backend claims that non-finite values reach other experts.
         NotOffered, Uncovered, AbsentGradient, WrongForm, WrongGradient: as `experts.judge_expert_gradients`.
     """
     if _spreads(reading):
@@ -114,7 +114,7 @@ _DESIGN = "; a backend that multiplies by one-hot tensors and so spreads such va
 
 
 def _not_finite(reading: Reading) -> frozenset[int]:
-    """Return the experts of which some gradient is not finite."""
+    """Return the experts that have a non-finite gradient."""
     grads = [(key, grad.value) for rank in reading.ranks for key, grad in (rank.grads_final or {}).items()]
     return frozenset(
         key[1] for key, value in grads if key[1] is not None and value is not None and not bool(value.isfinite().all())
@@ -126,7 +126,7 @@ def _spreads(reading: Reading) -> bool:
 
 
 def _by_design(reading: Reading) -> str:
-    """Name the claim under which nothing is wrong, if it is one."""
+    """Return a note with the claim under which nothing is wrong, "" if there is none."""
     try:
         _judge_all(reading, Tally(), may_spread=True)
     except Mismatch:
@@ -135,7 +135,7 @@ def _by_design(reading: Reading) -> str:
 
 
 def _judge_all(reading: Reading, tally: Tally, *, may_spread: bool) -> int:
-    """Judge y and the gradients; return how many elements are not finite where they may be."""
+    """Judge y and the gradients; return the number of non-finite elements where these are allowed."""
     targets = _targets(reading)
 
     def bad(batch: Batch) -> Tensor:
@@ -170,7 +170,7 @@ def _judge(
     stage: Stage,
     may_spread: bool,
 ) -> int:
-    """Judge one kind of value of all other tokens; return how many elements are not finite where they may be."""
+    """Judge one kind of result of all other tokens; return the number of non-finite elements that are allowed."""
     findings, spread = [], 0
     non_finite = [
         f"rank {rank} token {t}"
@@ -203,7 +203,7 @@ def _judge(
 
 
 def _targets(reading: Reading) -> dict[str, dict[Place, Target]]:
-    """Return the expected y, dx and dweights where non-finite tokens and upstream gradients are zero."""
+    """Return the expected y, dx and dweights with non-finite tokens and upstream gradients set to zero."""
     clean = _cleaned(reading.outcome.workload)
     if isinstance(reading.outcome.workload.run, ExpertsStep):
         own = OwnExpected.of(reading, clean)
