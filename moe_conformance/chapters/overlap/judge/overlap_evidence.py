@@ -1,4 +1,4 @@
-"""Whether an overlapped step overlapped: what ran while its collectives were in flight, and what was called."""
+"""Judges of whether an overlapped step overlaps: work during collectives, calls, and the order of gradients."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from moe_conformance.scenarios.outcome import RankOutcome
 
 
 def judge_overlapping(reading: Reading, tally: Tally) -> None:
-    """Decide whether exchanges were in flight while other work ran, one for every layer at least on every rank.
+    """Decide whether at least one exchange per layer was in flight on every rank while other work ran.
 
-    Work is a product of matrices, between the call of a collective and its wait: whatever that needs, it is not the
-    collective. A rank on which no product ran (no rows) has nothing to show.
+    Work is a matrix product between the call of a collective and its wait, which cannot depend on the collective. A
+    rank on which no product ran, as it has no rows, is not judged.
 
     Raises:
         NotOffered: the backend claims that it does not overlap; no rank has a collective or a product.
@@ -50,7 +50,7 @@ def _said(rank: RankOutcome, entries: list[Entry], exchanges: list[Entry], layer
 
 
 def judge_calls(reading: Reading, tally: Tally) -> None:
-    """Decide whether a rank makes the calls of the sequential step, in any order, the same on all ranks of a group.
+    """Decide whether a rank makes the calls of the sequential step, in any order that its group shares.
 
     Raises:
         NotOffered: the ledger has no collective.
@@ -70,10 +70,10 @@ def judge_calls(reading: Reading, tally: Tally) -> None:
 
 
 def judge_order(reading: Reading, tally: Tally) -> None:
-    """Decide whether the gradient of the down projection is written before those of gate and up, pass by pass.
+    """Decide whether each pass writes the gradient of the down projection before those of gate and up.
 
     Raises:
-        NotOffered: gradients are not written in place, or one write is of several of them.
+        NotOffered: gradients are not written in place, or one write is of several gradients.
         WrongGradient: gate or up were written more often than down so far.
     """
     findings = []
@@ -98,7 +98,7 @@ def _written(rank: RankOutcome, layer: int) -> Iterator[str]:
 
 
 def _too_early(written: list[str]) -> int | None:
-    """Return the place of the first gate or up that was written more often than down, None where there is none."""
+    """Return the position of the first write of gate or up that precedes that of down, or None."""
     done: Counter[str] = Counter()
     for at, name in enumerate(written):
         done[name] += 1

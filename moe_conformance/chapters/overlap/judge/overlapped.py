@@ -1,4 +1,4 @@
-"""Overlapped steps compared with the sequential step of the same layers, parameters and microbatches."""
+"""Judges of overlapped steps, compared with the sequential step of the same layers and microbatches."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ Which = Literal["first", "second"]
 
 
 def seen(rank: RankOutcome) -> OverlapSeen:
-    """Return what a rank saw of the steps."""
+    """Return what a rank recorded of the overlapped and the sequential steps."""
     assert isinstance(rank.seen, OverlapSeen)
     return rank.seen
 
 
 def judge_step_tokens(reading: Reading, tally: Tally) -> None:
-    """Decide whether y and dL/dx of every microbatch have the bits that they have in the sequential step.
+    """Decide whether y and dL/dx of every microbatch equal those of the sequential step bit for bit.
 
     Raises:
-        AbsentGradient, WrongForm: something is missing, or of another shape.
+        AbsentGradient, WrongForm: a tensor is missing, or has another shape.
         WrongOutput, WrongGradient: an element has other bits.
     """
     outputs: list[Finding] = []
@@ -61,7 +61,7 @@ def judge_step_tokens(reading: Reading, tally: Tally) -> None:
 def _other_tokens(
     what: str, rank: int, actual: Tensor | None, expected: Sequence[Tensor | None], m: int, tally: Tally
 ) -> Iterator[Finding]:
-    """Find other bits than those of the sequential step, and whether they are another microbatch's."""
+    """Yield findings for tokens that differ from the sequential step, and whether they are another microbatch's."""
     right = expected[m]
     if actual is None or right is None:
         if actual is right:
@@ -87,7 +87,7 @@ def _unlike(actual: Tensor, right: Tensor, wrong_TD: Tensor, at: tuple[int, int]
 
 
 class _Compared(NamedTuple):
-    """A gradient of a parameter on a rank."""
+    """The gradients of a parameter on a rank, of an overlapped and of the sequential step."""
 
     rank: int
     key: ParameterKey
@@ -97,16 +97,16 @@ class _Compared(NamedTuple):
 
 
 def judge_step_gradients(reading: Reading, tally: Tally, which: Which, *, finished: bool) -> None:
-    """Decide whether parameters have the gradients that the sequential step gives them.
+    """Decide whether parameters have the same gradients as in the sequential step.
 
-    Those of the first or the second overlapped step, as it leaves them or finished. Of one or two microbatches bit for
-    bit; of more within what the order of a sum may change.
+    `which` is the first or the second overlapped step; its gradients are compared as it leaves them, or `finished`.
+    With one or two microbatches they are equal bit for bit, with more within the errors of another order of summation.
 
     Raises:
         NotOffered: the backend finishes no gradients.
         Uncovered: a parameter or a part of one has no window, or a rank names other ones than before.
-        AbsentGradient, WrongForm: something is missing, or of another shape.
-        WrongGradient: an element is off by more.
+        AbsentGradient, WrongForm: a gradient is missing, or has another shape.
+        WrongGradient: an element differs by more.
     """
     _require_covered(reading)
     step = ("first", "second").index(which)
@@ -117,7 +117,7 @@ def judge_step_gradients(reading: Reading, tally: Tally, which: Which, *, finish
         allowed[each.rank, each.key] = _allowed(each)
     for each in compared:
         bound = allowed[each.rank, each.key]
-        if finished:  # what other holders are off by is in a sum over them
+        if finished:  # the sum over holders has the errors of all of them
             held = [own for (_, key), own in allowed.items() if key == each.key and own.shape == bound.shape]
             bound = torch.stack(held).sum(0)
         findings += _off(each, bound, STEPS[step], finished, tally)
@@ -145,7 +145,7 @@ def _compared(reading: Reading, step: int, finished: bool) -> Iterator[_Compared
 
 
 def _allowed(each: _Compared) -> Tensor:
-    """Return what the order of a sum over microbatches may change on this rank, in the dtype of the gradient."""
+    """Return the error of another order of summation over microbatches, in the dtype of the gradient."""
     value = each.right.value if each.right.value is not None else each.actual.value
     if value is None or not each.added:
         return torch.zeros(0 if value is None else value.shape, dtype=torch.float64)
@@ -153,7 +153,7 @@ def _allowed(each: _Compared) -> Tensor:
 
 
 def _off(each: _Compared, bound: Tensor, step: str, finished: bool, tally: Tally) -> Iterator[Finding]:
-    """Find what is wrong with one gradient; an absent one stands for zeros."""
+    """Yield findings for one gradient; an absent one stands for zeros."""
     layer, _, name = each.key[0].partition("/")
     whose = f"{part_name((name, each.key[1]), each.right.shard)} of layer {layer.removeprefix('layer')}"
     what = f"the {'finished ' if finished else ''}gradient of {whose} on rank {each.rank} in {step}"
@@ -182,7 +182,7 @@ def _off(each: _Compared, bound: Tensor, step: str, finished: bool, tally: Tally
 
 
 def _cause(each: _Compared, actual: Tensor, right: Tensor) -> str:
-    """Say which microbatches would explain a gradient."""
+    """Return a note with the microbatches that would explain a gradient, "" if none do."""
     if not bool(actual.any()):
         return "; likely cause: it was never computed"
     total, found = right.double(), actual.double()
@@ -207,7 +207,7 @@ def _cause(each: _Compared, actual: Tensor, right: Tensor) -> str:
 
 
 def _poison_note(reading: Reading, findings: Sequence[Finding]) -> str:
-    """Say that what is wrong was read too early, where the output of collectives is NaN until then."""
+    """Return a note that a value was read too early, if collective outputs are NaN until the wait."""
     if reading.outcome.workload.asynchrony == "poisoned" and any(each.kind == "not finite" for each in findings):
         return "; likely cause: the output of an asynchronous collective was read before wait(), until which it is NaN"
     return ""
