@@ -1,4 +1,4 @@
-"""What is around the values of a load meter: results and collectives of passes, collectives of reports, counters."""
+"""Judges of what a load meter must not change, and of counters: results and collectives of passes and reports."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from moe_conformance.reference.overload.counters import RoutedPass, expert_count
 from moe_conformance.reference.overload.timelines import Label
 from moe_conformance.scenarios.outcome import Outcome
 
-MOST_COLLECTIVES = 5  # of a report (LOAD-27)
+MOST_COLLECTIVES = 5  # allowed collectives of a report (LOAD-27)
 
 
 def judge_same_results(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether passes with the meter on return what they return with it off, bit for bit.
+    """Decide whether passes return the same bits with the meter on and off.
 
     Args:
-        outcome: Of a script that runs the same passes with the meter on, and then twice with it off.
+        outcome: Of a script that runs the same passes with the meter on, then twice with it off.
         tally: Counts elements.
 
     Raises:
-        WrongOutput, WrongGradient: another bit, or another shape.
-        NotOffered: two runs without the meter differ, so that nothing can be said of it.
+        WrongOutput, WrongGradient: a bit or the shape differs.
+        NotOffered: two runs without the meter differ, so that the meter's effect is unknown.
     """
     metered, plain, again = _same_runs(outcome)
     fields: tuple[tuple[str, str, Stage, type[Mismatch]], ...] = (
@@ -65,14 +65,15 @@ def judge_same_results(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_same_collectives(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether passes call the same collectives with the meter on and off, and nothing is reported with it off.
+    """Decide whether passes call the same collectives with the meter on and off, and no report is made when off.
 
     Args:
-        outcome: As of `judge_same_results`.
+        outcome: As for `judge_same_results`.
         tally: Counts a pair for each run and report, and each collective of the former.
 
     Raises:
-        WrongCollectives: a call that the other run lacks, or a report of a meter that is off calls one.
+        WrongCollectives: a run has a call that the other lacks, or the report of a meter that is off calls a
+        collective.
         WrongCount: a meter that is off reports values.
     """
     metered, plain, again = _same_runs(outcome)
@@ -114,7 +115,7 @@ def judge_same_collectives(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_constant_collectives(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether all reports of steps in which every rank has entries call equally many collectives.
+    """Decide whether all reports call equally many collectives, if every rank has entries.
 
     Raises:
         Costly: a report calls more than another.
@@ -137,7 +138,7 @@ def judge_few_collectives(outcome: Outcome, tally: Tally) -> None:
     """Decide whether every report calls at most `MOST_COLLECTIVES` collectives.
 
     Raises:
-        Costly: one calls more.
+        Costly: a report calls more.
     """
     for number, _, calls in _report_calls(outcome):
         for rank, count in enumerate(calls):
@@ -148,10 +149,10 @@ def judge_few_collectives(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_counters(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether a load counter has, for every expert, the pairs of this rank's tokens in training.
+    """Decide whether a load counter has, for every expert, the routed pairs of this rank's tokens in training.
 
     Raises:
-        WrongCount: an expert has more or less.
+        WrongCount: an expert has more or fewer.
         NotOffered: there is no counter.
     """
     findings = []
@@ -170,12 +171,12 @@ def judge_counters(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_trace(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether a router trace has the ids of every training forward, as a set per token, and of nothing else.
+    """Decide whether a router trace has exactly the ids of every training forward, as a set per token.
 
     Passes in evaluation mode may have a record too.
 
     Raises:
-        WrongCount: a record is missing, is one too many, or has other ids.
+        WrongCount: a record is missing, superfluous, or has other ids.
         NotOffered: there is no trace.
     """
     findings = []
@@ -202,7 +203,7 @@ def judge_trace(outcome: Outcome, tally: Tally) -> None:
 
 
 def _same_runs(outcome: Outcome) -> tuple[int, int, int]:
-    """Return the calls that run the same passes: with the meter on, and twice with it off."""
+    """Return the numbers of the calls that run the same passes: with the meter on, and twice with it off."""
     require_finished(outcome)
     methods = [call.method for call in outcome.workload.calls]
     ran = [number for number, method in enumerate(methods) if method == "run"]
@@ -228,7 +229,7 @@ def _differs(what: str, number: int, rank: int, on: Tensor, off: Tensor) -> str:
 
 
 def _report_calls(outcome: Outcome) -> Iterator[tuple[int, Sequence[int], Sequence[int]]]:
-    """Yield every report's number, the entries that each rank recorded, and how many collectives it called."""
+    """Yield for every report its number, the entries that each rank recorded, and its number of collectives."""
     phases = [by_phase(rank) for rank in sorted(outcome.ranks, key=lambda rank: rank.rank)]
     for step in covered(outcome):
         calls = [len(of_rank.get(f"report:{step.call}", ())) for of_rank in phases]

@@ -1,4 +1,4 @@
-"""What each report of a load meter covers, and what follows from it exactly."""
+"""The passes that each report of a load meter covers, and the exact factors that follow from them."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from moe_conformance.reference.overload.timelines import (
 )
 from moe_conformance.scenarios.outcome import Outcome
 
-_APART = 1000  # between microbatches that are told apart, more than a step has
-TRAINING = ("forward", "alone")  # kinds of forwards that are entries
+_APART = 1000  # offset between microbatch numbers of different steps, larger than a step
+TRAINING = ("forward", "alone")  # the kinds of forwards that make entries
 
 
 @dataclass(frozen=True)
 class Covered:
-    """A report of a meter that is on: which call of the script it is, and the passes of every rank that it covers."""
+    """A report of a meter that is on: the number of its call, and the passes that it covers, by rank."""
 
-    number: int  # 0, 1, ... over the reports of the script
+    number: int  # 0, 1, ... counted over the reports of the script
     call: int
     passes: tuple[tuple[MeteredPass, ...], ...]
 
     @property
     def recorded(self) -> list[list[Label]]:
-        """Labels of the entries of every rank."""
+        """The labels of the entries of every rank."""
         return [[_label(each) for each in _entries(own)] for own in self.passes]
 
 
 @dataclass(frozen=True)
 class Exact:
-    """What a step gives exactly.
+    """The exact values of a step.
 
     Attributes:
-        entries: Those of the world.
+        entries: The entries of all ranks.
         stages: The pipeline stage of every rank.
-        peak: The cumulative factor, on the first of the timelines that are allowed; None if there is none.
-        limits: Between what values it may lie, on each of these timelines.
+        peak: The cumulative factor on the first of the allowed timelines; None without entries.
+        limits: The smallest and the largest cumulative factor on each of these timelines.
     """
 
     entries: tuple[Entry, ...]
@@ -60,7 +60,7 @@ class Exact:
 
 
 def covered(outcome: Outcome) -> tuple[Covered, ...]:
-    """Return the reports of a script that finished, but for those of a meter that is switched off."""
+    """Return the reports of a script that finished, except those of a meter that is off."""
     require_finished(outcome)
     workload = outcome.workload
     of_ranks = [_by_report(outcome, rank) for rank in range(workload.layout.world)]
@@ -73,7 +73,7 @@ def covered(outcome: Outcome) -> tuple[Covered, ...]:
 
 
 def uneven_groups(outcome: Outcome, step: Covered) -> list[Sequence[int]]:
-    """Return the exchange groups in which some ranks recorded other entries than others."""
+    """Return the exchange groups whose ranks recorded different entries."""
     counts = [Counter(labels) for labels in step.recorded]
     return [
         group
@@ -84,13 +84,13 @@ def uneven_groups(outcome: Outcome, step: Covered) -> list[Sequence[int]]:
 
 @dataclass(frozen=True)
 class Mistake:
-    """What a meter may have counted wrongly."""
+    """A mistake that a meter may make in counting."""
 
     words: str
-    padding: bool = False  # padding tokens are among the tokens that a rank brings
+    padding: bool = False  # padding tokens are counted among the tokens of a rank
     kinds: tuple[str, ...] = TRAINING
-    kept: bool = False  # nothing is forgotten by a report
-    again: bool = False  # what recomputation repeats is an entry of its own
+    kept: bool = False  # a report does not clear earlier entries
+    again: bool = False  # a forward that recomputation repeats is one more entry
 
 
 MISTAKES = (
@@ -102,7 +102,7 @@ MISTAKES = (
 
 
 def mistaken(outcome: Outcome, step: Covered, mistake: Mistake) -> Exact | None:
-    """Work a step out with a mistake; None where ranks of a group would have different entries by it."""
+    """Return the values of a step with a mistake; None if ranks of a group would then have different entries."""
     if mistake.kept:
         before = [each for each in covered(outcome) if each.number <= step.number]
         kept = tuple(sum(of_rank, ()) for of_rank in zip(*(each.passes for each in before), strict=True))
@@ -115,7 +115,7 @@ def mistaken(outcome: Outcome, step: Covered, mistake: Mistake) -> Exact | None:
 
 
 def _repeated(passes: Sequence[MeteredPass]) -> tuple[MeteredPass, ...]:
-    """Put a forward in front of the backward of each that is recomputed, which no backward follows."""
+    """Return the passes with one more forward before the backward of each recomputed pass."""
     recomputed = {_label(each): each for each in passes if each.recomputed}
     found: list[MeteredPass] = []
     for each in passes:
@@ -126,7 +126,7 @@ def _repeated(passes: Sequence[MeteredPass]) -> tuple[MeteredPass, ...]:
 
 
 def _renumbered(passes: tuple[tuple[MeteredPass, ...], ...]) -> tuple[tuple[MeteredPass, ...], ...]:
-    """Give the passes of several steps microbatches of their own, so that labels are unique again."""
+    """Return the passes of several steps with different microbatch numbers, so that labels are unique."""
     found = []
     for of_rank in passes:
         times: Counter[tuple[str, Label]] = Counter()
@@ -140,7 +140,7 @@ def _renumbered(passes: tuple[tuple[MeteredPass, ...], ...]) -> tuple[tuple[Mete
 
 
 def exact(outcome: Outcome, step: Covered) -> Exact:
-    """Work out a step, once for all checks."""
+    """Return the exact values of a step, computed once for all checks."""
     kept = once(outcome, _steps)
     if step.number not in kept:
         kept[step.number] = _exact(outcome, step)
@@ -148,12 +148,12 @@ def exact(outcome: Outcome, step: Covered) -> Exact:
 
 
 def _steps(outcome: Outcome) -> dict[int, Exact]:
-    """Return where steps are kept that were worked out, by number."""
+    """Return the cache of `exact`, by the number of the step."""
     return {}
 
 
 def _exact(outcome: Outcome, step: Covered, mistake: Mistake | None = None) -> Exact:
-    """Work out a step: the entries of a group are its ranks' training forwards in the same place."""
+    """Compute the values of a step; an entry of a group is the same training forward on all of its ranks."""
     layout, config = outcome.workload.layout, outcome.workload.config
     held = {rank.rank: rank.local_experts for rank in outcome.ranks}
     of_ranks = [_entries(own, TRAINING if mistake is None else mistake.kinds) for own in step.passes]
@@ -197,12 +197,12 @@ def _label(each: MeteredPass) -> Label:
 
 
 def _entries(passes: Sequence[MeteredPass], kinds: Sequence[str] = TRAINING) -> list[MeteredPass]:
-    """Return the forwards of some kinds: those of training, if nothing else is said."""
+    """Return the forwards of some kinds, by default those of training."""
     return [each for each in passes if each.kind in kinds]
 
 
 def _with_recomputation(passes: Sequence[MeteredPass]) -> list[Pass]:
-    """Return passes by kind and label, with a repeated forward before the backward of each that is recomputed."""
+    """Return passes by kind and label, with a repeated forward before the backward of each recomputed one."""
     recomputed = {_label(each) for each in passes if each.recomputed}
     found: list[Pass] = []
     for each in passes:
@@ -213,7 +213,7 @@ def _with_recomputation(passes: Sequence[MeteredPass]) -> list[Pass]:
 
 
 def _switched(outcome: Outcome) -> list[tuple[int, bool]]:
-    """Return every call by number, and whether the meter is on then."""
+    """Return for every call its number, and whether the meter is on."""
     on, found = True, []
     for number, call in enumerate(outcome.workload.calls):
         on = bool(call.given[0]["on"]) if call.method == "switch" else on
@@ -222,7 +222,7 @@ def _switched(outcome: Outcome) -> list[tuple[int, bool]]:
 
 
 def _by_report(outcome: Outcome, rank: int) -> list[tuple[MeteredPass, ...]]:
-    """Return the passes of one rank that each report covers: none of them that ran while the meter was off."""
+    """Return the passes of one rank that each report covers, without those while the meter was off."""
     log: list[object] = []
     ran: dict[tuple[int, int], MeteredPass] = {}
     for number, on in _switched(outcome):

@@ -1,4 +1,4 @@
-"""Reports of a load meter, held against the exact factors of what was routed."""
+"""Judges of the reports of a load meter, compared with the exact factors of the routing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NAME = re.compile(r"(avg|max|max_cum)_overload_factor(_layer_\d+)?$")
 
 @dataclass(frozen=True)
 class _Wrong:
-    """A value that is wrong: of which rank and name, in words, and its error over the bound (0: there is none)."""
+    """A wrong value: its rank, name and description, and its error divided by the bound (0 without a bound)."""
 
     rank: int
     name: str
@@ -40,9 +40,9 @@ class _Wrong:
 
 
 def judge_values(outcome: Outcome, tally: Tally, *names: str) -> None:
-    """Decide whether every rank reports the values of these names, of every step.
+    """Decide whether every rank reports the right values of these names in every step.
 
-    Entries without tokens count as 0 or are left out, all of a report alike.
+    Entries without tokens count as 0 or are left out, in the same way for a whole report.
 
     Args:
         outcome: Of a script of steps.
@@ -50,7 +50,7 @@ def judge_values(outcome: Outcome, tally: Tally, *names: str) -> None:
         names: Without a prefix; "layers" stands for all values of layers.
 
     Raises:
-        WrongCount: a value is missing or off, or a layer has one that recorded nothing.
+        WrongCount: a value is missing or wrong, or a layer without entries has a value.
     """
     findings: list[Finding] = []
     for step in covered(outcome):
@@ -64,7 +64,7 @@ def judge_names(outcome: Outcome, tally: Tally) -> None:
     """Decide whether reports have exactly the required names, with one prefix, and the number of their step.
 
     Raises:
-        WrongCount: a name is missing or is one too many, prefixes differ, or another step is named.
+        WrongCount: a name is missing or superfluous, prefixes differ, or the number of the step is wrong.
     """
     findings = []
     for step in covered(outcome):
@@ -91,7 +91,7 @@ def judge_names(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_uneven(outcome: Outcome, tally: Tally) -> None:
-    """Decide how reports end of which ranks recorded different numbers of entries: with an error, or right values.
+    """Decide whether reports of ranks with different numbers of entries raise an error or have right values.
 
     Args:
         outcome: Of a script in which a report may raise.
@@ -100,7 +100,7 @@ def judge_uneven(outcome: Outcome, tally: Tally) -> None:
     Raises:
         WrongCount: a rank reports although a rank of its group recorded other entries; ranks of a stage end
             differently; a rank raises without a reason, or reports a wrong value.
-        Raised: what a rank raised is a slip of its own code.
+        Raised: a rank raised an internal error, such as a NameError.
         Hung: some ranks wait for others.
     """
     findings: list[Finding] = []
@@ -136,7 +136,7 @@ def judge_uneven(outcome: Outcome, tally: Tally) -> None:
 def _judged(
     outcome: Outcome, step: Covered, found: Mapping[int, Mapping[str, float]], tally: Tally, names: Sequence[str]
 ) -> list[Finding]:
-    """Judge the values of a step by the reading of entries without tokens that fits them best."""
+    """Return findings for a step, with empty entries counted or left out, whichever fits better."""
     worked_out = exact(outcome, step)
     wrong, compared = _off(worked_out, "zero", found, names)
     if wrong:
@@ -159,7 +159,7 @@ def _judged(
 
 
 def _cause(outcome: Outcome, step: Covered, wrong: Sequence[_Wrong]) -> str:
-    """Return the mistake by which all wrong values of a rank come out as they are, "" if there is none."""
+    """Return the mistake that explains all wrong values of a rank, "" if there is none."""
     if not wrong or any(each.value is None or not isfinite(each.value) for each in wrong):
         return ""
     for mistake in MISTAKES:
@@ -174,7 +174,7 @@ def _cause(outcome: Outcome, step: Covered, wrong: Sequence[_Wrong]) -> str:
 
 
 def _ratio(outcome: Outcome, worked_out: Exact, wrong: _Wrong) -> str:
-    """Return which size of the layout or the config a value is wrong by, "" if by none."""
+    """Return the size of the layout or the config that a value is wrong by, "" if there is none."""
     right = reported(worked_out.entries, worked_out.stages[wrong.rank], cumulative=worked_out.peak).values
     if wrong.value is None or not right.get(wrong.name):
         return ""
@@ -187,7 +187,7 @@ def _ratio(outcome: Outcome, worked_out: Exact, wrong: _Wrong) -> str:
 def _off(
     step: Exact, empty: Empty, found: Mapping[int, Mapping[str, float]], names: Sequence[str]
 ) -> tuple[list[_Wrong], dict[int, int]]:
-    """Return what is wrong by one reading, and how many values were compared on every rank."""
+    """Return the wrong values with empty entries counted or left out, and the number compared on every rank."""
     wrong, compared = [], {}
     for rank, by_key in found.items():
         seen = {match[0]: value for key, value in by_key.items() if (match := _NAME.search(key))}
@@ -206,7 +206,7 @@ def _asked(names: Sequence[str], report: Report, seen: Mapping[str, float]) -> l
 
 
 def _limits(step: Exact, rank: int, name: str, report: Report) -> Sequence[tuple[Fraction, Fraction]]:
-    """Return between what a value may lie: an average is made of as many entries as its stage or layer has."""
+    """Return the limits of a value; an average is over the entries of its stage or layer."""
     if name == CUMULATIVE:
         return step.limits
     if name not in report.values:
@@ -220,7 +220,7 @@ def _limits(step: Exact, rank: int, name: str, report: Report) -> Sequence[tuple
 def _wrong(
     name: str, seen: Mapping[str, float], report: Report, bounds: Sequence[tuple[Fraction, Fraction]]
 ) -> tuple[str, float]:
-    """Say what is wrong with one value, "" if nothing is, and how many times its bound it is off."""
+    """Return what is wrong with one value, "" if nothing is, and its error divided by the bound."""
     if name not in report.values:
         return f"{seen[name]:.6g} of a layer that recorded nothing on this stage", 0.0
     right = float(report.values[name])
