@@ -1,6 +1,6 @@
-"""Permute and unpermute: rows sorted by expert and padded, and back to tokens, compared with the oracle row by row.
+"""Judges of permute and unpermute: rows sorted by expert and padded, and back to tokens, compared row by row.
 
-A row is identified by its values: it is the hidden state of a token, moved and never cast.
+A row is identified by its values: it is the hidden state of a token, moved but not cast.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records import tags
 from moe_conformance.workloads.records.workload import Padded
 
-# Permute and unpermute: of its own rows; of rows drawn for it, or of its own with large numbers in their padding.
+# Calls of permute and unpermute: with its own rows; with drawn rows, or its own with large numbers in padding rows.
 _OWN, _OTHER = (0, 1), (2, 3)
 _BESIDE = f" with {tags.PADDING_ANSWER:g} in padding rows"
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """The inputs of a call of permute."""
+    """The arguments of a call of permute."""
 
     x_TD: Tensor
     routing: Routing
@@ -46,12 +46,12 @@ class _Asked:
 
 
 def judge_permuted(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every expert's segment has its pairs first, then padding, and has the expected length.
+    """Decide whether every expert's segment has the rows of its pairs first, then padding, and the right length.
 
     Raises:
-        WrongForm: rows of another dtype or width.
-        WrongCount: a segment of another length.
-        CorruptRow, WrongDelivery: a row of no token, or not of this expert.
+        WrongForm: rows have another dtype or width.
+        WrongCount: a segment has another length.
+        CorruptRow, WrongDelivery: a row is of no token, or not of this expert.
         WrongWeight: the weight of a row is not that of its token and slot.
     """
     for call in _calls(outcome):
@@ -63,7 +63,7 @@ def judge_padding_rows(outcome: Outcome, tally: Tally) -> None:
     """Decide whether every padding row within the counts is zero in every element.
 
     Raises:
-        CorruptRow: one is not; or the rows before them are wrong, see `judge_permuted`.
+        CorruptRow: a padding row is not zero; or the rows before it are wrong, see `judge_permuted`.
     """
     for there, _ in _calls(outcome):
         rows = _read(outcome, there)
@@ -83,7 +83,7 @@ def judge_order(outcome: Outcome, tally: Tally) -> None:
     """Decide whether the rows of every expert are ordered by token, then slot.
 
     Raises:
-        WrongDelivery: two rows of an expert are in the other order; or the rows are not the expert's at all.
+        WrongDelivery: two rows of an expert are in the wrong order; or a row is not of this expert.
     """
     rows = _read(outcome, 0)
     ordered = in_order(rows)
@@ -97,10 +97,10 @@ def judge_order(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_unpermuted(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every token gets the weighted sum of its own pairs' rows, whatever their padding holds.
+    """Decide whether y of every token is the weighted sum of its pairs' rows, whatever padding rows hold.
 
     Raises:
-        WrongForm, WrongOutput: another shape, dtype or value.
+        WrongForm, WrongOutput: y has another shape, dtype or value.
     """
     for there, back in _calls(outcome):
         asked, rows = _asked(outcome, there), _read(outcome, there)
@@ -113,10 +113,10 @@ def judge_unpermuted(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_permutation_gradients(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether gradients of tokens, rows and weights are those of the sum.
+    """Decide whether the gradients of tokens, rows and weights are those of the weighted sum.
 
     Raises:
-        AbsentGradient, WrongForm, WrongGradient: none, another shape, another value.
+        AbsentGradient, WrongForm, WrongGradient: a gradient is None, or has another shape or value.
     """
     for there, back in _calls(outcome):
         if not _is_padded(outcome, back):
@@ -124,10 +124,10 @@ def judge_permutation_gradients(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_gradients_beside_padding(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether gradients of tokens and weights are those of the pairs alone, with large ones in padding rows.
+    """Decide whether large gradients in padding rows do not change those of tokens and weights.
 
     Raises:
-        AbsentGradient, WrongForm, WrongGradient: as of `judge_permutation_gradients`.
+        AbsentGradient, WrongForm, WrongGradient: as `judge_permutation_gradients`.
     """
     for there, back in _calls(outcome):
         if _is_padded(outcome, back):
@@ -168,7 +168,7 @@ def _weights(asked: _Asked) -> Tensor:
 
 
 def _rows_of(outcome: Outcome, back: int, there: int) -> Tensor:
-    """Return the rows that a call of unpermute received; those of padding have no effect."""
+    """Return the rows that a call of unpermute received; padding rows have no effect."""
     if (drawn_RD := _drawn(outcome, back)) is not None:
         return drawn_RD
     (rows_RD,) = values(outcome, there, "rows_RD")
@@ -176,7 +176,7 @@ def _rows_of(outcome: Outcome, back: int, there: int) -> Tensor:
 
 
 def _drawn(outcome: Outcome, back: int) -> Tensor | None:
-    """Return the rows that were drawn for a call of unpermute, None where it received the backend's own."""
+    """Return the rows that were drawn for a call of unpermute, None if it received the backend's own."""
     rows_RD = outcome.workload.calls[back].given[0]["rows_RD"]
     return rows_RD if isinstance(rows_RD, Tensor) else None
 
@@ -186,7 +186,7 @@ def _is_padded(outcome: Outcome, back: int) -> bool:
 
 
 def _back(asked: _Asked, rows: Rows, rows_RD: Tensor, weights_TK: Tensor) -> Tensor:
-    """Return the expected y of rows in the order of the backend."""
+    """Return the expected y, from rows in the backend's order."""
     real_R = rows.source >= 0
     weights_R = torch.zeros(len(rows.token), dtype=torch.float64)
     weights_R = weights_R.index_put((real_R.nonzero()[:, 0],), weights_TK[rows.token[real_R], rows.slot[real_R]])
@@ -194,7 +194,7 @@ def _back(asked: _Asked, rows: Rows, rows_RD: Tensor, weights_TK: Tensor) -> Ten
 
 
 def _read(outcome: Outcome, call: int) -> Rows:
-    """Return the token, slot and expert of every row, as the oracle lists rows; raise where one is wrong."""
+    """Return the token, slot and expert of every row, in the oracle's form; raise if a row is wrong."""
     asked = _asked(outcome, call)
     (rows_RD,), (counts_E,), (weights_R,) = (
         values(outcome, call, name) for name in ("rows_RD", "counts_E", "weights_R")
@@ -239,7 +239,7 @@ def _check_counts(counts: list[int], pairs_E: list[int], rows: int, asked: _Aske
 
 
 def _found(rows_RD: Tensor, counts: list[int], pairs_E: list[int], asked: _Asked, wanted: Rows) -> Rows:
-    """Identify the token of every row; slots of a token that has an expert twice are taken in order."""
+    """Return the token of every row; slots of a token that has an expert twice are assigned in order."""
     tokens: dict[tuple[float, ...], list[int]] = {}
     for token, x_D in enumerate(asked.x_TD.double().tolist()):
         tokens.setdefault(tuple(x_D), []).append(token)

@@ -1,4 +1,4 @@
-"""The indexed and the dense form of a routing: the same triples of token, expert and weight, and the same gradients."""
+"""Judge of the indexed and the dense form of a routing: both have the same triples and gradients."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _Triples = Counter[tuple[int, int, float]]
 
 
 def judge_forms(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether both conversions keep every triple, and carry gradients back.
+    """Decide whether both conversions keep every triple of token, expert and weight, and pass gradients.
 
     Raises:
-        WrongForm: a table of another shape, or a map that is not boolean.
+        WrongForm: a table has another shape, or a map is not boolean.
         WrongSelection: a triple is missing, or is not in the routing, or an element outside of the map has a weight.
-        AbsentGradient, WrongGradient: gradients of the weights.
+        AbsentGradient, WrongGradient: the gradient of the weights is None or wrong.
     """
     call = outcome.workload.calls[0]
     routing = call.given[0]["routing"]
@@ -52,7 +52,7 @@ def _indexed(ids_TK: Tensor, weights_TK: Tensor) -> _Triples:
 
 
 def _dense_of(outcome: Outcome, call: int, routing: Routing) -> _Triples:
-    """Return the triples of a dense form; a weight outside of the map counts as one."""
+    """Return the triples of a dense form, including weights outside of the map."""
     (weights_TE,), (map_TE,) = values(outcome, call, "weights_TE"), values(outcome, call, "map_TE")
     shape = (len(routing.ids_TK), routing.experts)
     if map_TE.dtype != torch.bool or map_TE.shape != shape or weights_TE.shape != shape:

@@ -1,4 +1,4 @@
-"""Rows moved by counts and by an index: every output and every gradient is exactly the expected value."""
+"""Judges of rows that are reordered by counts or by an index: exact outputs and gradients."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from moe_conformance.scenarios.outcome import Outcome
 
 
 def judge_reordering(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether rows are in expert-major order, then in source-major order again, and gradients the other way.
+    """Decide whether rows are reordered to expert-major and back to source-major order, and gradients inversely.
 
     Raises:
-        WrongForm, WrongOutput, WrongGradient: rows or gradients are in other places.
+        WrongForm, WrongOutput, WrongGradient: rows or gradients are in the wrong order.
     """
     given = [call.given[0] for call in outcome.workload.calls]
     upstream = [call.upstream[0].get("") if call.upstream else None for call in outcome.workload.calls]
     counts_WN, there_RD, back_RD = given[0]["counts_WN"], given[0]["rows_RD"], given[2]["rows_RD"]
-    assert upstream[0] is not None  # the script has them
+    assert upstream[0] is not None  # the script has both calls
     assert upstream[2] is not None
     expert, source = "rows in expert-major order", "rows in source-major order"
     _same(outcome, 0, to_expert_major(there_RD, counts_WN), tally, expert)
@@ -34,23 +34,23 @@ def judge_reordering(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_row_index(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether sentinels give zeros where rows are gathered, and add nothing where they are scattered.
+    """Decide whether sentinels in a row index give zeros in a gather, and add nothing in a scatter.
 
     Raises:
-        WrongForm, AbsentGradient, WrongOutput, WrongGradient: another row, sum or gradient.
+        WrongForm, AbsentGradient, WrongOutput, WrongGradient: a row, sum or gradient is wrong.
     """
     for number, call in enumerate(outcome.workload.calls):
         given = call.given[0]
         leaves = {name: given[name].double().requires_grad_() for name in call.differentiable}
         calculate: Callable[..., Tensor] = gather if call.method == "gather" else scatter
-        expected = calculate(*{**given, **leaves}.values())  # both take them in this order
+        expected = calculate(*{**given, **leaves}.values())  # both take the arguments in this order
         sentinel = f"sentinel {-1 if number < len(outcome.workload.calls) // 2 else 'T'}"
         what, row = ("the rows gathered", "row") if call.method == "gather" else ("the sums scattered", "token")
         _same(outcome, number, expected.detach(), tally, f"{what} with {sentinel}", row)
         expected.backward(call.upstream[0][""].double())
         for name, leaf in leaves.items():
             said = f"the gradient of {name.rpartition('_')[0]} of {call.method} with {sentinel}"
-            assert leaf.grad is not None  # the oracle reaches all of them
+            assert leaf.grad is not None  # the oracle's result depends on all of them
             _same_gradient(outcome, number, name, leaf.grad, tally, said)
 
 
