@@ -1,1 +1,1 @@
-"""What the checks of this chapter call."""
+"""Judges of routing, called by the checks of this chapter."""

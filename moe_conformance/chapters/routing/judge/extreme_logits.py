@@ -1,7 +1,8 @@
-"""Routers at the ends of what logits can be: whether what they answer is legal, where several answers are.
+"""Judges of routers with extreme logits: whether results are legal, where several are.
 
-The workloads' router holds a single 1 or -1 for each expert, so that logits are free of rounding in any order and
-dtype, and bounds can be far closer than those of a sum of products: a score errs by a few roundings of itself.
+The router of these workloads has a single 1 or -1 per expert, so that logits are exact in any order and dtype. Bounds
+are
+therefore much smaller than those of a sum of products: the error of a score is a few of its roundoffs.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def judge_extreme(reading: Reading, tally: Tally) -> None:
     """Decide whether every token gets K different experts, unmasked ones first, with finite weights and gradients.
 
     Raises:
-        WrongForm: ids and weights are not (T, K), or ids are no integers.
-        WrongSelection, WrongWeight, WrongGradient: a token's are not legal.
+        WrongForm: ids and weights are not (T, K), or ids are not integers.
+        WrongSelection, WrongWeight, WrongGradient: the results of a token are not legal.
         Uncovered: a rank does not name the router.
     """
     workload = reading.outcome.workload
@@ -57,7 +58,7 @@ def judge_extreme(reading: Reading, tally: Tally) -> None:
             score=config.routing.score,
             normalise=config.routing.normalise,
             scale=config.routing.scale,
-            rounding=2.0**-20 if config.dtype.itemsize >= 4 else 2.0**-6,  # in whatever dtype they are handed on
+            rounding=2.0**-20 if config.dtype.itemsize >= 4 else 2.0**-6,  # in any dtype in which they are returned
         )
         _require(weighed_T, WrongWeight, place[1], "has the weights", weights_TK, logits_TE)
         tally.add(pairs=ids_TK.numel(), rank=place[1])
@@ -79,11 +80,11 @@ def _judge_gradients(reading: Reading, m: int, rank: int, tally: Tally) -> None:
 
 
 def judge_extreme_choice(reading: Reading, tally: Tally) -> None:
-    """Decide whether every token gets K different experts with the highest selection scores, as far as scores tell.
+    """Decide whether every token gets K experts with the highest scores, as far as these are distinguishable.
 
     Raises:
         WrongForm: ids and weights are not (T, K).
-        WrongSelection: a token's are others.
+        WrongSelection: a token has other experts.
     """
     workload = reading.outcome.workload
     for place in places_of(workload, range(workload.layout.world)):
@@ -94,10 +95,10 @@ def judge_extreme_choice(reading: Reading, tally: Tally) -> None:
 
 
 def _best(workload: Workload, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
-    """Say whether scores that may be wrong by their rounding can make a choice the best, bool (T,).
+    """Return which tokens have a choice that is the best for some scores within rounding, bool (T,).
 
-    The score of every selected expert is taken as high as it may be, all others as low. A group adds up scores of both
-    kinds, so that there the margin of the right scores has to do, and the largest error of a token's scores.
+    The score of every selected expert is increased by its error, and all others are decreased. A group adds up scores
+    of both kinds; there the margin of the right scores is compared with the largest error of a token's scores.
     """
     config = workload.config
     scores_TE = _selection_scores(workload, logits_TE)
@@ -114,11 +115,11 @@ def _best(workload: Workload, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
 
 
 def judge_extreme_weights(reading: Reading, tally: Tally) -> None:
-    """Decide whether the weights are the scores of what was selected; free where a sum to divide by underflows.
+    """Decide whether weights are the selected experts' scores, unless the sum that divides them underflows.
 
     Raises:
         WrongForm, WrongSelection: as `judge_extreme_choice`.
-        WrongWeight: a token's weights are others.
+        WrongWeight: a token has other weights.
     """
     with tally.uncounted() as own:
         judge_extreme_choice(reading, own)
@@ -142,15 +143,15 @@ def judge_extreme_weights(reading: Reading, tally: Tally) -> None:
 
 
 def judge_extreme_dx(reading: Reading, tally: Tally) -> None:
-    """Decide whether every token gets its own gradient, however large the others' logits are.
+    """Decide whether every token gets its own gradient, however large the logits of other tokens are.
 
-    A slope of a weight is at most the scale, so that rounding is held against the scale and the upstream gradients of
-    the token. Free where a sum to divide by underflows.
+    The derivative of a weight is at most the scale, so that errors are relative to the scale and the upstream gradients
+    of the token. Tokens whose normalising sum underflows are not compared.
 
     Raises:
         WrongForm, WrongSelection: as `judge_extreme_choice`.
-        AbsentGradient: tokens have none.
-        WrongGradient: a token has another.
+        AbsentGradient: the gradient of the tokens is None.
+        WrongGradient: a token has another gradient.
     """
     with tally.uncounted() as own:
         judge_extreme_choice(reading, own)
@@ -183,22 +184,22 @@ def judge_extreme_dx(reading: Reading, tally: Tally) -> None:
 
 
 def _decided(workload: Workload, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
-    """Say of which tokens no sum of scores that is divided by underflows, bool (T,)."""
+    """Return the tokens for which no sum of scores that is divided by underflows, bool (T,)."""
     scores_TK = routes.weights(logits_TE, ids_TK, score=workload.config.routing.score)
     return (scores_TK.sum(1) > _UNDERFLOW) | (not workload.config.routing.normalise)
 
 
 def judge_spoilt_routes(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether a logit that is no number leaves ids within range, and the routes of the other tokens as they are.
+    """Decide whether NaN or infinite logits leave ids in range, and the routes of other tokens unchanged.
 
-    The others are alone in microbatch 0, with the non-finite ones in microbatch 1, alone again in microbatch 2. That
-    every rank raises an error in microbatch 1 is as good, unless it is a slip of its own code (`script.SLIPS`).
+    The other tokens are alone in microbatch 0, with the non-finite ones in microbatch 1, and alone again in microbatch
+    2. All ranks may also raise an error in microbatch 1, unless it is an internal error (`script.SLIPS`).
 
     Raises:
         WrongForm: ids and weights are not (T, K).
-        WrongSelection: an id that no expert has, or an expert twice in a token.
+        WrongSelection: an id is of no expert, or a token has an expert twice.
         WrongWeight: another token has another route than in a batch without the non-finite ones.
-        Hung, Died, Raised: ranks end otherwise.
+        Hung, Died, Raised: a rank ends in another way.
     """
     if all(rank.status == "raised" and rank.reached == "forward:1" for rank in outcome.ranks):
         for each in outcome.ranks:
@@ -225,13 +226,13 @@ def judge_spoilt_routes(outcome: Outcome, tally: Tally) -> None:
         tally.add(pairs=ids_TK.numel(), rank=rank)
 
 
-_ROUNDING = 2.0**-18  # of a weight in float32: a token may be computed in another order beside others
-_UNDERFLOW = 1e-12  # a sum of scores that an epsilon in a division may hide, as in `extreme_routing.legal_weights`
-_LEAST = 2.0**-126  # what float32 has no full precision below
+_ROUNDING = 2.0**-18  # error of a weight in float32: a token may be computed in another order in another batch
+_UNDERFLOW = 1e-12  # a sum of scores small against an epsilon in a division, as in `extreme_routing.legal_weights`
+_LEAST = 2.0**-126  # below this float32 does not have its full precision
 
 
 def _rounding(workload: Workload) -> float:
-    """By which part of itself a score or a weight may be wrong: an exponent of 100 errs by 2 ** -17 in float32."""
+    """Return the relative error of a score or a weight: an exponent of 100 has 2 ** -17 in float32."""
     return 2.0**-16 if workload.config.dtype.itemsize >= 4 else 2.0**-6
 
 
@@ -241,7 +242,7 @@ def _selection_scores(workload: Workload, logits_TE: Tensor) -> Tensor:
 
 
 def _routed(reading: Reading, m: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the right logits of a place, and what was routed there."""
+    """Return the right logits of a place, and the returned ids and weights."""
     workload, seen = reading.outcome.workload, reading.seen(m, rank)
     x_TD = workload.batches[m][rank].x_TD
     ids_TK, weights_TK = seen.router.ids_TK, seen.router.weights_TK
@@ -253,7 +254,7 @@ def _routed(reading: Reading, m: int, rank: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def _among(workload: Workload, logits_TE: Tensor) -> Tensor | None:
-    """Return the experts of the groups that are open to each token; None without groups."""
+    """Return the mask of experts in open groups for each token, None without groups."""
     config = workload.config
     if config.routing.groups is None:
         return None
@@ -273,7 +274,7 @@ def _require(
     *,
     wrong: str = ", which is not legal",
 ) -> None:
-    """Fail with every token that is not legal, what it got and what its logits are."""
+    """Raise with every token that is not legal, its result and its logits."""
     findings = []
     for t in (~legal_T).nonzero().flatten().tolist():
         sentence = f"rank {rank} token {t} {verb} {what_TK[t].tolist()}{wrong}; {_told(logits_TE[t])}"

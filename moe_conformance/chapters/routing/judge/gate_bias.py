@@ -1,4 +1,4 @@
-"""The bias of a router's gate: it is in the logits that select and that weigh, and has its gradient."""
+"""Judge of the bias of a router's gate: part of the logits for selection and weights, with its own gradient."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from moe_conformance.judging.verdict import NotOffered, Tally
 
 
 def judge_gate_bias(reading: Reading, tally: Tally) -> None:
-    """Decide whether selection and weights are those of logits with the gate bias, and whether it gets its gradient.
+    """Decide whether selection, weights and gradients are those of logits with the gate bias.
 
-    That is the gradient over the tokens of the pipeline stage; where the backend finishes no gradients, values are
-    all that is judged.
+    The bias has the gradient over the tokens of its pipeline stage. If the backend finishes no gradients, only
+    selection and weights are judged.
 
     Raises:
         WrongForm, WrongSelection, WrongWeight: as `judge_selection` and `judge_router_weights`.

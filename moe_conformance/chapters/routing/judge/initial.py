@@ -1,4 +1,4 @@
-"""Routers of a new model: their parameters are finite, tell experts apart, and are the same on all ranks."""
+"""Judge of the router parameters of a new model: finite, different for each expert, and equal on all ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from moe_conformance.scenarios.outcome import Outcome
 
 
 def judge_initial(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether the parameters of a new router are usable, and the same bytes on all ranks of a pipeline stage.
+    """Decide whether the parameters of a new router are usable, and equal on all ranks of a pipeline stage.
 
-    Shards are held against their replicas.
+    Shards are compared with their replicas.
 
     Raises:
         Uncovered: a rank names no router.
-        WrongParameter: one is not finite, the weight is the same for all experts, or ranks differ.
+        WrongParameter: a parameter is not finite, the weight is the same for all experts, or ranks differ.
     """
     found = values(outcome, 0, "parameters")
     findings = []

@@ -1,4 +1,4 @@
-"""Routers with jitter: the factors that logits of training show, routes and gradients behind them, and evaluation."""
+"""Judges of routers with jitter: the factors of the input, results with them, and evaluation without."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from moe_conformance.reference.routing.jitter import deviations, jittered_logits
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records.workload import Batch
 
-_DEVIATIONS = 8.0  # beyond which factors are not independent uniform ones
+_DEVIATIONS = 8.0  # bounds on statistics of independent uniform factors
 _CAUSES = {
     "mean": "their mean is not 1",
     "variance": "they are not uniform between the bounds",
@@ -41,15 +41,15 @@ _CAUSES = {
 
 
 def judge_jitter(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether the logits of training are those of the input times independent factors between the bounds.
+    """Decide whether training logits are those of the input times independent factors within the bounds.
 
-    Selection, weights and the gradient of x have to be those of these logits; x itself stays as it is.
+    Selection, weights and the gradient of x must be those of these logits. x itself is not changed.
 
     Raises:
-        NotOffered: the router returns no logits, in which alone factors can be seen.
+        NotOffered: the router returns no logits, from which alone factors can be computed.
         ChangedInput: x was changed in place.
         WrongForm: logits, ids or weights of another shape.
-        WrongWeight: no factors, factors beyond the bounds or not independent; or weights of other logits.
+        WrongWeight: no factors, factors out of bounds or not independent; or weights of other logits.
         WrongSelection: experts of other logits.
         AbsentGradient, WrongGradient: a gradient of x without its factors.
     """
@@ -73,11 +73,11 @@ def judge_jitter(outcome: Outcome, tally: Tally) -> None:
 
 
 def _factors(outcome: Outcome, number: int, rank: int, logits_TE: Tensor | None) -> Tensor:
-    """Return the factors of all elements, (T, D).
+    """Return the factors of all elements of the input, (T, D).
 
     Raises:
-        WrongForm: no logits, or other ones than (T, E).
-        WrongWeight: some lie beyond the bounds, or experts that read the same column show different ones.
+        WrongForm: no logits, or logits that are not (T, E).
+        WrongWeight: factors are out of bounds, or experts that use the same column have different factors.
     """
     config, x_TD = outcome.workload.config, outcome.workload.calls[number].given[rank]["x"]
     if logits_TE is None or logits_TE.shape != (len(x_TD), config.experts):
@@ -113,7 +113,7 @@ def _judge_independent(outcome: Outcome, factors_TD: Tensor, whose: str, rank: i
 
 
 def _judge_drawn_anew(outcome: Outcome, factors: dict[tuple[int, int], Tensor], rank: int) -> None:
-    """Hold two calls on the same tokens against each other."""
+    """Require that two calls on the same tokens have different factors."""
     first, second = (factors[number, rank].flatten() for number in TRAINING[:2])
     common = deviations(torch.stack([first, second]), outcome.workload.config.jitter).along_tokens
     if abs(common) > _DEVIATIONS:
@@ -122,7 +122,7 @@ def _judge_drawn_anew(outcome: Outcome, factors: dict[tuple[int, int], Tensor], 
 
 
 def _judge_routes(outcome: Outcome, number: int, rank: int, factors_TD: Tensor, tally: Tally) -> None:
-    """Hold selection, weights and dx against the oracle of a router whose tokens are x times the factors."""
+    """Compare selection, weights and dx with the oracle of a router whose tokens are x times the factors."""
     call = outcome.workload.calls[number]
     x_TD = call.given[rank]["x"]
     router_ED = outcome.workload.parameters["router", None]
@@ -142,7 +142,7 @@ def _judge_routes(outcome: Outcome, number: int, rank: int, factors_TD: Tensor, 
 
 
 def judge_evaluation(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether a router with jitter routes in evaluation mode as one without, and alike in two calls.
+    """Decide whether a router with jitter routes in evaluation mode as one without, and equally in two calls.
 
     Raises:
         WrongForm: ids or weights of another shape.
@@ -160,7 +160,7 @@ def judge_evaluation(outcome: Outcome, tally: Tally) -> None:
         logits_TE = values(outcome, first, "logits_TE")[rank]
         x_TD = outcome.workload.calls[first].given[rank]["x"]
         right_TE = logits(x_TD, outcome.workload.parameters["router", None])
-        if logits_TE is not None and not torch.equal(logits_TE.double(), right_TE):  # each is one element of x
+        if logits_TE is not None and not torch.equal(logits_TE.double(), right_TE):  # each logit is one element of x
             findings.append(Finding("logits", f"the logits of rank {rank} are not those of its tokens", (rank,)))
     if findings:
         cause = "; likely cause: noise that is for training alone"
@@ -176,10 +176,10 @@ def judge_evaluation(outcome: Outcome, tally: Tally) -> None:
 
 
 def _expected(outcome: Outcome, number: int, rank: int, tokens_TD: Tensor) -> RouterExpected:
-    """Return the oracle's answer for the selection that a call returned, of some tokens in place of those given.
+    """Return the oracle's results for the selection of a call, with other tokens.
 
     Raises:
-        WrongForm, WrongSelection: there is no such selection.
+        WrongForm, WrongSelection: the call returned no valid selection.
     """
     workload = outcome.workload
     config, call = workload.config, workload.calls[number]
@@ -196,7 +196,7 @@ def _expected(outcome: Outcome, number: int, rank: int, tokens_TD: Tensor) -> Ro
     if call.upstream:
         upstream_TE = upstream_TE.scatter(1, ids_TK.long(), call.upstream[rank]["routing.weights_TK"])
     batch = Batch(tokens_TD, ids_TK, weights_TK, upstream_TE)
-    batches = (tuple(batch for _ in outcome.ranks),)  # of which one is asked for
+    batches = (tuple(batch for _ in outcome.ranks),)  # a single one is used
     return RouterExpected(replace(workload, batches=batches), {(0, r): ids_TK for r in range(len(outcome.ranks))}, 1)
 
 

@@ -1,4 +1,4 @@
-"""Routers whose scores are all equal: the expert bias alone decides, however small its differences are."""
+"""Judge of routers whose scores are all equal, so that only the expert bias decides, however small."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from moe_conformance.judging.verdict import Tally, WrongSelection
 
 
 def judge_near_biases(reading: Reading, tally: Tally) -> None:
-    """Decide whether every token selected the experts with the largest biases, where all its scores are equal.
+    """Decide whether every token selects the experts with the largest biases, where all scores are equal.
 
-    Tokens are zero, so that logits and scores have no rounding errors that differ between experts: no choice among
-    biases that float32 can tell apart is legal within rounding, as it is in `judge_selection`.
+    Tokens are zero, so that rounding errors of logits and scores do not differ between experts. Unlike in
+    `judge_selection`, no other choice is legal within rounding if the biases differ in float32.
 
     Raises:
-        WrongForm, WrongSelection: no such selection.
+        WrongForm, WrongSelection: a token has other experts.
     """
     expected = expected_of(reading)
     bias_E, dtype = expected.bias_E, expected.workload.config.dtype

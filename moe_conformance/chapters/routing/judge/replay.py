@@ -1,4 +1,4 @@
-"""Router replay: recorded ids come back to their layer and microbatch, and are weighed by the present logits."""
+"""Judges of router replay: recorded ids are used by their layer and microbatch, with weights of present logits."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Forward = Mapping[str, Sequence[Tensor]]
 
 
 def judge_replayed_weights(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether replay selects the recorded ids, weighs them by present logits, and passes gradients to x.
+    """Decide whether replay uses the recorded ids, weights of present logits, and passes gradients to x.
 
-    The first replay is of the tokens that were recorded, whose weights come back bit for bit.
+    The first replay is of the recorded tokens, and must return their weights bit for bit.
 
     Raises:
-        WrongForm: ids or weights of another shape.
-        WrongSelection: other ids.
-        WrongWeight, AbsentGradient, WrongGradient: weights or gradients of other logits.
+        WrongForm: ids or weights have another shape.
+        WrongSelection: ids differ from the recorded ones.
+        WrongWeight, AbsentGradient, WrongGradient: weights or gradients are of other logits.
     """
     _judge_ids(outcome, tally)
     for rank in range(len(outcome.ranks)):
@@ -49,9 +49,9 @@ def judge_replayed_weights(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_places(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every layer gets in every microbatch the ids that it recorded there, whatever passes lie between.
+    """Decide whether every layer replays in every microbatch the ids that it recorded there.
 
-    With recomputation, of whose ids the gradients tell, these have to be right as well.
+    Other passes may lie between. With recomputation gradients are judged too, which depend on the recomputed ids.
 
     Raises:
         WrongForm: ids of another shape, or no integers.
@@ -92,21 +92,21 @@ def _judge_ids(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_lacking(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether a replay without a record, or with one of another T or K, is refused.
+    """Decide whether a replay without a record, or with a record of another T or K, is refused.
 
     Raises:
-        Unrefused, Raised: it is not, or by accident.
+        Unrefused, Raised: it is accepted, or raises an internal error.
     """
     for number, change in enumerate(CHANGES, 1):
         judge_refused(outcome, number, tally, stage="route", asked=f"records of which {change}")
 
 
 def _records(outcome: Outcome, rank: int) -> dict[Place, Tensor]:
-    """Return what was recorded on a rank, every row by ascending expert: slot order has no meaning.
+    """Return the ids recorded on a rank, each row in ascending order: slot order has no meaning.
 
     Raises:
         WrongForm: ids are no integers.
-        WrongSelection: what is kept is not what the routers returned.
+        WrongSelection: the record differs from what the routers returned.
     """
     layers, forwards = outcome.workload.config.replay.layers, values(outcome, 0, "forwards")[rank]
     routes = [
@@ -135,7 +135,7 @@ def _judge_values(outcome: Outcome, tally: Tally) -> None:
 
 
 def _judge_layer(outcome: Outcome, number: int, rank: int, at: tuple[int, int], forward: Forward, tally: Tally) -> None:
-    """Hold weights and dx of one layer in one microbatch against the oracle."""
+    """Compare weights and dx of one layer in one microbatch with the oracle."""
     m, index = at
     workload, layer = outcome.workload, outcome.workload.config.replay.layers[index]
     batch: RouterBatch = workload.calls[number].given[rank]["batches"][m]
@@ -164,17 +164,17 @@ def _judge_layer(outcome: Outcome, number: int, rank: int, at: tuple[int, int], 
 
 
 def _expected(workload: Workload, layer: int, batch: Batch) -> RouterExpected:
-    """Return the oracle's answer for the tokens of one router."""
+    """Return the oracle's results for the tokens of one router."""
     own: dict[ParameterKey, Tensor] = {
         (name, None): value for (name, number), value in workload.parameters.items() if number == layer
     }
-    batches = (tuple(batch for _ in range(workload.layout.world)),)  # of which the first is asked for
+    batches = (tuple(batch for _ in range(workload.layout.world)),)  # only the first is used
     ids = {(0, rank): batch.ids_TK for rank in range(workload.layout.world)}
     return RouterExpected(changed(workload, batches=batches, parameters=own), ids, 1)
 
 
 def _by_expert(forward: Mapping[str, Any], index: int) -> tuple[Tensor, Tensor]:
-    """Return ids and weights of a layer, every row by ascending expert."""
+    """Return ids and weights of a layer, each row by ascending expert."""
     ids_TK, order_TK = forward["ids"][index].sort(dim=1)
     weights_TK = forward["weights"][index]
     return ids_TK, weights_TK.gather(1, order_TK) if weights_TK.shape == ids_TK.shape else weights_TK

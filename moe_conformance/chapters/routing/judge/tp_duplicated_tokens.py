@@ -1,4 +1,4 @@
-"""Tokens held by all ranks of a tensor parallel group: every rank of the group has to route them alike."""
+"""Judge of tokens that all ranks of a tensor parallel group hold: every rank must route them equally."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from moe_conformance.judging.verdict import Tally, WrongForm, WrongSelection, Wr
 
 
 def judge_copies(reading: Reading, tally: Tally) -> None:
-    """Decide whether all tp ranks give a token the same experts and weights, to the bit, whatever the order of slots.
+    """Decide whether all tp ranks give a token the same experts and bitwise equal weights, in any slot order.
 
     For workloads in which the ranks of every tensor parallel group hold the same tokens.
 
     Raises:
         WrongForm: ids or weights are not (T, K).
         WrongSelection: a rank selects other experts than the first of its group.
-        WrongWeight: it selects the same, with other weights.
+        WrongWeight: a rank selects the same experts with other weights.
     """
     workload = reading.outcome.workload
     chosen, weighed = list[Finding](), list[Finding]()

@@ -1,4 +1,4 @@
-"""A router that is asked to compute in a wider dtype than its tokens have: its values have the errors of that dtype."""
+"""Judges of a router in a wider dtype than its tokens: values have the errors of that dtype."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from moe_conformance.judging.verdict import Tally, WrongForm, WrongWeight
 def judge_wide(reading: Reading, tally: Tally) -> None:
     """Decide whether logits, selection and weights are within the rounding errors of `Config.router_dtype`.
 
-    The dtype in which they are returned is free, and so is that of gradients. Logits count where they are returned.
+    They may be returned in any dtype, and gradients may be computed in any. Logits are compared if they are returned.
 
     Raises:
-        WrongForm: logits or weights of another shape.
-        WrongSelection, WrongWeight: experts, logits or weights beyond the errors of that dtype.
+        WrongForm: logits or weights have another shape.
+        WrongSelection, WrongWeight: experts, logits or weights are beyond the errors of that dtype.
     """
     usual = expected_of(reading)
     expected = WideExpected(usual.workload, usual.ids, usual.divisor)
@@ -46,10 +46,10 @@ def _judge_logits(reading: Reading, expected: WideExpected, tally: Tally) -> Non
 
 
 def judge_layer_dtype(reading: Reading, tally: Tally) -> None:
-    """Decide whether the output of a layer has the dtype of its tokens, whatever that of its router is.
+    """Decide whether the output of a layer has the dtype of its tokens, whatever the dtype of its router.
 
     Raises:
-        WrongForm: it has another.
+        WrongForm: the output has another dtype.
     """
     dtype = reading.outcome.workload.config.dtype
     for m, ranks in enumerate(reading.batches):
