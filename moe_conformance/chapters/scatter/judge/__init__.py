@@ -1,1 +1,1 @@
-"""What the checks of this chapter call."""
+"""Judges of scatter-adds of rows, called by the checks of this chapter."""

@@ -1,4 +1,4 @@
-"""Rows added back into an output: the sums, their bits from call to call, and the bytes of the arguments."""
+"""Judges of scatter-adds of rows: the sums, determinism, and changed arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNSUPPORTED = f"{Unsupported.__module__}.{Unsupported.__qualname__}"
 
 
 def offered(outcome: Outcome) -> Iterator[tuple[int, Call]]:
-    """Yield the calls of a script by number, but for those in place that every rank says it has not."""
+    """Yield the calls of a script by number, without in-place ones that no rank offers."""
     for number, call in enumerate(outcome.workload.calls):
         kinds = {answer.error_type for answer in answers(outcome, number)}
         if call.method != IN_PLACE or kinds != {_UNSUPPORTED}:
@@ -30,13 +30,13 @@ def offered(outcome: Outcome) -> Iterator[tuple[int, Call]]:
 
 
 def judge_sums(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every row of every result is its output row plus the source rows that name it.
+    """Decide whether every row of a result is its output row plus the source rows whose index names it.
 
-    A row that no index names is held to its bits, the sign of a zero included.
+    A row that no index names must keep its bits, including the sign of a zero.
 
     Raises:
-        WrongForm: another shape or dtype than that of out.
-        WrongOutput: a sum beyond its bound, or other bits in a row that no index names.
+        WrongForm: the result has another shape or dtype than out.
+        WrongOutput: a sum is out of its bound, or a row that no index names has other bits.
     """
     findings = []
     for number, call in offered(outcome):
@@ -64,7 +64,7 @@ def judge_sums(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_bits(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every call gave the same bits, on every rank: all have the same inputs.
+    """Decide whether all calls, which have the same inputs, return the same bits on every rank.
 
     Raises:
         WrongOutput: a call gave other bits than the first one of rank 0.
@@ -84,16 +84,16 @@ def judge_bits(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_memory(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether the forms write what they may: `add` nothing that it was given, `add_` its output alone.
+    """Decide whether `add` changes none of its arguments, and `add_` its output only.
 
     Raises:
-        ChangedInput: an argument was written that must stay, the result of `add` lies in an argument, or that of `add_`
-            is another tensor than its output.
+        ChangedInput: another argument was changed, the result of `add` shares memory with an argument, or that of
+            `add_` is another tensor than its output.
         Raised: a call raised.
     """
     findings = []
     for number, call in offered(outcome):
-        values(outcome, number)  # a call that raised is no answer
+        values(outcome, number)  # a call that raised has no result
         writes = {"out_ND"} if call.method == IN_PLACE else set()
         for rank, answer in enumerate(answers(outcome, number)):
             findings += [
@@ -116,7 +116,7 @@ def _finding(rank: int, sentence: str) -> Finding:
 
 
 def _cause(y_ND: Tensor, out_ND: Tensor, index_J: Tensor, src_JD: Tensor, target: Target) -> str:
-    """Return the likely cause of a wrong sum, with what leads to it, "" if none is recognised."""
+    """Return the likely cause of a wrong sum as a note, "" if none is recognised."""
     last_ND = out_ND.double().index_put((index_J,), out_ND.double()[index_J] + src_JD.double())
     causes = {
         "of source rows that name the same row one alone was added": last_ND,
@@ -129,7 +129,7 @@ def _cause(y_ND: Tensor, out_ND: Tensor, index_J: Tensor, src_JD: Tensor, target
 
 
 def _other_bits(one_ND: Tensor, other_ND: Tensor) -> int | None:
-    """Return the first row in which the bits of two tensors of one dtype differ, None if none does."""
+    """Return the first row in which the bits of two tensors of one dtype differ, or None."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one_ND.element_size()]
     off_N = (one_ND.contiguous().view(bits) != other_ND.contiguous().view(bits)).any(1)
     return int(off_N.nonzero()[0, 0]) if bool(off_N.any()) else None

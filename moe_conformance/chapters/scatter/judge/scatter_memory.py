@@ -1,4 +1,4 @@
-"""Rows added to an output that may lie in the memory of others: bytes, gradients, grad modes, settings, programs."""
+"""Judges of scatter-adds whose output may share memory: bytes, gradients, grad modes, settings and programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moe_conformance.workloads.records.workload import Call, Root
 
 
 def held(given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the arguments of a call as they were; two that lay in one memory lie in one again."""
+    """Return copies of the arguments of a call; two that shared memory share memory in the copies."""
     laid = [value for value in given.values() if isinstance(value, Laid)]
     pair = lay(laid[0].relation, laid[0].memory_M, laid[0].shape) if laid else ()
     return {
@@ -36,11 +36,11 @@ def held(given: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def judge_routed(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether routed rows were added to what a shared expert returned and the layer's input kept its bytes.
+    """Decide whether routed rows are added to a shared expert's output, and the layer's input is not changed.
 
     Raises:
         ChangedInput: x has other bytes.
-        WrongOutput: a row beyond its bound.
+        WrongOutput: a row is out of its bound.
     """
     findings = []
     for number, call in enumerate(outcome.workload.calls):
@@ -68,13 +68,13 @@ def judge_routed(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_choice(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether in place was chosen only where no byte of the arguments that stay lies in the output.
+    """Decide whether in-place addition is chosen only if the output shares no byte with the other arguments.
 
-    Where there is nothing to add, the output itself is the sum.
+    If there is nothing to add, the output itself may be returned.
 
     Raises:
-        ChangedInput: an argument was changed, or the result lies in the output although that shares bytes with x.
-        WrongOutput: a sum beyond its bound.
+        ChangedInput: an argument was changed, or the result is in the output although that shares bytes with x.
+        WrongOutput: a sum is out of its bound.
     """
     findings = []
     for number, call in enumerate(outcome.workload.calls):
@@ -100,13 +100,14 @@ def judge_choice(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_gradients(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether out and source rows have the gradients of the out-of-place sum; of what saved out, its own.
+    """Decide whether out and source rows have the gradients of the out-of-place sum.
 
-    d out and d src are rows of the upstream gradient, none of which is rounded; the gradient behind a square root may
-    be off by 4 u of its size.
+    d out and d src are rows of the upstream gradient, without rounding. An operation that saved out before the sum has
+    its
+    own gradient: that of a square root may be off by 4 u of its size.
 
     Raises:
-        WrongGradient: another one, or none.
+        WrongGradient: a gradient is None or has another value.
     """
     findings = []
     for number, call in enumerate(outcome.workload.calls):
@@ -129,11 +130,11 @@ def judge_gradients(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_modes(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every nesting of grad modes gives the same bits, and a gradient exactly where grad was on.
+    """Decide whether all nestings of grad modes give the same bits, and a gradient only where grad is on.
 
     Raises:
         WrongOutput: other bits than those of the first call.
-        WrongGradient: the result asks for a gradient where none is recorded, or for none where one is.
+        WrongGradient: the result requires a gradient where none is recorded, or none where one is.
     """
     findings = []
     first = values(outcome, 0)[0]
@@ -153,11 +154,11 @@ def judge_modes(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_setting(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether a call leaves the setting of deterministic algorithms as it was, also where it raises.
+    """Decide whether a call does not change the setting of deterministic algorithms, also if it raises.
 
     Raises:
-        ChangedState: it is another behind the call.
-        Raised: what fits was refused, or what does not was stumbled over.
+        ChangedState: the setting differs after the call.
+        Raised: valid arguments were refused, or invalid ones raised an internal error.
     """
     findings = []
     for number, call in enumerate(outcome.workload.calls):
@@ -177,10 +178,10 @@ def judge_setting(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_forms(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether on tensors without data the result has the shape, dtype and device of that on real ones.
+    """Decide whether results on tensors without data have the shape, dtype and device of those with data.
 
     Raises:
-        WrongForm: it has others.
+        WrongForm: the shape, dtype or device differs.
     """
     findings = []
     for number, call in enumerate(outcome.workload.calls):
@@ -200,16 +201,16 @@ def judge_forms(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_programs(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether a program gives the bits of the eager call before it, and writes what that writes.
+    """Decide whether a captured or compiled program returns and writes the same bits as the eager call.
 
-    A compiled one may be refused, and its gradients are those of the eager call. Where the output may be written or
-    not, in either call, both are right.
+    A compiled one may be refused, and its gradients are those of the eager call. Where either call may write the output
+    or not, both are right.
 
     Raises:
-        WrongOutput: other bits.
-        ChangedInput: it changed other arguments.
-        WrongGradient: other gradients.
-        Raised: it stumbled in place of refusing.
+        WrongOutput: bits differ.
+        ChangedInput: the program changed other arguments.
+        WrongGradient: gradients differ.
+        Raised: it raised an internal error instead of a refusal.
     """
     findings = []
     for number, call in offered(outcome):
@@ -236,7 +237,7 @@ _PROGRAMS = {"export": "exported and run", "compile": "compiled as one graph"}
 
 
 def _program(eager: Answer, other: Answer, free: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield what a program does otherwise than the eager call."""
+    """Yield how a program differs from the eager call."""
     if not torch.equal(eager.values[""], other.values[""]):
         yield "bits", "gives other values than the eager call"
     if {*eager.changed} - free != {*other.changed} - free:
@@ -251,7 +252,7 @@ def _program(eager: Answer, other: Answer, free: set[str]) -> Iterator[tuple[str
 
 
 def _said(call: Call, rank: int) -> str:
-    """Return how the output lies to the tokens, in words."""
+    """Return how the output and the tokens share memory, as messages write it."""
     relation = call.given[rank]["out_ND"].relation
     grad = "grad on" if call.differentiable else "grad off"
     words = {
@@ -277,14 +278,14 @@ def _allowed(given: Mapping[str, Tensor]) -> Tensor:
 
 
 def _pairs(index_J: Tensor, tokens: int) -> Tensor:
-    """Return the source rows of every token, (T, K), -1 where it has fewer than K: pair j is expert j's alone."""
+    """Return the source rows of every token, (T, K), -1 where it has fewer than K; pair j belongs to expert j."""
     of_T = [(index_J == t).nonzero()[:, 0].tolist() for t in range(tokens)]
     K = max(map(len, of_T), default=0)
     return torch.tensor([each + [-1] * (K - len(each)) for each in of_T], dtype=torch.int64).view(tokens, K)
 
 
 def _gradients(call: Call, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the gradient of every argument that asks for one, in float64, and by how much it may be off."""
+    """Return the expected gradient of every argument that requires one, in float64, and its allowed error."""
     given = call.given[rank]
     leaves = {
         name: (value.leaf if isinstance(value, Root) else value).double().requires_grad_(name in call.differentiable)
@@ -300,6 +301,6 @@ def _gradients(call: Call, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
         expected = leaves[name].grad
         assert expected is not None, name
         u = unit_roundoff(call.upstream[rank][""].dtype)
-        rounded = isinstance(given[name], Root)  # all others are rows of the upstream gradient as they are
+        rounded = isinstance(given[name], Root)  # all others are rows of the upstream gradient
         found[name] = (expected, 4 * u * expected.abs() if rounded else torch.zeros_like(expected))
     return found
