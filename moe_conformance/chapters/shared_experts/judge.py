@@ -1,4 +1,4 @@
-"""A layer whose shared experts overlap its exchange, compared with the same layer without overlap."""
+"""Judge of layers whose shared experts overlap the exchange, compared with the layer without overlap."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from moe_conformance.workloads.twins import Twin, the_same
 def judge_overlap(reading: Reading, twins: RunTwins, tally: Tally) -> None:
     """Decide whether overlap changes no result beyond rounding, and no call of the exchange.
 
-    Every collective of the exchange once: of its kind, splits and bytes in its group, as often as without overlap, on
-    every rank. With tp > 1 only all-to-alls are compared: a gather over tp may be done once more in a backward.
+    Every rank makes each call of the exchange, with its kind, splits, bytes and group, as often as without overlap.
+    With tp > 1 only all-to-alls are compared: a backward may repeat a gather over tp.
 
     Raises:
         NotOffered: the layer without overlap did not run.
-        WrongForm, WrongOutput, AbsentGradient, WrongGradient: as the judges of layers, of either run.
-        WrongCollectives: a rank calls something more often than without overlap, or less.
+        WrongForm, WrongOutput, AbsentGradient, WrongGradient: as the judges of layers, for either run.
+        WrongCollectives: a rank makes a call more or less often than without overlap.
     """
     (ran,) = twins([without_overlap(reading.outcome.workload)])
     if ran.outcome is None:
@@ -52,14 +52,14 @@ def judge_overlap(reading: Reading, twins: RunTwins, tally: Tally) -> None:
 
 
 def without_overlap(workload: Workload) -> Twin:
-    """Return the same run of a layer whose shared experts do not run beside its exchange."""
+    """Return the run of the same layer without overlap of shared experts and exchange."""
     config = workload.config.changed({"shared.overlap": False})
     plain = replace(workload, name=f"{workload.name}, without overlap", config=config)
     return Twin("without overlap", plain, the_same(workload), torch.arange(config.experts))
 
 
 def _calls(ledger: Sequence[Entry], tp: int) -> Iterator[str]:
-    """Say every call that is compared in words that do not depend on when it was made."""
+    """Yield a description of every compared call that does not depend on its time."""
     for entry in ledger:
         if tp == 1 or entry.op.startswith("all_to_all"):
             sent, received = (list(splits or ()) for splits in (entry.in_splits, entry.out_splits))
