@@ -1,1 +1,1 @@
-"""What the checks of this chapter call."""
+"""Judges of packed sequences, called by the checks of this chapter."""

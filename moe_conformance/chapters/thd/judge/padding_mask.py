@@ -1,4 +1,4 @@
-"""A router that is told which rows are padding: the routes of the tokens, and the load without padding."""
+"""Judge of a router with a padding mask: the routes of tokens, and the load without padding."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ from moe_conformance.reference.forcing.routes import legal_ids
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records.workload import Batch, Call
 
-Routings = Sequence[Mapping[str, Tensor]]  # by rank
+Routings = Sequence[Mapping[str, Tensor]]  # the routing of every rank
 
 
 def judge_masked_router(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether tokens are routed as without padding, to the bit whatever padding holds, and no load has it.
+    """Decide whether tokens are routed as without padding, whatever padding rows hold, and loads exclude padding.
 
-    Calls come in pairs, of which the second differs from the first in the padding rows only; other pairs have other
-    masks. A router that balances reports its load.
+    Routes are equal to the bit. The second call of each pair differs from the first in the padding rows only; each pair
+    has its own mask. A router that balances reports its load.
 
     Raises:
-        WrongForm: ids and weights are not (T, K), ids no integers, or the load of a router that balances is missing.
+        WrongForm: ids and weights are not (T, K), ids are not integers, or the load of a router that balances is
+        missing.
         WrongSelection: a token's experts are not the best, or others in the second call; or a padding row has neither
             K different experts nor empty slots alone.
         WrongWeight: a token's weights are not theirs, or others in the second call; or those of empty slots are not 0.
@@ -71,7 +72,7 @@ def _judge_form(outcome: Outcome, rank: int, routing: Mapping[str, Tensor], T: i
 
 
 def _judge_ids(outcome: Outcome, rank: int, ids_TK: Tensor, mask_T: Tensor) -> None:
-    """Fail with the first row that is no route; one of padding may be empty instead."""
+    """Raise for the first row whose ids are not valid; a padding row may have empty slots only."""
     config = outcome.workload.config
     different = f"{config.top_k} different experts of {config.experts}"
     for t in (~legal_ids(ids_TK, config.experts, padding_T=mask_T)).nonzero().flatten().tolist():
@@ -131,7 +132,7 @@ def _judge_alike(outcome: Outcome, first: int, pair: Mapping[int, Routings], tal
 
 
 def _judge_tokens(outcome: Outcome, number: int, routings: Routings, tally: Tally) -> None:
-    """Hold the tokens of a call against the oracle of a router that was given them alone."""
+    """Compare the tokens of a call with the oracle of a router that received them without padding."""
     workload, call = outcome.workload, outcome.workload.calls[number]
     alone = tuple(_alone(call, rank, routing, workload.config.experts) for rank, routing in enumerate(routings))
     ids = {(0, rank): batch.ids_TK for rank, batch in enumerate(alone)}
@@ -151,7 +152,7 @@ def _judge_tokens(outcome: Outcome, number: int, routings: Routings, tally: Tall
 
 
 def _alone(call: Call, rank: int, routing: Mapping[str, Tensor], experts: int) -> Batch:
-    """Return the tokens of a rank without padding, what they were routed to, and its upstream gradient, dense."""
+    """Return the tokens of a rank without padding, with their routing and dense upstream gradient."""
     x, kept_T = call.given[rank]["x"], ~call.given[rank]["padding_mask_T"]
     ids_TK, weights_TK = (routing[name][kept_T] for name in ("ids_TK", "weights_TK"))
     upstream_TE = torch.zeros(len(ids_TK), experts)
@@ -161,14 +162,14 @@ def _alone(call: Call, rank: int, routing: Mapping[str, Tensor], experts: int) -
 
 
 def _judge_gradient(outcome: Outcome, number: int, place: Place, expected: RouterExpected, tally: Tally) -> None:
-    """Hold dx of tokens against the oracle; that of padding is zero."""
+    """Compare dx of tokens with the oracle; that of padding rows is zero."""
     rank = place[1]
     given = outcome.workload.calls[number].given[rank]
     dx = answers(outcome, number)[rank].gradients["x"]
     if dx is None:
         raise AbsentGradient("gradient", f"dx of rank {rank} is None in a batch with padding", ranks=(rank,))
     dx_TD, padding_T = dx.reshape(-1, dx.shape[-1]), given["padding_mask_T"]
-    if bool((dx_TD[padding_T] != 0).any()):  # NaN is not 0 either
+    if bool((dx_TD[padding_T] != 0).any()):  # also counts NaN
         raise WrongGradient("gradient", f"dx of rank {rank} is not zero at a padding token", ranks=(rank,))
     worst = compare(dx_TD[~padding_T], *expected.dx(place), tally, rank)
     if not worst.holds:

@@ -1,4 +1,4 @@
-"""Packed sequences: sums of lengths, which rows are tokens, and what a context rank holds."""
+"""Judges of packed sequences: cumulative lengths, which rows are tokens, and the rows of a context rank."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from moe_conformance.scenarios.outcome import Outcome
 
 
 def judge_lengths(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether sums of lengths and of padded lengths are those of the sequences that were laid out.
+    """Decide whether cumulative lengths and padded lengths are those of the packed sequences.
 
     Raises:
-        WrongForm: a list is no list of integers with an entry for every sequence and one more.
+        WrongForm: a list is not a list of integers with one entry more than sequences.
         WrongCount: a length changed, or a padded length is not the required multiple, or too small.
         NotOffered: all results are right, and some calls were refused.
     """
@@ -41,13 +41,13 @@ def judge_lengths(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_empty_sequences(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether sequences of length zero change nothing but the lists, where they are equal neighbours.
+    """Decide whether sequences of length zero only repeat an entry in the cumulative lengths.
 
-    Calls come in pairs: without such sequences and with them.
+    Each pair of calls is without such sequences and with them.
 
     Raises:
-        WrongForm: a list has not an entry for every sequence and one more.
-        WrongCount: another sequence begins elsewhere than without them.
+        WrongForm: a list does not have one entry more than sequences.
+        WrongCount: another sequence has another start than without them.
         NotOffered: all results are right, and some calls were refused.
     """
     found, refused = [], _refused(outcome)
@@ -75,10 +75,10 @@ def judge_empty_sequences(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_tokens(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether tokens and padding are told apart: the first L_i rows of sequence i are tokens, and no others.
+    """Decide whether exactly the first L_i rows of sequence i are reported as tokens.
 
     Raises:
-        WrongForm: the result is not a boolean for every row.
+        WrongForm: the result does not have a boolean per row.
         WrongDelivery: padding is reported as a token, or a token as padding.
         NotOffered: all results are right, and some calls were refused.
     """
@@ -104,11 +104,11 @@ def judge_tokens(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_shares(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether the ranks of a cp group hold every row once, in the order of chunks unless another is claimed.
+    """Decide whether the ranks of a cp group hold every row once, in the order of chunks or as claimed.
 
     Raises:
         WrongForm: the result is not a list of integers.
-        WrongDelivery: a row is on no rank, on several, or on another than its chunk.
+        WrongDelivery: a row is on no rank, on several ranks, or on another rank than its chunk.
         NotOffered: all results are right, and some calls were refused.
     """
     refused = _refused(outcome)
@@ -135,7 +135,7 @@ def judge_shares(outcome: Outcome, tally: Tally) -> None:
 
 
 def _refused(outcome: Outcome) -> dict[int, str]:
-    """Return the calls that some rank does not offer, with its error; any other error is for `values` to raise."""
+    """Return the calls that some rank does not offer, with its error; `values` raises any other error."""
     said = {number: [each.error for each in answers(outcome, number) if each.error_by] for number in _calls(outcome)}
     return {number: words[0] for number, words in said.items() if words}
 
@@ -150,7 +150,7 @@ def _require_all(refused: dict[int, str]) -> None:
 
 
 def _lists(outcome: Outcome, number: int) -> list[tuple[Tensor, Tensor]]:
-    """Return both sums of every rank's result, as int64."""
+    """Return both cumulative lists of every rank, as int64."""
     found = []
     real, padded = (values(outcome, number, name) for name in ("cu_seqlens", "cu_seqlens_padded"))
     for rank, pair in enumerate(zip(real, padded, strict=True)):
