@@ -1,4 +1,4 @@
-"""Weights that a fused token exchange sends: the weighted outputs of the experts, and the gradients of the weights.
+"""Judge of weights that a fused token exchange sends: weighted outputs, and gradients of the weights.
 
 K slots, N experts held. Local expert n returns n + 1 times its row (see `records.Answered`); all numbers are exact.
 """
@@ -14,10 +14,10 @@ from moe_conformance.scenarios.outcome import Outcome
 
 
 def judge_travelling_weights(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether y is the weighted sum of the expert outputs, and tokens and weights have its gradients if asked.
+    """Decide whether y is the weighted sum of the expert outputs, with its gradients.
 
-    The gradient of a slot's weight is the inner product of its expert's output with the upstream gradient, and zero for
-    an empty slot; with S shards of an expert there are S outputs.
+    Gradients are judged if the script has a backward. That of a slot's weight is the inner product of its expert's
+    output with the upstream gradient, and zero for an empty slot; with S shards of an expert there are S outputs.
 
     Raises:
         WrongOutput, WrongForm: a combine does not return the sum.

@@ -1,7 +1,7 @@
-"""Rows that are sent in float8: their scales, their values, the sums of combine, and the bytes that are sent.
+"""Judges of rows that are sent in float8: scales, values, sums of combine, and sent bytes.
 
-The signs of a row identify its token: rounding keeps those of large numbers. R rows, D hidden, B blocks of
-columns under one scale.
+The signs of a row identify its token, since rounding does not change the signs of large numbers. R rows, D hidden, B
+blocks of columns under one scale.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from moe_conformance.reference.token_exchange.wire_errors import legal_scales, l
 from moe_conformance.reference.token_exchange.wire_formats import E4M3, E5M2, Format, block_maxima
 from moe_conformance.scenarios.outcome import Outcome
 
-EMPTY, FULL, COMBINE = 0, 1, 2  # the calls of the script
+EMPTY, FULL, COMBINE = 0, 1, 2  # numbers of the calls of the script
 _FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 
 
 def judge_float8_rows(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether delivered rows are within the format's rounding of the tokens, each with scales of its own.
+    """Decide whether delivered rows are the tokens within the rounding of the format, with the right scales.
 
     Raises:
         WrongDelivery: a row is of no token, is missing, or has a scale or value beyond the rounding of its token.
         WrongForm: the sums have another dtype than the tokens.
         WrongOutput: y of a token is not the sum of its delivered rows.
-        WrongGradient, AbsentGradient: a token's gradient is not that of the sum, within the format's rounding.
+        WrongGradient, AbsentGradient: the gradient of a token is not that of the sum, within the format's rounding.
     """
     script = Rounded(outcome)
     script.judge_rows(tally)
@@ -55,9 +55,9 @@ def judge_float8_rows(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_float8_bytes(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether a rank sends in dispatch only numbers of the format, their scales, ids and weights.
+    """Decide whether a rank's dispatch sends only numbers of the format, their scales, ids and weights.
 
-    The bytes of a dispatch without tokens are subtracted, unless rows are sent in them: in messages of one size.
+    The bytes of a dispatch without tokens are subtracted, unless messages have one size and rows are sent in them.
 
     Raises:
         Costly: it sends more bytes.
@@ -76,7 +76,7 @@ def judge_float8_bytes(outcome: Outcome, tally: Tally) -> None:
         if full < moved * D:
             sentence = f"the ledger has {full:g} bytes sent by rank {rank} in dispatch; {moved} rows have to be sent"
             raise NotOffered(sentence)
-        spent = full - empty if full - empty >= moved * D else full  # messages of one size, tokens or not
+        spent = full - empty if full - empty >= moved * D else full  # messages of one size, with or without tokens
         if spent > moved * row:
             each = spent / moved if moved else math.inf
             sentence = f"rank {rank} sends {spent:g} bytes in dispatch for {moved} rows, {each:g} per row"
@@ -88,13 +88,13 @@ def judge_float8_bytes(outcome: Outcome, tally: Tally) -> None:
 
 @dataclass(frozen=True)
 class Rounded:
-    """A script of one dispatch in float8 and one combine."""
+    """A script of one dispatch in float8 and one combine, with its expected results."""
 
     outcome: Outcome
 
     @cached_property
     def script(self) -> Script:
-        """The script, as of rows in the dtype of the tokens."""
+        """The script with rows in the dtype of the tokens."""
         return Script(self.outcome)
 
     @cached_property
@@ -104,18 +104,18 @@ class Rounded:
 
     @cached_property
     def block(self) -> int:
-        """The columns that share a scale, all of them if the backend claims no number."""
+        """The number of columns that share a scale, by default all columns."""
         return claims_of(self.outcome.ranks).wire_block or self.outcome.workload.config.hidden
 
     @cached_property
     def sent(self) -> dict[Token, Tensor]:
-        """The row of every token."""
+        """The sent row of every token."""
         given = self.script.call(FULL).given
         return {Token(s, t): row_D for s, each in enumerate(given) for t, row_D in enumerate(each["x_TD"])}
 
     @cached_property
     def rows(self) -> dict[tuple[int, Token], tuple[int, Tensor]]:
-        """Every delivered row, by its rank and the token that its signs identify: its number and values."""
+        """The delivered rows by rank and the token that their signs identify: number and values."""
         owner = {_signs(row_D): token for token, row_D in self.sent.items()}
         ids, found, findings = values(self.outcome, FULL, "ids_RK"), {}, []
         for rank, rows_RD in enumerate(values(self.outcome, FULL, "rows_RD")):
@@ -135,20 +135,20 @@ class Rounded:
         return found
 
     def due(self) -> Iterator[tuple[int, Token]]:
-        """Yield every rank and token that has an expert there."""
+        """Yield every rank and token to be delivered: the rank holds an expert of the token."""
         for rank, group in self.script.group_of.items():
             for source in group:
                 at_TK = torch.isin(self.script.ids(FULL)[source], torch.tensor(self.script.held[rank]))
                 yield from ((rank, Token(source, t)) for t in at_TK.any(1).nonzero().flatten().tolist())
 
     def moved(self, rank: int) -> int:
-        """Count the rows that a rank has to send to others."""
+        """Return the number of rows that a rank has to send to others."""
         return sum(token.source == rank != to for to, token in self.due())
 
     # ---- judgements ------------------------------------------------------------------------------------------
 
     def judge_rows(self, tally: Tally) -> None:
-        """Compare scales, values, slots and counts with the tokens."""
+        """Compare scales, values, slots and counts of delivered rows with the tokens."""
         findings = []
         for (rank, token), (row, v_D) in self.rows.items():
             x_1D = self.sent[token].unsqueeze(0)
@@ -176,9 +176,9 @@ class Rounded:
             fail(WrongDelivery, "dispatch", findings)
 
     def judge_sums(self, tally: Tally) -> None:
-        """Compare y with the sum of the delivered rows, within the rounding of a sum of as many numbers."""
+        """Compare y with the sum of the delivered rows, within the rounding of that sum."""
         findings = []
-        require_dtype(self.outcome, COMBINE)  # of which the unit is: a narrower one would widen its own bound
+        require_dtype(self.outcome, COMBINE)  # the bound is in units of this dtype: a narrower one would widen it
         for rank, y_TD in enumerate(values(self.outcome, COMBINE)):
             for t, y_D in enumerate(y_TD.double()):
                 came = [v_D.double() for (_, token), (_, v_D) in self.rows.items() if token == Token(rank, t)]
@@ -195,9 +195,9 @@ class Rounded:
             fail(WrongOutput, "combine", findings)
 
     def judge_gradients(self, tally: Tally) -> None:
-        """Compare a token's gradient with the upstream times the number of ranks that had its row.
+        """Compare a token's gradient with the upstream gradient times the number of ranks with its row.
 
-        Exactly, or within the rounding of the format in which the backend claims to send gradients.
+        They are equal, or within the rounding of the format in which the backend claims to send gradients.
         """
         claimed = claims_of(self.outcome.ranks).gradient_format
         findings = []
@@ -221,7 +221,7 @@ class Rounded:
             fail(WrongGradient, "gradient", findings)
 
     def _within(self, fmt: Format, wanted_TD: Tensor, found_TD: Tensor) -> Tensor:
-        """Return which gradients are within the rounding of a format, bool (T, D)."""
+        """Return a bool mask (T, D) of the gradients within the rounding of a format."""
         largest_TB = scale_bounds(wanted_TD, self.block, fmt)[1]
         return legal_values(wanted_TD, found_TD, largest_TB, self.block, fmt)
 

@@ -1,7 +1,7 @@
-"""The low-latency token exchange: the places of its receive buffer, the sums of combine, and exceeded limits.
+"""Judges of the low-latency token exchange: places of its receive buffer, sums of combine, exceeded limits.
 
-Scripts feed rows whose signs are tags (see `workloads.tags`), so that each row identifies its token, also where its
-numbers were rounded. N experts held, C places, W ranks.
+The signs of rows are tags (see `workloads.tags`), so that each row identifies its token, also after rounding. N experts
+held, C places, W ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moe_conformance.workloads.records.workload import Ref
 
 
 def judge_places(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether the first places of every expert hold its rows, and no other place changes an output or gradient.
+    """Decide whether the first places of every expert hold its rows, and other places change no result.
 
     Raises:
         WrongGroups: an expert is held nowhere, or twice.
@@ -52,11 +52,11 @@ def judge_places(outcome: Outcome, tally: Tally) -> None:
 
 
 def judge_limit(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether more tokens than tokens_max are refused on every rank, and no fewer are.
+    """Decide whether more tokens than tokens_max are refused on every rank, and fewer are accepted.
 
     Raises:
         Unrefused: some ranks accepted them.
-        WrongDelivery, WrongOutput, WrongGradient, AbsentGradient: a dispatch within the limit is not right.
+        WrongDelivery, WrongOutput, WrongGradient, AbsentGradient: a dispatch within the limit is wrong.
     """
     judge_places(outcome, tally)
     for number, call in enumerate(outcome.workload.calls):
@@ -69,7 +69,7 @@ def judge_limit(outcome: Outcome, tally: Tally) -> None:
 def _judge_dispatch(outcome: Outcome, number: int, tally: Tally) -> None:
     findings = []
     answered = answers(outcome, number)
-    values(outcome, number, "counts_N")  # raises where a rank did
+    values(outcome, number, "counts_N")  # raises if a rank raised
     for rank, group, held in _ranks(outcome):
         answer = answered[rank].values
         rows_NCD, counts_N = answer["rows_NCD"], answer["counts_N"]
@@ -108,7 +108,7 @@ def _judge_dispatch(outcome: Outcome, number: int, tally: Tally) -> None:
 
 
 def _judge_fixed(outcome: Outcome) -> None:
-    """Raise unless experts have one number of places on all ranks and in all calls with one tokens_max."""
+    """Raise unless the number of places of an expert is equal on all ranks and calls with one tokens_max."""
     places: dict[tuple[tuple[int, ...], int], dict[str, int]] = {}
     for number, call in enumerate(outcome.workload.calls):
         if call.method == "dispatch" and not call.may_raise:
@@ -125,7 +125,7 @@ def _judge_fixed(outcome: Outcome) -> None:
 def _told(
     where: str, n: int, places: Places, ids: list[Tensor], group: tuple[int, ...], held: tuple[int, ...], runs: bool
 ) -> Finding:
-    """Describe the places of an expert, observed and expected."""
+    """Return a finding about the places of an expert, observed and expected."""
     count, expert = int(places.counts_N[n]), held[n]
     wanted = sorted((s, t) for s, ids_TK in enumerate(ids) for t in (ids_TK == expert).nonzero()[:, 0].tolist())
     stands = list(zip(places.source_NC[n, :count].tolist(), places.token_NC[n, :count].tolist(), strict=True))
@@ -146,14 +146,14 @@ def _told(
 
 
 def _ranks(outcome: Outcome) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield every rank, its exchange group, and its experts."""
+    """Yield every rank with its exchange group and its experts."""
     group_of = {rank: group for group in outcome.workload.layout.groups()["ep_etp"] for rank in group}
     for rank in sorted(outcome.ranks, key=lambda rank: rank.rank):
         yield rank.rank, group_of[rank.rank], rank.local_experts
 
 
 def _judge_sums(outcome: Outcome, tally: Tally) -> None:
-    """Compare y with the weighted sum of a token's own row, once for each shard that returns it, and the gradients."""
+    """Compare y and gradients with the weighted sum of a token's own row, once per shard that returns it."""
     shards = outcome.workload.layout.etp
     for number, call in enumerate(outcome.workload.calls):
         if call.method != "combine":

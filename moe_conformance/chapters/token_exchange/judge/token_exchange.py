@@ -1,7 +1,7 @@
-"""The fused token exchange: delivered rows, with a handle of their own or of another dispatch, and sums of combine.
+"""Judges of the fused token exchange: delivered rows, with a new or an earlier handle, and sums of combine.
 
-Scripts feed rows whose signs are tags (see `workloads.tags`), so that each row identifies its token, also where its
-numbers were rounded. R rows received, K slots.
+The signs of rows are tags (see `workloads.tags`), so that each row identifies its token, also after rounding. R rows
+received, K slots.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from moe_conformance.workloads.records.workload import Answered, Call, Ref
 
 
 class Token(NamedTuple):
-    """A token of a dispatch."""
+    """The source rank and the number of a token of a dispatch."""
 
     source: int
     token: int
 
     def __str__(self) -> str:
-        """Name it."""
+        """Return the name of the token, as messages write it."""
         return f"rank {self.source} token {self.token}"
 
 
 def judge_reuse(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether dispatches with an earlier handle deliver the new values in the places of the earlier rows.
+    """Decide whether dispatches with an earlier handle deliver the new values at the earlier rows' positions.
 
     Raises:
         WrongDelivery: a row is another token's than that of the first dispatch, or not its new value; or the first
@@ -87,7 +87,7 @@ def judge_biases(outcome: Outcome, tally: Tally) -> None:
     """Decide whether every bias is added once to each token, and has the gradient of the output.
 
     Raises:
-        WrongOutput, WrongGradient, AbsentGradient: it is not.
+        WrongOutput, WrongGradient, AbsentGradient: an output or a gradient of a bias is wrong.
         ChangedInput: a call changed its input.
     """
     script = Script(outcome)
@@ -108,17 +108,17 @@ class Script:
 
     @cached_property
     def dispatches(self) -> tuple[int, ...]:
-        """Numbers of the calls that dispatch."""
+        """The numbers of the calls that dispatch."""
         return tuple(n for n, call in enumerate(self.outcome.workload.calls) if call.method == "dispatch")
 
     @cached_property
     def group_of(self) -> dict[int, tuple[int, ...]]:
-        """Every rank's exchange group."""
+        """The exchange group of every rank."""
         return {rank: group for group in self.outcome.workload.layout.groups()["ep_etp"] for rank in group}
 
     @cached_property
     def held(self) -> tuple[tuple[int, ...], ...]:
-        """Global ids of every rank's experts, by rank; each expert is held, so that none of its tokens is left out.
+        """The global ids of every rank's experts, by rank; every expert is held by some rank.
 
         Raises:
             WrongGroups: as `judge_placement`.
@@ -127,19 +127,19 @@ class Script:
         return tuple(rank.local_experts for rank in sorted(self.outcome.ranks, key=lambda rank: rank.rank))
 
     def call(self, number: int) -> Call:
-        """A call."""
+        """Return a call by its number."""
         return self.outcome.workload.calls[number]
 
     def first(self, number: int) -> int:
-        """The dispatch whose layout a dispatch uses, maybe itself."""
+        """Return the dispatch whose layout a dispatch uses, which may be itself."""
         return _of(self.call(number), "handle", number)
 
     def ids(self, number: int) -> list[Tensor]:
-        """ids_TK of every rank that a dispatch used."""
+        """Return the ids_TK that a dispatch used, by rank."""
         return [given["ids_TK"] for given in self.call(self.first(number)).given]
 
     def copies(self, number: int) -> list[Tensor]:
-        """To how many ranks every token of every rank is sent, (T, 1) each."""
+        """Return the number of ranks that each token is sent to, (T, 1), by source rank."""
         return [
             torch.stack([_holds(ids_TK, self.held[to]) for to in self.group_of[rank]]).double().sum(0).unsqueeze(1)
             for rank, ids_TK in enumerate(self.ids(number))
@@ -148,7 +148,7 @@ class Script:
     # ---- rows ------------------------------------------------------------------------------------------------
 
     def rows(self, number: int) -> Iterator[tuple[int, int, Token | None, Tensor]]:
-        """Yield every row of a dispatch that is for an expert: its rank, its number, its token, and its values."""
+        """Yield every row of a dispatch that is for an expert: its rank, number, token and values."""
         ids = values(self.outcome, number, "ids_RK")
         for rank, rows_RD in enumerate(values(self.outcome, number, "rows_RD")):
             if len(rows_RD) != len(ids[rank]):
@@ -198,7 +198,7 @@ class Script:
         return row_D
 
     def _slots(self, rank: int, ids_K: Tensor, weights_TK: Tensor | None, t: int) -> list[tuple[int, float]]:
-        """What a rank must receive with a token: local expert and weight of every slot that is routed there."""
+        """Return the local expert and weight of every slot of a token that is routed to a rank."""
         held = self.held[rank]
         weights = [0.0] * len(ids_K) if weights_TK is None else weights_TK[t].tolist()
         return sorted((held.index(e), w) for e, w in zip(ids_K.tolist(), weights, strict=True) if e in held)
@@ -208,10 +208,10 @@ class Script:
         ids = answer["ids_RK"][row].tolist()
         weights = answer.get("weights_RK")
         carried = [0.0] * len(ids) if weights is None else weights[row].tolist()
-        return sorted((e, w) for e, w in zip(ids, carried, strict=True) if e >= 0 or w)  # others have no weight
+        return sorted((e, w) for e, w in zip(ids, carried, strict=True) if e >= 0 or w)  # other rows have no weight
 
     def wrong_slots(self, number: int, rank: int, token: Token, row: int | None) -> Iterator[Finding]:
-        """Yield what is wrong with the experts and weights of a token on a rank; row is None if it is not there."""
+        """Yield findings for the experts and weights of a token on a rank; row is None if it was not delivered."""
         given = self.call(number).given[token.source]
         asked = self._slots(rank, given["ids_TK"][token.token], given.get("weights_TK"), token.token)
         got = [] if row is None else self._received(number, rank, row)
@@ -219,7 +219,7 @@ class Script:
             yield _told(number, rank, token, asked, got)
 
     def wrong_counts(self, number: int) -> Iterator[Finding]:
-        """Yield the ranks that report other numbers of slots than are routed to their experts."""
+        """Yield findings for ranks that report other numbers of slots than are routed to their experts."""
         for rank, counts in enumerate(values(self.outcome, number, "counts_N")):
             slots = [int(e) for s in self.group_of[rank] for e in self.ids(number)[s].flatten()]
             true = [slots.count(e) for e in self.held[rank]]
@@ -228,7 +228,7 @@ class Script:
                 yield Finding("counts", f"call {number}: {reported}", (rank,))
 
     def judge_again(self, number: int, tally: Tally) -> None:
-        """Require the new value of a token in the row where the first dispatch had that token, and the first's ids."""
+        """Require the new value of each token at its row in the first dispatch, and the ids of the first dispatch."""
         first = self.first(number)
         there = {(rank, row): token for rank, row, token, _ in self.rows(first) if token is not None}
         findings = []
@@ -259,20 +259,20 @@ class Script:
 
     @property
     def combines(self) -> Iterator[tuple[int, Call, int]]:
-        """Yield every combine with a valid handle: its number, itself, the dispatch whose rows it sums."""
+        """Yield every combine with a valid handle: its number, the call, and the dispatch whose rows it sums."""
         for number, call in enumerate(self.outcome.workload.calls):
             if call.method == "combine" and not call.may_raise:
                 yield number, call, _of(call, "rows_RD")
 
     @property
     def answers(self) -> Iterator[tuple[int, Call, int]]:
-        """Yield every combine of expert outputs: its number, itself, the dispatch whose rows the experts received."""
+        """Yield every combine of expert outputs: its number, the call, and the dispatch that the experts received."""
         for number, call in enumerate(self.outcome.workload.calls):
             if isinstance(rows := call.given[0].get("rows_RD"), Answered):
                 yield number, call, rows.rows_RD.call
 
     def judge_sums(self, tally: Tally) -> None:
-        """Require of every combine the sum of its tokens' rows and biases, and of their gradients."""
+        """Require that every combine returns the sum of its tokens' rows and biases, with its gradients."""
         for number, call, rows in self.combines:
             expected = [
                 _added_up(copies_T1 * given["x_TD"].double(), own.get("biases", ()))
@@ -286,7 +286,7 @@ class Script:
             self.judge_gradients(rows, "x_TD", wanted, name, tally)
 
     def judge_output(self, number: int, expected: Sequence[Tensor], tally: Tally) -> None:
-        """Require what a combine returns, in the dtype of the tokens."""
+        """Require the output of a combine, in the dtype of the tokens."""
         require_dtype(self.outcome, number)
         self._judge(values(self.outcome, number), expected, "combine", f"y of call {number}", tally)
 
@@ -325,7 +325,7 @@ class Script:
 
 
 def require_dtype(outcome: Outcome, number: int) -> None:
-    """Raise `WrongForm` unless what a combine returns has the dtype of the tokens."""
+    """Raise `WrongForm` unless the output of a combine has the dtype of the tokens."""
     dtype = outcome.workload.config.dtype
     for rank, y_TD in enumerate(values(outcome, number)):
         if y_TD.dtype != dtype:
@@ -334,20 +334,20 @@ def require_dtype(outcome: Outcome, number: int) -> None:
 
 
 def _of(call: Call, argument: str, default: int = -1) -> int:
-    """The call that an argument comes from, the same on all ranks."""
+    """Return the number of the call that an argument comes from, the same on all ranks."""
     ref = call.given[0].get(argument)
     return ref.call if isinstance(ref, Ref) else default
 
 
 def unlike(row_D: Tensor, sent_D: Tensor) -> str:
-    """Name the first element in which a row differs from the token that was sent."""
+    """Return a description of the first element in which a row differs from the token that was sent."""
     column = int((row_D != sent_D).nonzero()[0])
     values = " instead of ".join(apart(float(row_D[column]), float(sent_D[column])))
     return f"with {values} in column {column}"
 
 
 def _added_up(rows_TD: Tensor, biases: Sequence[Tensor]) -> Tensor:
-    """Return what combine makes of the sum of every token's rows, which carry no weight, and its biases."""
+    """Return the sum of every token's rows, which have no weights, and its biases, as combine computes it."""
     only_T1 = torch.zeros(len(rows_TD), 1, dtype=torch.int64)
     return combine(rows_TD.unsqueeze(1), only_T1, torch.ones(len(rows_TD), 1), biases)
 
