@@ -1,4 +1,4 @@
-"""Padding to a common token count: the count, the group that it is reduced over, and exceeded bounds."""
+"""Judges of padding to a common token count: the count, the group of its reduction, and exceeded bounds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from moe_conformance.workloads.records import tags
 
 
 def judge_padded_counts(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every rank pads to the largest token count of its exchange group, rounded up; or to the bound.
+    """Decide whether every rank pads to its group's largest token count, rounded up, or to the bound.
 
     Raises:
         WrongForm: a rank returns no integer.
@@ -84,7 +84,7 @@ def judge_stated_padding(reading: Reading, tally: Tally) -> None:
     """Decide whether the exchange claims the configured padding and alignment.
 
     Raises:
-        WrongForm: it claims another alignment or way of padding, or none.
+        WrongForm: the exchange claims another alignment or padding, or none.
     """
     config = reading.outcome.workload.config
     for rank in reading.ranks:
@@ -100,14 +100,14 @@ def judge_stated_padding(reading: Reading, tally: Tally) -> None:
 
 
 def judge_dispatched_rows(reading: Reading, tally: Tally) -> None:
-    """Decide whether the exchange dispatches P rows, T where none are to be added, if all rows go to all ranks.
+    """Decide whether a dispatch of all rows to all ranks has P rows per rank, or T without padding.
 
-    An exchange that claims padding which is not configured is held to the largest count and the alignment that it
-    claims. Where routed rows alone are sent, no call shows how many rows were added: nothing is compared then.
+    For an exchange that claims padding without being configured, P is the largest count, rounded up to the claimed
+    alignment. If only routed rows are sent, no call shows the number of added rows, and nothing is compared.
 
     Raises:
         WrongCount: a rank dispatches another number of rows.
-        WrongForm: it claims padding that is not configured, and no alignment.
+        WrongForm: the exchange claims padding that is not configured, and no alignment.
     """
     workload, found = reading.outcome.workload, []
     groups, hidden = workload.layout.groups()["ep_etp"], workload.config.hidden
@@ -133,11 +133,11 @@ def judge_dispatched_rows(reading: Reading, tally: Tally) -> None:
 
 
 def judge_asked_group(reading: Reading, tally: Tally) -> None:
-    """Decide whether the largest token count is found by a collective over the exchange group, and over no other.
+    """Decide whether the largest token count is reduced over the exchange group, and over no other.
 
     Raises:
         WrongCollectives: the collective is over other ranks.
-        NotOffered: the ledger has no such call; the count is found in another way.
+        NotOffered: the ledger has no such call; the count is computed in another way.
     """
     groups, found, calls = reading.outcome.workload.layout.groups(), [], 0
     for rank in reading.ranks:
@@ -158,14 +158,14 @@ def judge_asked_group(reading: Reading, tally: Tally) -> None:
 def judge_nobody_asked(reading: Reading, tally: Tally) -> None:
     """Decide whether a dispatch has no collective for the largest token count.
 
-    An exchange that delivers a fixed number of rows on every rank of a group, or that pads although this is not
-    configured, has to agree upon a number: it may make one such call, before the rows are sent. So may one that sends
-    as many rows as the capacity of any rank (`Claims.wire`, verified by COST-04): this number is no token count. A call
-    after the rows (did all fit?) is for another purpose.
+    One such call is allowed, before the rows are sent, for an exchange that delivers a fixed number of rows on every
+    rank of a group, or that pads without being configured: its ranks must agree on a number. So is one for an exchange
+    that sends as many rows as the capacity of any rank (`Claims.wire`, verified by COST-04), which is not a token
+    count. Calls after the rows, such as whether all rows fit, have another purpose.
 
     Raises:
-        WrongCollectives: it has one, or more than are allowed.
-        WrongCount: it claims a fixed number of rows, and the ranks receive different numbers.
+        WrongCollectives: a dispatch has such a call, or more than are allowed.
+        WrongCount: the exchange claims a fixed number of rows, and the ranks receive different numbers.
     """
     found, static = [], reading.claims.handed == "static"
     if static:
@@ -202,7 +202,7 @@ def _judge_static(reading: Reading) -> None:
 
 
 def _pads_unasked(reading: Reading) -> bool:
-    """Whether the exchange claims padding that is not configured, as it needs equal token counts."""
+    """Return whether the exchange claims padding without being configured, as it needs equal token counts."""
     return reading.outcome.workload.config.padding.tokens == "no" and reading.claims.padding != "no"
 
 
@@ -215,13 +215,13 @@ def _alignment_unasked(reading: Reading) -> int:
 
 
 def judge_added_rows(reading: Reading, tally: Tally) -> None:
-    """Decide whether no expert receives a row of zeros, which is what an added token is, except as padding of its rows.
+    """Decide whether no expert receives an added token (a row of zeros), except as padding of its rows.
 
     Padding fills an expert's rows up to the multiple that the backend reports; an expert without rows may have one
-    multiple of it. Where a buffer of places is delivered without counts, rows of zeros prove nothing.
+    multiple. If a buffer of places is delivered without counts, rows of zeros are not judged.
 
     Raises:
-        WrongDelivery: an expert receives one.
+        WrongDelivery: an expert receives an added token.
     """
     multiple, found = reading.claims.multiple, Counter[tuple[int, int]]()
     rows = Counter(_whose(entry) for entry in reading.entries if entry.kind != tags.PADDING)
@@ -246,13 +246,13 @@ def _whose(entry: Row) -> tuple[int, int, int, int]:
 
 
 def judge_broken_bound(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether a step raises on all ranks of a group in which some T is larger than the bound, and then only.
+    """Decide whether a step raises on all ranks of a group if and only if some T exceeds the bound.
 
-    Where no rank raises y is right, after a refused step too.
+    If no rank raises, y is right, also after a refused step.
 
     Raises:
         Unrefused: some rank returned.
-        Raised: one raised although the bound holds, or its error does not name the numbers.
+        Raised: a rank raised although the bound holds, or its error does not name the numbers.
         WrongOutput: a rank that did not refuse has another y.
     """
     config, groups = outcome.workload.config, outcome.workload.layout.groups()["ep_etp"]
@@ -305,7 +305,7 @@ def _tell_refusals(
 
 
 def _counts(outcome: Outcome, number: int) -> tuple[int, ...]:
-    """Return to how many rows every rank pads in a call.
+    """Return the number of rows that every rank pads to in a call.
 
     Raises:
         WrongForm: a rank returns no integer.
@@ -330,19 +330,19 @@ def _expected(outcome: Outcome, tokens: Sequence[int], groups: Sequence[Sequence
 
 
 def _asked(reading: Reading, rank: RankOutcome) -> Iterator[tuple[str, Entry]]:
-    """List the collectives for a largest number before the rows of a dispatch are sent, each with its phase."""
+    """Yield the collectives for a largest number before the rows of a dispatch, each with its phase."""
     for phase, calls in dispatches(rank):
         before, _ = parted(calls, reading.outcome.workload.config.hidden)
         yield from ((phase, entry) for entry in _questions(reading, before))
 
 
 def _questions(reading: Reading, calls: Sequence[Entry], *, behind: bool = False) -> Iterator[Entry]:
-    """List what can give ranks a largest number: reductions of anything but rows, gathers of one number of each rank.
+    """Yield calls that can give ranks a largest number: reductions except of rows, gathers of one number per rank.
 
-    A reduction may be a sum: of W numbers, each of which one rank alone knows. One to a single rank, followed by a
-    broadcast, counts too. An exchange that gathers all tokens on all ranks gathers once how many of them there are,
-    before they are sent, and so may an adapter that does. One that gathers buffers of capacity may gather each of their
-    sizes: of their dimensions the number of tokens is none.
+    A reduction may be a sum of W numbers, each of which is nonzero on one rank only. A reduction to a single rank
+    followed by a broadcast counts too. An exchange or an adapter that gathers all tokens on all ranks may gather the
+    number of tokens once, before they are sent. An exchange that gathers buffers of capacity may gather each of their
+    sizes, none of which is the number of tokens.
     """
     free = not behind and reading.claims.wire not in ("pairs", "tokens")
     sizes = reading.claims.wire == "capacity_all"
