@@ -1,8 +1,8 @@
-"""Tokens that every rank of a tp group holds: delivered once, counted once, with y and gradients on every tp rank.
+"""Judges of tokens that every rank of a tp group holds: delivered once, counted once, results on every rank.
 
-All judges of exchanges apply to the tokens of one tp rank, as if the other tp ranks had none. The rows are tagged as
-the lowest rank's of the tp group, so that its batches are the expected deliveries; y and the gradients of another tp
-rank replace those of the lowest one, one tp rank after the other.
+All judges of exchanges are applied to the tokens of one tp rank, as if the other tp ranks had none. The tags of rows
+name the lowest rank of the tp group, so its batches are the expected deliveries. y and the gradients of the other tp
+ranks are judged in turn in place of those of the lowest one.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ Judge = Callable[[Reading, Tally], None]
 
 @dataclass(frozen=True)
 class Distinct(Reading):
-    """A reading in which the lowest rank of every tp group alone has tokens.
+    """A reading in which only the lowest rank of every tp group has tokens.
 
     A pair may be sent to the owners of its expert in any exchange group that holds the token, and must be in one.
     """
 
     @cached_property
     def pairs(self) -> tuple[tuple[Pair, ...], ...]:
-        """The expected deliveries: where several exchange groups hold a token, in those that the backend selected."""
+        """The expected deliveries; of several exchange groups that hold a token, in those that the backend selected."""
         rows = Counter(
             (e.microbatch, e.rank, e.source, e.token, e.expert)
             for e in self.entries
@@ -73,7 +73,7 @@ class Distinct(Reading):
                 for slot, expert in enumerate(ids_K):
                     if expert < 0:
                         continue
-                    before = ids_K[:slot].count(expert)  # slots of the same expert, which have rows of their own
+                    before = ids_K[:slot].count(expert)  # slots of the same expert have one row each
                     owners = [[r for r in group if expert in self.ranks[r].local_experts] for group in groups]
                     if not any(owners):
                         sentence = (
@@ -87,7 +87,7 @@ class Distinct(Reading):
 
 
 def judge_copies_delivered(reading: Reading, tally: Tally) -> None:
-    """Decide whether every pair reaches its owners once in one exchange group, and once at most in every other.
+    """Decide whether every pair is delivered once in one exchange group, and at most once in every other.
 
     Raises:
         WrongDelivery: pairs not delivered, delivered twice, delivered elsewhere, or delivered but not routed.
@@ -108,7 +108,7 @@ def judge_copies_delivered(reading: Reading, tally: Tally) -> None:
 
 
 def _sent(pair: Pair, layout: dict[str, tuple[tuple[int, ...], ...]]) -> Pair:
-    """Return the pair as sent by the tp rank in the exchange group that it was delivered to."""
+    """Return the pair as sent by the tp rank in the exchange group that delivered it."""
     copies = next(group for group in layout["tp"] if pair.source in group)
     there = next(group for group in layout["ep_etp"] if pair.destination in group)
     return replace(pair, source=min(set(copies) & set(there)))
@@ -123,7 +123,7 @@ def judge_copies_claimed(reading: Reading, tally: Tally) -> None:
 
 
 def judge_copies_counted(reading: Reading, tally: Tally) -> None:
-    """Decide whether experts end with the gradient of distinct tokens.
+    """Decide whether experts end with the gradient over distinct tokens, each counted once.
 
     Raises as `judge_expert_gradients`.
     """
@@ -131,7 +131,7 @@ def judge_copies_counted(reading: Reading, tally: Tally) -> None:
 
 
 def judge_copies_answered(reading: Reading, tally: Tally) -> None:
-    """Decide whether y and the gradients, with the suite's experts, are complete on every tp rank, and y bitwise equal.
+    """Decide whether y and gradients with the suite's experts are right on every tp rank, and y bitwise equal.
 
     Raises:
         WrongForm, WrongOutput, WrongGradient, AbsentGradient: as the judges of one rank; y differs between tp ranks.
@@ -142,7 +142,7 @@ def judge_copies_answered(reading: Reading, tally: Tally) -> None:
 
 
 def judge_copies_asked(reading: Reading, tally: Tally) -> None:
-    """Decide the gradients where x or the weights ask for none.
+    """Decide `judge_asked` for duplicated tokens: gradients if only x or only the weights require one.
 
     Raises as `judge_asked`.
     """
@@ -150,7 +150,7 @@ def judge_copies_asked(reading: Reading, tally: Tally) -> None:
 
 
 def judge_own_copies_answered(reading: Reading, tally: Tally) -> None:
-    """Decide the same of the backend's own experts, within rounding.
+    """Decide `judge_copies_answered` for the backend's own experts, within rounding.
 
     Raises as `judge_copies_answered`.
     """
@@ -201,7 +201,7 @@ def _judge_every_copy(reading: Reading, tally: Tally, judges: tuple[Judge, ...])
 
 
 def _of_copy(reading: Reading, copy: int) -> Distinct:
-    """Return the reading with every token on the lowest rank of its tp group only, and the results of one tp rank."""
+    """Return the reading with tokens on the lowest rank of every tp group only, and the results of one tp rank."""
     outcome = reading.outcome
     groups = outcome.workload.layout.groups()["tp"]
     source = {min(group): group for group in groups}
@@ -224,7 +224,7 @@ def _of_copy(reading: Reading, copy: int) -> Distinct:
 
 
 def _taken(reading: Reading, m: int, copies: tuple[int, ...], copy: int) -> Microbatch:
-    """Return the microbatch of the first tp rank, with the output and the gradients of another."""
+    """Return the microbatch of the first tp rank with the output and the gradients of another."""
     seen = [reading.seen(m, rank) for rank in copies]
     mine = seen[copy]
     return replace(
@@ -238,9 +238,9 @@ def _taken(reading: Reading, m: int, copies: tuple[int, ...], copy: int) -> Micr
 
 
 def _gradient(reading: Reading, copies: tuple[int, ...], copy: int, name: str, by_copy: list[Grad]) -> Grad:
-    """Return a tp rank's gradient, or the sum over the tp ranks where the backend claims that they are parts.
+    """Return a tp rank's gradient, or the sum over the tp ranks if the backend claims that these are parts.
 
-    A part is zero, and not None, where a tp rank has none: the sum needs all of them.
+    A part must be zero, not None, if a tp rank adds nothing: the sum needs all parts.
     """
     if reading.claims.copies == "complete":
         return by_copy[copy]
@@ -257,7 +257,7 @@ def _gradient(reading: Reading, copies: tuple[int, ...], copy: int, name: str, b
 
 
 def _nothing(seen: Microbatch) -> Microbatch:
-    """Return the microbatch of a rank without tokens; the rows that its experts received stay."""
+    """Return the microbatch of a rank without tokens; the rows that its experts received are kept."""
 
     def none(value: torch.Tensor | None) -> torch.Tensor | None:
         return None if value is None else value[:0]
@@ -275,12 +275,12 @@ def _without_tokens(batch: Batch) -> Batch:
 
 
 def judge_mismatch(outcome: Outcome, tally: Tally) -> None:
-    """Decide whether every rank of a tp group raises whose ranks have different routings, between two valid steps.
+    """Decide whether all ranks of a tp group raise if their routings differ, between two valid steps.
 
     Ranks of other groups may raise or return, but none may hang.
 
     Raises:
-        Unrefused: a rank of such a group accepted them.
+        Unrefused: a rank of such a group accepted the routings.
         Hung, Died, Raised: a rank waits for another or ended, or a valid step raised.
         WrongOutput: y of a valid step is wrong.
     """
