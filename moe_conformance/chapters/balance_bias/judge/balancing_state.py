@@ -127,7 +127,7 @@ def _stunted(history: History, rank: int, layer: int, tally: Tally) -> Finding |
     load = [call.method for call in history.workload.calls].index("load")
     for point in history.points(rank, layer, declared(history.outcome)):
         if point.call > load:
-            break  # the step did not start from the bias before it
+            break  # biases were replaced by loading
         n_E = point.loads_E
         always = [always[0] & (E * n_E < n_E.sum()), always[1] & (E * n_E > n_E.sum())]
         bias_E = history.seen(point.call, "updates")[rank][point.number]["now"][layer]

@@ -19,8 +19,7 @@ def judge_reductions(reading: Reading, tally: Tally) -> None:
 
     In finishing, all calls together may send other ranks less than the smallest part of a parameter: norms and flags.
     In a backward this also holds for reductions with ranks of other exchange groups. With ranks of its own exchange
-    group, or
-    of its tensor group, a rank also reduces gradients of tokens and weights: see `_most_of_tokens`.
+    group, or of its tensor group, a rank also reduces gradients of tokens and weights: see `_most_of_tokens`.
 
     Raises:
         Costly: they are reduced with other ranks.

@@ -227,7 +227,7 @@ def judge_bias_in_turn(reading: Reading, tally: Tally) -> None:
 
     Raises:
         WrongForm, WrongSelection: two forwards select the same although the bias is drawn anew, or differ although it
-        is kept.
+            is kept.
     """
     own = expected_of(reading)
     chosen = {place: ids_TK for place, ids_TK in own.ids.items() if len(ids_TK)}

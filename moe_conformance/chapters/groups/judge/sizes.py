@@ -63,9 +63,8 @@ def judge_stages(answers: Mapping[Wish, Told], tally: Tally) -> None:
     The stage of a rank is its position in its group along pp.
 
     Raises:
-        WrongGroups: a group along pp does not have pp ranks, or a rank is in none; dense and expert groups have other
-        groups
-            along pp, or another group holds ranks of two stages.
+        WrongGroups: a group along pp does not have pp ranks, or a rank is in none; dense and expert groups differ
+            in their groups along pp, or another group holds ranks of two stages.
     """
     findings = []
     for wish, told in answers.items():

@@ -73,7 +73,7 @@ def judge_same_collectives(outcome: Outcome, tally: Tally) -> None:
 
     Raises:
         WrongCollectives: a run has a call that the other lacks, or the report of a meter that is off calls a
-        collective.
+            collective.
         WrongCount: a meter that is off reports values.
     """
     metered, plain, again = _same_runs(outcome)

@@ -1,8 +1,7 @@
 """Judges of routers with extreme logits: whether results are legal, where several are.
 
 The router of these workloads has a single 1 or -1 per expert, so that logits are exact in any order and dtype. Bounds
-are
-therefore much smaller than those of a sum of products: the error of a score is a few of its roundoffs.
+are therefore much smaller than those of a sum of products: the error of a score is a few of its roundoffs.
 """
 
 from __future__ import annotations

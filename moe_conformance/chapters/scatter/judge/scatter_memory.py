@@ -103,8 +103,7 @@ def judge_gradients(outcome: Outcome, tally: Tally) -> None:
     """Decide whether out and source rows have the gradients of the out-of-place sum.
 
     d out and d src are rows of the upstream gradient, without rounding. An operation that saved out before the sum has
-    its
-    own gradient: that of a square root may be off by 4 u of its size.
+    its own gradient: that of a square root may be off by 4 u of its size.
 
     Raises:
         WrongGradient: a gradient is None or has another value.

@@ -42,7 +42,7 @@ def judge_masked_router(outcome: Outcome, tally: Tally) -> None:
 
     Raises:
         WrongForm: ids and weights are not (T, K), ids are not integers, or the load of a router that balances is
-        missing.
+            missing.
         WrongSelection: a token's experts are not the best, or others in the second call; or a padding row has neither
             K different experts nor empty slots alone.
         WrongWeight: a token's weights are not theirs, or others in the second call; or those of empty slots are not 0.

@@ -21,7 +21,7 @@ def judge_form(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm: another shape or dtype.
         WrongOutput: the shape and dtype are right, and NaN or infinity is where the sum of all magnitudes fits the
-        dtype.
+            dtype.
     """
     findings = list(_misshapen(reading))
     if findings:
