@@ -1,1 +1,1 @@
-"""What the ranks do: one run of a backend each, and the records that it returns."""
+"""The code that every rank executes for a run of a backend, and the records that it returns."""

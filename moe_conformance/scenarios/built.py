@@ -1,4 +1,4 @@
-"""The surfaces of a training step, built by a session for one workload, with the workload's parameters."""
+"""Build the surfaces of a training step for one workload and write the workload's parameters into them."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
 @dataclass(frozen=True)
 class Built:
-    """What one step calls: routers, or a layer, or an exchange and experts.
+    """The surfaces that a training step calls: routers, or a layer, or an exchange and experts.
 
     Attributes:
         parametrised: The surfaces whose gradients are judged.
         routers: Routers of the same config, as in several layers.
-        undropping: The same router without its capacity.
-        warned: What was warned of as the routers were built.
-        hooked: The hooks on parameters, by surface, where the workload asks for hooks.
-        buffered: The parameters that had a gradient as soon as they were built.
+        undropping: The same router without a capacity.
+        warned: The warnings that were raised while the routers were built.
+        hooked: The hooks on parameters, by surface, if the workload has hooks.
+        buffered: The parameters that had a gradient right after the build, before any backward.
     """
 
     session: Session
@@ -54,7 +54,7 @@ class Built:
 
 
 def build_all(kept: Opened, workload: Workload) -> Built:
-    """Build what the workload's run calls and write the parameters.
+    """Build the surfaces that the workload's run calls and write the parameters.
 
     Raises:
         Unsupported: the backend does not offer a surface, or not with this config.
@@ -81,7 +81,7 @@ def build_all(kept: Opened, workload: Workload) -> Built:
 
 
 def _routers(session: Session, workload: Workload) -> Built:
-    """Build as many as the workload has, and one without a capacity if its run compares with that."""
+    """Build the routers of the workload, and one without a capacity if the run compares with that."""
     assert isinstance(workload.run, RouterStep)
     with recorded() as warned:
         routers = [session.router(workload.config) for _ in range(workload.routers)]
@@ -93,7 +93,7 @@ def _routers(session: Session, workload: Workload) -> Built:
 
 
 def _exchange_and_experts(kept: Opened, workload: Workload) -> Built:
-    """Build an exchange, with experts of the backend or with ours."""
+    """Build an exchange, with experts of the backend or of the suite."""
     exchange, run = exchange_of(kept.session, workload), workload.run
     if executes(workload.schedule, "dispatch") and not isinstance(exchange, SplitExchange):
         raise Unsupported("this exchange has no halves to interleave")

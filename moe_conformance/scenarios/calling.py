@@ -1,4 +1,4 @@
-"""How a script makes one call: under grad modes and settings, on tensors without data, exported or compiled."""
+"""Make one call of a script: under grad modes and settings, on tensors without data, exported or compiled."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from moe_conformance.workloads.records.workload import Mode, Through
 
 @contextmanager
 def under(modes: Sequence[Mode]) -> Iterator[None]:
-    """Enter modes, outermost first, and put the deterministic setting back as it was.
+    """Enter modes, outermost first, and restore the deterministic setting afterwards.
 
-    By its debug mode: `torch.use_deterministic_algorithms` imports a compiler, a second in every process.
+    The debug mode is set, since `torch.use_deterministic_algorithms` imports a compiler: a second in every process.
     """
     before = torch.get_deterministic_debug_mode()
     with ExitStack() as stack:
@@ -34,12 +34,12 @@ def under(modes: Sequence[Mode]) -> Iterator[None]:
 
 
 def deterministic_setting() -> tuple[bool, bool]:
-    """Return whether deterministic algorithms are asked for, and whether others are only warned of."""
+    """Return whether torch uses deterministic algorithms, and whether it only warns where it has none."""
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 class _Method(nn.Module):
-    """A method of a surface as a module, which is what can be exported."""
+    """Wraps a method of a surface as a module, since torch exports modules only."""
 
     def __init__(self, method: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -50,21 +50,21 @@ class _Method(nn.Module):
 
 
 def call_through(through: Through, method: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Make a call, by name in the order of the method's own; by place if its parameters have other names.
+    """Call a method with its arguments by name, or by position if its parameters have other names.
 
-    On tensors without data (fake, meta) the result has none. An export and a compilation as one graph may fail: what
-    they raise is raised.
+    On tensors without data (fake, meta) the result has none. An export and a compilation as one graph may fail; their
+    exceptions propagate.
     """
     given = tuple(arguments.values())
     if through == "":
         return method(**arguments) if _has_parameters(method, arguments) else method(*given)
     if through == "meta":
-        return method(*(each.to("meta") for each in given))
+        return method(*(given_tensor.to("meta") for given_tensor in given))
     if through == "fake":
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         with FakeTensorMode() as fake:
-            return method(*(fake.from_tensor(each) for each in given))
+            return method(*(fake.from_tensor(given_tensor) for given_tensor in given))
     if through == "export":
         program = torch.export.export(_Method(method), given)
         return program.module()(*given)
@@ -73,7 +73,7 @@ def call_through(through: Through, method: Callable[..., Any], arguments: Mappin
 
 
 def _has_parameters(method: Callable[..., Any], names: Iterable[str]) -> bool:
-    """Whether a method can be called with arguments of these names, or does not tell."""
+    """Return whether a method can be called with arguments of these names, or has no signature."""
     try:
         inspect.signature(method).bind(**dict.fromkeys(names))
     except TypeError:
@@ -84,7 +84,7 @@ def _has_parameters(method: Callable[..., Any], names: Iterable[str]) -> bool:
 
 
 def form_of(returned: Any, through: Through, device: torch.device) -> dict[str, Any]:
-    """Return what a tensor without data tells, and the kind of device on which the arguments were."""
+    """Return shape, dtype and device type of a tensor without data, and the device type of the arguments."""
     return {
         "shape": tuple(returned.shape),
         "dtype": returned.dtype,
@@ -94,7 +94,7 @@ def form_of(returned: Any, through: Through, device: torch.device) -> dict[str, 
 
 
 def memory_of(returned: Any, arguments: Mapping[str, Tensor]) -> dict[str, Memory]:
-    """Return how a returned tensor lies to each tensor argument: "shared" where they have a byte in common."""
+    """Return whether a returned tensor is, or shares bytes with, each tensor argument, by argument."""
     if not isinstance(returned, Tensor):
         return {}
     return {
@@ -104,7 +104,10 @@ def memory_of(returned: Any, arguments: Mapping[str, Tensor]) -> dict[str, Memor
 
 
 def _share_bytes(a: Tensor, b: Tensor) -> bool:
-    """Count the bytes of two tensors, unless their first and last say enough: two storages may lie over one memory."""
+    """Return whether two tensors have a byte in common, also if their storages differ.
+
+    The addresses of all bytes are compared only if those of the first and last bytes do not decide.
+    """
     (first_a, last_a), (first_b, last_b) = _extent(a), _extent(b)
     if first_a > last_b or first_b > last_a:
         return False
@@ -112,7 +115,7 @@ def _share_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of the first and the last byte of a strided tensor; of an empty one, of none."""
+    """Return the addresses of the first and the last byte of a strided tensor; (1, 0) for an empty one."""
     if not tensor.numel():
         return 1, 0
     steps = (
@@ -122,7 +125,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the address of every byte of a strided tensor, as often as an element lies on it."""
+    """Return the address of every byte of a strided tensor, once for each element that contains it."""
     step = tensor.element_size()
     at = torch.tensor([tensor.data_ptr()])
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):

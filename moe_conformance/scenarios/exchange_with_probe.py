@@ -1,4 +1,4 @@
-"""An exchange for scripts, with the suite's expert at hand: an expert is no data that a call could be given."""
+"""An exchange for scripts that calls the suite's probe expert, since a call of a script cannot pass an expert."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from moe_conformance.scenarios.reported import claims_of
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Both halves of what a dispatch returned."""
+    """The delivery and the handle that a dispatch returned."""
 
     delivery: Delivery
     handle: Any
 
 
 class Whole:
-    """An exchange in one call."""
+    """An exchange with the probe expert, as one call."""
 
     def __init__(self, exchange: Exchange | SplitExchange, probe: Probe) -> None:
-        """Take both."""
+        """Keep the exchange and the probe expert."""
         self._whole, self._probe = whole(exchange), probe
         self._placed = exchange
         self.local_experts = tuple(exchange.local_experts)
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """What the exchange shows of itself by now."""
+        """What the exchange reports now."""
         return self._placed.resolved
 
     @property
     def claims(self) -> Claims:
-        """What the exchange claims by now."""
+        """What the exchange claims now."""
         return claims_of(self._placed)
 
     def step(self, x: Tensor, routing: Routing) -> Tensor:
-        """Return y."""
+        """Return y of dispatch, probe expert and combine."""
         return self._whole(x, routing, self._probe)
 
 
 class Halves(Whole):
-    """And in two."""
+    """An exchange with the probe expert, as one call or as dispatch and combine."""
 
     def __init__(self, exchange: SplitExchange, probe: Probe) -> None:
-        """Take both."""
+        """Keep the exchange and the probe expert."""
         super().__init__(exchange, probe)
         self._exchange = exchange
 
@@ -59,13 +59,13 @@ class Halves(Whole):
         return Dispatched(*self._exchange.dispatch(x, routing))
 
     def combine(self, answers_of: Dispatched, handle_of: Dispatched, width: int | None = None) -> Tensor:
-        """Combine the expert outputs to one dispatch, or the first columns of them, under the handle of another."""
+        """Combine the expert outputs of one dispatch, or their first `width` columns, with the handle of another."""
         return self._exchange.combine(self._probe(answers_of.delivery)[..., :width], handle_of.handle)
 
 
 def exchange_with_probe(
     exchange: Exchange | SplitExchange, config: Config, session: Session, topology: Topology
 ) -> Whole:
-    """Return what scripts call; with `dispatch` and `combine` only where the exchange has them."""
+    """Return the exchange that scripts call; it has `dispatch` and `combine` only if the backend's has them."""
     probe = Probe(config, tuple(exchange.local_experts), part_of(session, topology))
     return Halves(exchange, probe) if isinstance(exchange, SplitExchange) else Whole(exchange, probe)

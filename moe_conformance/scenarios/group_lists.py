@@ -1,4 +1,7 @@
-"""Asks a backend which groups it would build. On a rank, since asking may import the library; no group is made."""
+"""Ask a backend which process groups it would build. No group is made.
+
+The backend is asked on a rank, since this may import its library.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,18 @@ from moe_conformance.workloads.records.workload import SIZES, Wish
 
 @dataclass(frozen=True)
 class Question:
-    """What the one rank is asked."""
+    """The backend and the sizes for which a rank calls its method `groups`."""
 
     backend: str  # a name of the registry or pkg.mod:Class
     wishes: tuple[Wish, ...]
 
 
 class CannotTell(Exception):
-    """Asking hung or killed the rank; the message says what happened there."""
+    """The rank hung or died while the backend was asked; the message says what happened there."""
 
 
 def group_lists(engine: Engine, backend: str, wishes: tuple[Wish, ...]) -> list[Told]:
-    """Return what the backend answers to every wish.
+    """Return the backend's answer to every wish.
 
     Raises:
         CannotTell: the rank did not answer.
@@ -39,13 +42,13 @@ def group_lists(engine: Engine, backend: str, wishes: tuple[Wish, ...]) -> list[
 
 
 def ask(context: RankContext, question: Question) -> list[Told]:
-    """Ask for everything."""
+    """Call the backend's `groups` for every wish, on this rank."""
     del context  # any rank knows the same
     backend = load(question.backend)
-    return [_told(backend, wish) for wish in question.wishes]
+    return [_answer_of(backend, wish) for wish in question.wishes]
 
 
-def _told(backend: object, wish: Wish) -> Told:
+def _answer_of(backend: object, wish: Wish) -> Told:
     sizes = {name: getattr(wish.layout, name) for name in SIZES}
     order = (wish.order,) if wish.order else ()
     try:

@@ -1,4 +1,4 @@
-"""Experts that answer with the very tensor that they were handed."""
+"""Experts that return the same tensor that they receive."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from moe_conformance.scenarios.probe import recorded
 
 
 class Identity:
-    """Every expert is the identity. `rows` counts rows that were answered where they lay.
+    """Experts that are all the identity. `rows` counts the rows that were returned in place.
 
-    Where answers are parts, that of one shard is all of it and those of the others are zeros: no other parts of a
-    number with all its bits have a sum without rounding. The shards take turns by microbatch, which is set before every
-    forward.
+    If expert outputs are partial sums, one etp shard returns the rows and the others return zeros: a number that uses
+    all bits of its dtype has no other parts whose sum is exact. The shards take turns by microbatch, which is set
+    before every forward.
     """
 
     def __init__(self, shard: int = 0, shards: int = 1) -> None:
-        """Nothing has been passed."""
+        """Create experts for one etp shard, before any delivery."""
         self.microbatch = 0
         self.rows = 0
         self._shard, self._shards = shard, shards
         self._handed: list[Handed] = []
 
     def __call__(self, delivery: Delivery) -> Tensor:
-        """Return the rows themselves; a sum over slots or with weights is computed apart."""
+        """Return the rows themselves, or new rows if they are weighted or have several slots."""
         self._handed.append(recorded(delivery, self.microbatch))
         rows_RD, ids_RJ = delivery.rows_RD, delivery.ids_RJ
         answers = self.microbatch % self._shards == self._shard
@@ -41,11 +41,11 @@ class Identity:
         return (rows_RD * total_R1).to(rows_RD.dtype).reshape(delivery.shape)
 
     def handed(self, microbatch: int) -> tuple[Handed, ...]:
-        """Everything delivered in a microbatch."""
+        """Return copies of all deliveries of a microbatch."""
         return tuple(handed for handed in self._handed if handed.microbatch == microbatch)
 
 
 def identity_of(session: Session, topology: Topology) -> Identity:
-    """Return this rank's, of as many shards as answers are cut into."""
+    """Return the identity experts of this rank, for its etp shard if expert outputs are partial sums."""
     shards = topology.ranks("etp") if session.expert_output_is_partial else (topology.rank,)
     return Identity(shards.index(topology.rank), len(shards))

@@ -1,4 +1,4 @@
-"""One microbatch of a training step on one rank: what is kept of it from its first operation to the end of the run."""
+"""The state of one microbatch on one rank, from its first operation to the end of the run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 
 @dataclass
 class InFlight:
-    """A microbatch and what became of it.
+    """The state of one microbatch.
 
     Attributes:
         delivered: The delivery and the handle, between the halves of a forward.
         output: What the forward returned.
-        returned: A copy of it, made when it was returned.
-        weights_at: Where the exchange applied routing weights, as it said when the forward returned.
-        outputs_changed: Which outputs held other bytes behind the backward; None before that is known.
-        spoilt: The experts that give padding rows other gradients, where the workload asks for them.
-        overflow: The words in which a dispatch refused it.
+        returned: A copy of the output, made when it was returned.
+        weights_at: Where the exchange applied routing weights, as claimed when the forward returned.
+        outputs_changed: Which outputs held other bytes after the backward; None before that is known.
+        spoilt: The experts that replace the gradients at padding rows, if the workload has them.
+        overflow: The message with which a dispatch refused the microbatch.
     """
 
     inputs: Inputs
@@ -38,13 +38,13 @@ class InFlight:
     overflow: str | None = None
 
     def output_kept(self) -> bool:
-        """Whether the output holds the bytes that were returned."""
+        """Return whether the output still holds the bytes that were returned."""
         assert self.output is not None
         assert self.returned is not None
         return same_bytes(self.returned.cpu(), self.output.detach().cpu())
 
     def seen(self, exchange: ExchangeSeen, hidden: int | None) -> Microbatch:
-        """Return what the judge reads; y is flattened to (T, hidden), and left out where `hidden` is None."""
+        """Return the record for the judge; y is flattened to (T, hidden), and left out if `hidden` is None."""
         if self.overflow is not None:
             return Microbatch(None, (), None, Grad(None), Grad(None), exchange)
         assert self.output is not None

@@ -1,4 +1,4 @@
-"""What a microbatch is on a rank: the tensors that the backend is given, and what became of them."""
+"""The input tensors of a microbatch on a rank, their gradients, and whether they were changed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moe_conformance.workloads.records.workload import Batch, Workload
 
 
 class Inputs:
-    """One microbatch on this rank's device.
+    """The inputs of one microbatch, copied to this rank's device.
 
-    `changed` names what no longer holds the bytes it was given, those between its strides included. Gradients are
-    copied when their backward returns, as a pipeline hands them on then; `gradients_changed` names what somebody wrote
-    over later.
+    `changed` names the inputs whose bytes differ from the batch, including bytes between strides. Gradients are copied
+    when their backward returns, since a pipeline sends them on then; `gradients_changed` names those that were
+    overwritten later.
     """
 
     def __init__(self, workload: Workload, batch: Batch, device: torch.device) -> None:
@@ -52,21 +52,21 @@ class Inputs:
         return {name: grad for name, grad in now.items() if grad is not None}
 
     def cut_graphs(self) -> None:
-        """Drop the graphs that a backward with create_graph has left at the gradients."""
-        for asked in (self.x, self.routing.weights_TK):
-            asked.grad = None if asked.grad is None else asked.grad.detach()
+        """Detach the gradients from the graphs that a backward with create_graph left."""
+        for leaf in (self.x, self.routing.weights_TK):
+            leaf.grad = None if leaf.grad is None else leaf.grad.detach()
 
     def keep_gradients(self) -> None:
-        """Copy the gradients as they are now."""
+        """Store a copy of the present gradients."""
         self.gradients = self._current_gradients()
 
     def gradients_changed(self) -> tuple[str, ...]:
-        """Return which gradients hold other bytes than when they were kept."""
+        """Return the names of the gradients whose bytes differ from the stored copies."""
         now = self._current_gradients()
         return tuple(name for name, kept in self.gradients.items() if not same_bytes(kept, now[name]))
 
     def changed(self) -> tuple[str, ...]:
-        """Return which inputs hold other bytes than the batch."""
+        """Return the names of the inputs whose bytes differ from the batch."""
         given = {
             "x": self.given.x_TD,
             "ids": self.given.ids_TK,
@@ -82,5 +82,5 @@ class Inputs:
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """Return all bytes that a tensor is a view of."""
+    """Return all bytes of the storage of a tensor."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

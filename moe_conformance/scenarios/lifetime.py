@@ -1,4 +1,4 @@
-"""A step from the import of its backend to the end of the session, with the settings of the process at both ends."""
+"""A training step that compares settings of the process before the import of a backend and after its session."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _SURFACES = names()
 
 
 class Lifetime(TrainingStep):
-    """Opens a session, takes the step, builds whatever else there is, is refused something, and closes."""
+    """Opens a session, takes the step, builds every other surface, also with a config to refuse, and closes."""
 
     def run(self, backend_name: str) -> RankOutcome:
-        """Return what the step returns, and which settings differ."""
+        """Run the step, and return its outcome with the settings that differ."""
         closed(self.context)
         before = settings()
         outcome = super().run(backend_name)
@@ -48,7 +48,7 @@ class Lifetime(TrainingStep):
         return replace(outcome, settings_changed=found, settings_seen=seen)
 
     def _build_everything(self, session: Session) -> None:
-        """Build every surface that a session may offer, also of a number of experts that ep does not divide."""
+        """Build every surface that a session may offer, also with a number of experts that ep does not divide."""
         for surface in _SURFACES:
             for more in (0, 1):
                 with suppress(Exception):  # refused: what is left behind is looked at
@@ -56,7 +56,7 @@ class Lifetime(TrainingStep):
 
 
 def import_all(backend_name: str) -> tuple[dict[str, tuple[str, str]], int]:
-    """Import a backend and what it needs to be imported; return the settings that differ, and how many there are."""
+    """Import a backend and its `preload` modules; return the settings that differ, and how many settings there are."""
     import_module("torch.fx.experimental.symbolic_shapes")  # it brings sympy and its filter, which are torch's
     before = settings()
     for module in getattr(load(backend_name), "preload", ()):
@@ -65,7 +65,7 @@ def import_all(backend_name: str) -> tuple[dict[str, tuple[str, str]], int]:
 
 
 def _imported(backend_name: str) -> tuple[dict[str, tuple[str, str]], int]:
-    """Do it in a process of its own: here it has been imported."""
+    """Call `import_all` in a new process, since the backend has already been imported in this one."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-c", _IMPORT, backend_name],

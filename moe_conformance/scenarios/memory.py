@@ -1,4 +1,4 @@
-"""Steps of which nothing is kept, and how many bytes the process has allocated after them, by whatever means."""
+"""Run steps without keeping their results, and measure the bytes that the process has allocated after them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from moe_conformance.scenarios.inputs import Inputs
 from moe_conformance.scenarios.probe import Probe
 from moe_conformance.workloads.records.workload import Batch
 
-LONGER = 64  # times the tokens: what a backend keeps of them is more than what the suite writes down of its calls
+LONGER = 64  # factor on the tokens: what a backend keeps of them exceeds what the suite records of its calls
 
 
 def longer(batch: Batch) -> Batch:
-    """Return a batch with its tokens `LONGER` times."""
+    """Return a batch with its tokens repeated `LONGER` times."""
     tensors = (batch.x_TD, batch.ids_TK, batch.weights_TK, batch.upstream)
-    return Batch(*(each.repeat(LONGER, 1) for each in tensors))
+    return Batch(*(tensor.repeat(LONGER, 1) for tensor in tensors))
 
 
 def take_and_forget(surface: Exchange | SplitExchange | Layer, inputs: Inputs, config: Config) -> None:
-    """Take a forward and a backward, with an exchange those of a probe of their own.
+    """Run a forward and a backward; an exchange gets a new probe expert.
 
-    No argument, result or gradient of a token is referred to later.
+    No reference to an argument, result or gradient of a token is kept.
     """
     output = _output(surface, inputs, config)
     torch.autograd.backward(output, inputs.upstream.to(output.dtype).reshape(output.shape))
@@ -41,7 +41,7 @@ def _output(surface: Exchange | SplitExchange | Layer, inputs: Inputs, config: C
 
 
 class _MallInfo(ctypes.Structure):
-    """`struct mallinfo2` of glibc, see mallinfo(3)."""
+    """The C struct `mallinfo2` of glibc, see mallinfo(3)."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -53,12 +53,11 @@ class _MallInfo(ctypes.Structure):
 
 
 def bytes_in_use(device: torch.device) -> int | None:
-    """Return how many bytes are allocated in this process, after garbage is collected.
+    """Return how many bytes are allocated in this process, after garbage collection.
 
-    On a GPU what torch's allocator has handed out there. On a CPU what malloc has handed out to anybody: to tensors,
-    which torch's CPU allocator takes from it one by one, to NumPy, to libraries in C++, and to objects of Python of
-    more than 512 bytes; of those up to 512 nothing is seen. None where the C library cannot tell (all but glibc 2.33
-    and later).
+    On a GPU, the bytes allocated by torch's allocator. On a CPU, all bytes allocated by malloc: by tensors, for each of
+    which torch's CPU allocator calls it, by NumPy, by libraries in C++, and by Python objects of more than 512 bytes;
+    smaller objects are not counted. None if the C library does not count them (only glibc 2.33 and later does).
     """
     gc.collect()
     if device.type == "cuda":
@@ -66,8 +65,8 @@ def bytes_in_use(device: torch.device) -> int | None:
     libc = _libc()
     if libc is None:
         return None
-    told = libc.mallinfo2()
-    return int(told.uordblks + told.hblkhd)
+    usage = libc.mallinfo2()
+    return int(usage.uordblks + usage.hblkhd)
 
 
 @cache

@@ -1,7 +1,7 @@
-"""Runs a workload on the ranks: the driver's side, and what every rank executes first.
+"""Run a workload on the ranks: the driver's side, and the function that every rank executes first.
 
-A workload is a training step (`step.py`), a script of calls on one surface (`script.py`), or what a chapter brings: the
-entries of the table `SCENARIOS` in its module `scenario`.
+A workload is a training step (`step.py`), a script of calls on one surface (`script.py`), or a scenario of a chapter:
+an entry of the table `SCENARIOS` in its module `scenario`.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from moe_conformance.workloads.records.workload import Asynchrony, Workload
 
 
 class Scenario(Protocol):
-    """What every rank executes for one workload."""
+    """The code that every rank executes for one workload."""
 
-    reached: str  # the phase it is in: "open", "build", then whatever it names
+    reached: str  # the present phase: "open", "build", then phases of the scenario
 
     def __init__(self, context: RankContext, workload: Workload) -> None:
-        """Begin nothing yet."""
+        """Store the arguments; nothing runs yet."""
 
     def run(self, backend_name: str) -> RankOutcome:
-        """Do it all and return what this rank saw."""
+        """Run the workload and return the record of this rank."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What is sent to every rank; what is its own comes beside it."""
+    """The part of a job that is the same for all ranks; `RankContext.rank_payload` has the part of one rank."""
 
     backend: str  # a name of the registry or pkg.mod:Class
     workload: Workload
@@ -47,30 +47,30 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that was sent to the ranks, alone or with others."""
+    """A workload that was sent to the ranks, alone or with others."""
 
     backend: str
     workload: Workload
     running: Running
 
     def outcome(self) -> Outcome:
-        """Wait for every rank and return what they returned. Never raises for a rank's fault."""
+        """Wait for every rank and return their records. A fault of a rank raises nothing here."""
         return outcome_of(self.backend, self.workload, self.running.result())
 
 
 def start(engine: Engine, backend: str, workload: Workload, deadline_s: float = 60.0) -> Step:
-    """Send a workload to the ranks and return while it runs there."""
+    """Send a workload to the ranks and return without waiting for it."""
     return Step(backend, workload, engine.start(job(engine.device, backend, workload, deadline_s)))
 
 
 def start_many(engine: Engine, backend: str, workloads: Sequence[Workload], deadline_s: float = 60.0) -> list[Step]:
-    """Send workloads for one world to the ranks together; each outcome is what it would be alone."""
+    """Send workloads for one world to the ranks together; every outcome is the same as if it were sent alone."""
     jobs = [job(engine.device, backend, workload, deadline_s) for workload in workloads]
-    return [Step(backend, *each) for each in zip(workloads, engine.start_many(jobs), strict=True)]
+    return [Step(backend, *pair) for pair in zip(workloads, engine.start_many(jobs), strict=True)]
 
 
 def job(device: str, backend: str, workload: Workload, deadline_s: float = 60.0) -> Job:
-    """Return what is sent to the ranks: `run`, with what all of them are given and what is for one alone."""
+    """Return the job that runs a workload: the function `run`, the payload of all ranks, and those of single ranks."""
     world = workload.layout.world
     return Job(
         function="moe_conformance.scenarios.moe_step:run",
@@ -84,24 +84,27 @@ def job(device: str, backend: str, workload: Workload, deadline_s: float = 60.0)
 
 
 def _on(device: str, asynchrony: Asynchrony) -> Asynchrony | Literal["delayed_communication"]:
-    """Poison hides buffers of the CPU; on a GPU, where data are late by themselves, they are made later."""
+    """Return the mode of asynchronous collectives on a device: on a GPU "poisoned" becomes "delayed_communication".
+
+    Only buffers on a CPU can be poisoned. On a GPU data arrive late in any case, and are delayed further.
+    """
     return "delayed_communication" if device == "cuda" and asynchrony == "poisoned" else asynchrony
 
 
 def moe_step(engine: Engine, backend: str, workload: Workload, deadline_s: float = 60.0) -> Outcome:
-    """Run a workload through a backend and return what every rank returned. Never raises for a rank's fault."""
+    """Run a workload through a backend and return the records of all ranks. A fault of a rank raises nothing here."""
     return start(engine, backend, workload, deadline_s).outcome()
 
 
 def outcome_of(backend: str, workload: Workload, result: JobResult) -> Outcome:
-    """Return what every rank returned, as the judge reads it."""
+    """Return the result of a job as the outcome that the judge reads."""
     deserted = any(rank.status == "hung" for rank in result.ranks)
     ranks = tuple(_rank_outcome(rank, deserted) for rank in result.ranks)
     return Outcome(backend, workload, ranks, result.seconds, result.disagreements)
 
 
 def _rank_outcome(result: RankResult, deserted: bool) -> RankOutcome:
-    """Return what a rank returned, with what the engine says of it; `deserted`: some rank waits for ever."""
+    """Return the record of a rank, with what the engine reports of it; `deserted`: some rank waits for ever."""
     if result.status == "ok" and (result.error is None or result.secondary or not deserted):
         assert isinstance(result.value, RankOutcome)
         return replace(result.value, ledger=result.ledger, hazards=result.hazards)
@@ -124,7 +127,7 @@ def _rank_outcome(result: RankResult, deserted: bool) -> RankOutcome:
 
 
 def run(context: RankContext, assignment: Assignment) -> RankOutcome:
-    """Do the step or follow the script on this rank. An exception carries the phase it was raised in as `reached`."""
+    """Run the workload's scenario on this rank. An exception gets the phase in which it was raised as `reached`."""
     workload = joined(assignment.workload, context.rank_payload, context.rank)
     step = _scenario_of(workload)(context, workload)
     try:
@@ -141,10 +144,10 @@ def run(context: RankContext, assignment: Assignment) -> RankOutcome:
 
 
 def _mark(error: Exception, step: Scenario) -> None:
-    """Have the exception carry where it was raised: the phase, and how many collectives that phase began behind."""
+    """Add to an exception the phase in which it was raised, and the number of collectives before that phase."""
     error.reached = step.reached  # type: ignore[attr-defined]
     if isinstance(step, TrainingStep) and step.phases:
-        began = [calls for phase, calls in step.phases if phase == step.reached]  # and not as its experts were asked
+        began = [calls for phase, calls in step.phases if phase == step.reached]  # not the call of the experts
         error.collectives = began[-1]  # type: ignore[attr-defined]
 
 
@@ -154,5 +157,5 @@ def _scenario_of(workload: Workload) -> type[Scenario]:
 
 @cache
 def _scenarios() -> Mapping[str, type[Scenario]]:
-    """Return the scenarios by name: those of several chapters, and those that a chapter brings."""
+    """Return the scenarios by name: those that several chapters use, and those that one chapter defines."""
     return {"training step": TrainingStep, "script": Script, **registered("scenario", "SCENARIOS")}

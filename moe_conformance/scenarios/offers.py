@@ -1,4 +1,4 @@
-"""What a backend offers on a rank: each surface is built with a small config, and with each option changed."""
+"""Find out what a backend offers, by building every surface with a small config and with every option changed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "receive_buffer.factor": {"receive_buffer.factor": 8.0},
 }
 
-# A library's own gate may be one of these alone; a router or a layer is tried with each, the plain config first.
+# The gate of a library may allow only one of these configs; a router or a layer is tried with all, plain first.
 _GSHARD = {"capacity.factor": 1.0, "capacity.drop_policy": "position"}
 GATES: Mapping[str, Mapping[str, Any]] = {
     "": {},
@@ -62,7 +62,7 @@ How = Literal["offered", "refused", "not adapted", "failed"]
 
 @dataclass(frozen=True)
 class Asked:
-    """What a rank is to try."""
+    """The backend, variant and layout that a rank tries."""
 
     backend: str
     variant: str
@@ -71,13 +71,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Offer:
-    """How the building of a surface ended on one rank; `option` is "" where no option is changed."""
+    """How the build of a surface ended on one rank; `option` is "" if no option was changed."""
 
     surface: str
     option: str
     how: How
     reason: str = ""
-    gate: str = ""  # of `GATES`, with which it was built
+    gate: str = ""  # the entry of `GATES` with which it was built
 
 
 def names() -> tuple[str, ...]:
@@ -86,45 +86,48 @@ def names() -> tuple[str, ...]:
     return tuple(name for name, method in methods if "config" in inspect.signature(method).parameters)
 
 
-def run(context: RankContext, asked: Asked) -> tuple[Offer, ...]:
-    """Build every surface, and those that read options with each of them; of one that is not offered, only the first.
+def run(context: RankContext, request: Asked) -> tuple[Offer, ...]:
+    """Build every surface, and those in `WITH_OPTIONS` with every option; one that is not offered is built once.
 
-    What the session itself refuses when it is opened is told of a surface named "session".
+    If the session is refused when it is opened, that is reported as a surface named "session".
     """
     try:
-        session = opened(context, asked.backend, asked.layout).session
+        session = opened(context, request.backend, request.layout).session
     except Unsupported as error:
-        return (Offer("session", "", _refusal(error, asked), str(error)),)
-    plain = Config(variant=asked.variant)
+        return (Offer("session", "", _refusal(error, request), str(error)),)
+    plain = Config(variant=request.variant)
     found = []
     for surface in names():
-        offer, config = _first(session, surface, plain, asked)
+        offer, config = _first(session, surface, plain, request)
         found.append(offer)
         if offer.how == "offered" and surface in WITH_OPTIONS:
             tried = ((option, config.changed(values)) for option, values in OPTIONS.items())
-            found += [_try(session, surface, option, changed, asked) for option, changed in tried]
+            found += [_try(session, surface, option, changed, request) for option, changed in tried]
     return tuple(found)
 
 
-def _first(session: Any, surface: str, plain: Config, asked: Asked) -> tuple[Offer, Config]:
-    """Build a surface with the plain config, or with the first gate that it takes; that of the plain one if none."""
-    first = _try(session, surface, "", plain, asked)
+def _first(session: Any, surface: str, plain: Config, request: Asked) -> tuple[Offer, Config]:
+    """Build a surface with the plain config, or with the first of `GATES` that it accepts, and return the config too.
+
+    If it accepts none, the offer of the plain config is returned.
+    """
+    first = _try(session, surface, "", plain, request)
     for gate, values in GATES.items() if surface in ("router", "layer") and first.how == "not adapted" else ():
-        offer = _try(session, surface, "", plain.changed(values), asked)
+        offer = _try(session, surface, "", plain.changed(values), request)
         if offer.how == "offered":
             return replace(offer, gate=gate), plain.changed(values)
     return first, plain
 
 
-def _try(session: Any, surface: str, option: str, config: Config, asked: Asked) -> Offer:
+def _try(session: Any, surface: str, option: str, config: Config, request: Asked) -> Offer:
     try:
         build(session, surface, config)
     except Unsupported as error:
-        return Offer(surface, option, _refusal(error, asked), str(error))
-    except Exception as error:  # told as it is: this looks at the backend, and judges nothing
+        return Offer(surface, option, _refusal(error, request), str(error))
+    except Exception as error:  # reported as it is: nothing is judged here
         return Offer(surface, option, "failed", f"{type(error).__name__}: {error}")
     return Offer(surface, option, "offered")
 
 
-def _refusal(error: Unsupported, asked: Asked) -> How:
-    return "refused" if refused_by(error, load(asked.backend)) == "library" else "not adapted"
+def _refusal(error: Unsupported, request: Asked) -> How:
+    return "refused" if refused_by(error, load(request.backend)) == "library" else "not adapted"

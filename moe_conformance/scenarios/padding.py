@@ -1,4 +1,4 @@
-"""Padding rows, and gradients at them: large finite numbers in place of those that there are."""
+"""Replace padding rows and the gradients at padding rows by large finite numbers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from moe_conformance.workloads.records import tags
 
 
 class PaddingGradients:
-    """Experts around which every gradient at a padding row is a large number; `rows` counts them."""
+    """Experts with every gradient at a padding row replaced by a large number; `rows` counts these rows."""
 
     def __init__(self, experts: ExpertFn) -> None:
-        """Nothing has gone backward yet."""
+        """Wrap the experts, before any backward."""
         self.experts = experts
         self.rows = 0  # padding rows whose gradients were replaced
 
     def __call__(self, delivery: Delivery) -> Tensor:
-        """Return the expert output; the gradients of other rows than padding are unchanged."""
+        """Return the expert output; only the gradients of padding rows are replaced."""
         padding_R = padding_of(delivery)
         rows_RD = _replaced(delivery.rows_RD, padding_R)
         weights_RJ = delivery.weights_RJ if delivery.weights_RJ is None else _replaced(delivery.weights_RJ, padding_R)
@@ -38,10 +38,10 @@ class PaddingGradients:
 
 
 def large_beside_pairs(rows_RD: Tensor, counts_E: Tensor | None, pairs_E: Sequence[int]) -> Tensor:
-    """Return rows by expert with a large number, also for a gradient, in every row that is no pair's.
+    """Return rows by expert with a large number in every row of no routed pair, in the backward too.
 
-    An expert's pairs are the first rows of its segment. After the last segment no row is a pair's. Without counts, or
-    with one that is below the pairs, nobody can say which rows these are: they come back as they are.
+    The pairs of an expert are the first rows of its segment; rows after the last segment belong to none. The rows are
+    returned unchanged if it is not known which rows these are: without counts, or with a count below the pairs.
     """
     if counts_E is None or len(counts_E) != len(pairs_E):
         return rows_RD
@@ -55,7 +55,7 @@ def large_beside_pairs(rows_RD: Tensor, counts_E: Tensor | None, pairs_E: Sequen
 
 
 def _replaced(values: Tensor, padding_R: Tensor) -> Tensor:
-    """Return the values; the gradient that comes back for them has other rows where padding is."""
+    """Return the values unchanged; in the backward their gradient has large numbers in padding rows."""
     if not values.requires_grad:
         return values
     same: Tensor = _Replaced.apply(values, padding_R)  # type: ignore[no-untyped-call]
@@ -66,7 +66,7 @@ class _Replaced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, padding_R: Tensor) -> Tensor:
         ctx.padding_R = padding_R
-        return values.clone()  # combine may write into it, and nobody into a view that a function returns
+        return values.clone()  # combine may write into it, which autograd forbids for a view returned by a Function
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

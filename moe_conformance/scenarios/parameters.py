@@ -1,4 +1,7 @@
-"""Writing parameters and reading gradients through the windows of `named`, and checking that they are windows."""
+"""Write parameters and read gradients through the windows of `named`, and check that these are views.
+
+A window is a `Named`: a view of a parameter or of a part of it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from moe_conformance.contract import Named, Parametrised, Unsupported
 from moe_conformance.scenarios.outcome import Grad
 from moe_conformance.workloads.records.workload import ParameterKey
 
-Hooked = list[tuple[Tensor, list[Tensor]]]  # parameters, each with the sum of what its hook was passed, if it was
+Hooked = list[tuple[Tensor, list[Tensor]]]  # parameters, with the sum of the gradients passed to the hook, if any
 
 
 def _data(parameter: Tensor) -> Tensor:
@@ -29,7 +32,7 @@ def shard_of(full: Tensor, shard: tuple[int, int, int] | None) -> Tensor:
 
 
 def write(surface: Parametrised, values: Mapping[ParameterKey, Tensor]) -> None:
-    """Fill every window with its value.
+    """Write the workload's value into every window.
 
     Raises:
         KeyError: the surface names something that the workload has no value for.
@@ -45,18 +48,18 @@ def write(surface: Parametrised, values: Mapping[ParameterKey, Tensor]) -> None:
 
 
 def unask(surface: Parametrised) -> None:
-    """Have no parameter ask for a gradient.
+    """Set requires_grad to False on all parameters.
 
     Raises:
-        Unsupported: the surface shows parts of its parameters (of sharded ones, say), and not what asks.
+        Unsupported: the windows show parts of parameters (of sharded ones, say), not the tensors that require grad.
     """
-    asked: list[Tensor] = []  # the experts of a stacked tensor read it once each
+    changed: list[Tensor] = []  # a stacked tensor is read once for each of its experts
 
     def read(parameter: Tensor) -> Tensor:
-        if not any(parameter is each for each in asked):
+        if not any(parameter is other for other in changed):
             if not parameter.requires_grad:
                 raise Unsupported("the windows show parts of parameters, and not the tensors that ask for gradients")
-            asked.append(parameter)
+            changed.append(parameter)
         return parameter.requires_grad_(False).detach()
 
     for _ in surface.named(read):
@@ -64,23 +67,25 @@ def unask(surface: Parametrised) -> None:
 
 
 def hook(surface: Parametrised) -> Hooked:
-    """Have the gradients that autograd passes to hooks of every parameter be kept, as the sum over all backwards.
+    """Register a hook on every parameter that sums the gradients that autograd passes to it over all backwards.
 
     Raises:
-        Unsupported: the surface shows parts of its parameters, or tensors of a class whose hooks are its own (sharded
+        Unsupported: the surface shows parts of its parameters, or tensors of a class with special hooks (sharded
             ones), and not the tensors to which autograd passes gradients.
     """
     hooked: Hooked = []
 
     def read(parameter: Tensor) -> Tensor:
-        if any(parameter is each for each, _ in hooked) or (type(parameter) is Tensor and not parameter.requires_grad):
+        if any(parameter is other for other, _ in hooked) or (
+            type(parameter) is Tensor and not parameter.requires_grad
+        ):
             return parameter.detach()  # read before, or a buffer
         if type(parameter) not in (Tensor, nn.Parameter) or not (parameter.is_leaf and parameter.requires_grad):
             raise Unsupported("the windows do not show the tensors to which autograd passes gradients")
         kept: list[Tensor] = []
 
         def keep(gradient: Tensor | None) -> None:
-            if gradient is not None:  # it is where a backward hands nothing on
+            if gradient is not None:  # it is None if a backward passes no gradient
                 kept[:] = [kept[0] + gradient if kept else gradient.detach().clone()]
 
         parameter.register_hook(keep)
@@ -93,16 +98,16 @@ def hook(surface: Parametrised) -> Hooked:
 
 
 def passed_to_hooks(surfaces: Iterable[Parametrised], hooked: Iterable[Hooked]) -> dict[ParameterKey, Grad] | None:
-    """Return what hooks were passed, of every window; `Grad(None)` of a parameter whose hook was passed none.
+    """Return the gradients passed to hooks, by window; `Grad(None)` for a parameter whose hook got none.
 
-    None where nothing has hooks.
+    None if there are no hooks.
     """
     found: dict[ParameterKey, Grad] = {}
     for surface, mine in zip(surfaces, hooked, strict=False):
         silent: list[Tensor] = []
 
         def read(parameter: Tensor, mine: Hooked = mine, silent: list[Tensor] = silent) -> Tensor:
-            kept = next((kept for each, kept in mine if each is parameter), [])
+            kept = next((kept for other, kept in mine if other is parameter), [])
             if not kept:
                 silent.append(torch.zeros_like(parameter))
             return kept[0] if kept else silent[-1]
@@ -135,7 +140,7 @@ def gradients(surfaces: Iterable[Parametrised], attribute: str) -> dict[Paramete
 
 
 def cut_graphs(surfaces: Iterable[Parametrised]) -> None:
-    """Drop the graphs that a backward with create_graph has left at the gradients of parameters."""
+    """Detach the gradients of parameters from the graphs that a backward with create_graph left."""
 
     def read(parameter: Tensor) -> Tensor:
         if parameter.is_leaf and parameter.grad is not None and parameter.grad.requires_grad:
@@ -150,8 +155,8 @@ def cut_graphs(surfaces: Iterable[Parametrised]) -> None:
 def clear(surfaces: Iterable[Parametrised], attribute: str, *, to_zero: bool) -> None:
     """Clear the gradients between two steps, through the windows: to None, or to zero in place.
 
-    To zero in any case where a gradient lies under another name than `grad`, in a buffer that belongs to the backend,
-    and where the surface shows a part of a parameter, of sharded ones, and not the tensor that autograd gives it.
+    They are always set to zero if the gradient attribute is not `grad`, as that buffer belongs to the backend, and if a
+    window shows a part of a (sharded) parameter, and not the tensor that autograd gives the gradient to.
     """
 
     def read(parameter: Tensor) -> Tensor:
@@ -168,7 +173,7 @@ def clear(surfaces: Iterable[Parametrised], attribute: str, *, to_zero: bool) ->
 
 
 def coverage(surface: Parametrised) -> tuple[str, ...]:
-    """Return a sentence for every way in which the windows are not windows on all there is.
+    """Return a sentence for every parameter or window that breaks the rules of `named`.
 
     A window must be a view of the parameter that was read for it, windows must not overlap, and together they must
     cover every element.
@@ -197,9 +202,9 @@ def coverage(surface: Parametrised) -> tuple[str, ...]:
 
 
 def _same_region(twin: Tensor, parameter: Tensor, view: Tensor) -> Tensor:
-    """Return the part of `twin` (contiguous, shaped like the parameter) that `view` is of the parameter.
+    """Return the view of `twin` at the place where `view` lies in the parameter.
 
-    Only for contiguous parameters, which is what libraries hold.
+    `twin` is contiguous and has the shape of the parameter, which has to be contiguous too, as in all libraries.
     """
     if not parameter.is_contiguous():
         raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is not contiguous")
@@ -208,7 +213,7 @@ def _same_region(twin: Tensor, parameter: Tensor, view: Tensor) -> Tensor:
 
 
 def _inside(view: Tensor, whole: Tensor) -> bool:
-    """Whether a view starts within the memory of a contiguous tensor (several may share one storage)."""
+    """Return whether a view starts within the memory of a contiguous tensor (several may share one storage)."""
     start, size = whole.data_ptr(), whole.numel() * whole.element_size()
     return start <= view.data_ptr() < start + size
 

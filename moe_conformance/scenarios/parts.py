@@ -1,4 +1,4 @@
-"""What of a workload is sent to all ranks, and what to one alone: it needs no batches and arguments but its own."""
+"""Split a workload into a part for all ranks and parts for single ranks, with the batches and arguments of each."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank alone is sent of a workload, and of those that it takes turns with."""
+    """The part of a workload, and of those interleaved with it, that is sent to one rank only."""
 
     tokens: tuple[tuple[int, ...], ...]  # T by microbatch and rank
     batches: tuple[Batch, ...]  # by microbatch
     given: tuple[Mapping[str, Any], ...]  # by call
-    upstream: tuple[Mapping[str, Any] | None, ...]  # by call; None: nothing goes backward
+    upstream: tuple[Mapping[str, Any] | None, ...]  # by call; None: no backward
     beside: tuple[Part, ...]
 
 
 def part(workload: Workload, rank: int) -> Part:
-    """Return what is sent to a rank alone."""
+    """Return the part of a workload that is sent to one rank only."""
     return Part(
         workload.tokens,
         tuple(ranks[rank] for ranks in workload.batches),
@@ -35,20 +35,22 @@ def part(workload: Workload, rank: int) -> Part:
 
 
 def common(workload: Workload) -> Workload:
-    """Return what is sent to all ranks."""
+    """Return the part of a workload that is sent to all ranks."""
     twist = replace(workload.twist, beside=tuple(map(common, workload.twist.beside)))
     calls = tuple(replace(call, given=(), upstream=()) for call in workload.calls)
     return replace(workload, batches=(), calls=calls, twist=twist)
 
 
-def joined(workload: Workload, own: Part, rank: int) -> Workload:
-    """Return a workload as a rank has it: where others' batches and arguments would be, there is nothing to get."""
-    beside = tuple(joined(other, each, rank) for other, each in zip(workload.twist.beside, own.beside, strict=True))
-    calls = zip(workload.calls, own.given, own.upstream, strict=True)
+def joined(workload: Workload, mine: Part, rank: int) -> Workload:
+    """Return the workload of a rank from both parts; reading batches or arguments of other ranks raises IndexError."""
+    beside = tuple(
+        joined(other, argument, rank) for other, argument in zip(workload.twist.beside, mine.beside, strict=True)
+    )
+    calls = zip(workload.calls, mine.given, mine.upstream, strict=True)
     return replace(
         workload,
-        batches=_Own(own, rank),
-        calls=tuple(_call(*each, rank, workload.layout.world) for each in calls),
+        batches=_Own(mine, rank),
+        calls=tuple(_call(*argument, rank, workload.layout.world) for argument in calls),
         twist=replace(workload.twist, beside=beside),
     )
 
@@ -59,10 +61,10 @@ def _call(call: Call, given: Mapping[str, Any], upstream: Mapping[str, Any] | No
 
 
 class _ByRank(Sequence[_T]):
-    """Something of every rank, of which only one rank's is here."""
+    """A sequence by rank of which only the entry of one rank is present."""
 
-    def __init__(self, rank: int, world: int, own: _T) -> None:
-        self._rank, self._world, self._own = rank, world, own
+    def __init__(self, rank: int, world: int, mine: _T) -> None:
+        self._rank, self._world, self._own = rank, world, mine
 
     def __len__(self) -> int:
         return self._world
@@ -78,12 +80,14 @@ class _ByRank(Sequence[_T]):
 
 
 class _Own(Drawn):
-    """Batches by microbatch and rank, of which only one rank's are here."""
+    """Batches by microbatch and rank of which only those of one rank are present."""
 
-    def __init__(self, own: Part, rank: int) -> None:
-        super().__init__(own.tokens, lambda m, _: own.batches[m])
+    def __init__(self, mine: Part, rank: int) -> None:
+        super().__init__(mine.tokens, lambda m, _: mine.batches[m])
         self._rank = rank
 
     @cached_property
     def _batches(self) -> Any:
-        return tuple(_ByRank(self._rank, len(each), self._draw(m, self._rank)) for m, each in enumerate(self.tokens))
+        return tuple(
+            _ByRank(self._rank, len(counts), self._draw(m, self._rank)) for m, counts in enumerate(self.tokens)
+        )

@@ -1,6 +1,6 @@
-"""The suite's expert: the one piece of ours that runs inside the backend's exchange.
+"""The probe expert, the only code of the suite that runs inside the backend's exchange.
 
-Expert e multiplies the columns of its own block by `gain(e)` and returns zero elsewhere, so what combine yields is
+Expert e multiplies the columns of its block by `gain(e)` and returns zero elsewhere, so the result of combine is
 exact in every dtype and order. It records what it received and which gradients passed it; it judges nothing.
 """
 
@@ -19,7 +19,7 @@ from moe_conformance.workloads.records import tags
 
 
 class _Watch(torch.autograd.Function):
-    """Identity that shows the gradient passing it, contributions of all consumers already summed."""
+    """Identity that records the gradient in its backward, which is the sum over all consumers."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, seen: list[Tensor]) -> Tensor:
@@ -46,10 +46,10 @@ class _Call:
 
 
 class Probe:
-    """An `ExpertFn` that records. One per run and rank; `microbatch` is set before every forward."""
+    """The probe expert of one run on one rank, an `ExpertFn`; `microbatch` is set before every forward."""
 
     def __init__(self, config: Config, local_experts: tuple[int, ...], part: float) -> None:
-        """Answer for `local_experts` (global ids, N of them); `part` is this etp shard's share of the answer."""
+        """Act as `local_experts` (N global ids); `part` is this etp shard's share of the expert output."""
         block = config.hidden // config.experts
         if not block:
             raise ValueError(f"the probe needs a column per expert: {config.experts} experts, hidden {config.hidden}")
@@ -61,7 +61,7 @@ class Probe:
             self._factor_ND[n, expert * block : (expert + 1) * block] = tags.gain(expert) * part
 
     def __call__(self, delivery: Delivery) -> Tensor:
-        """Return the answer in `delivery.shape`; padding rows get a large finite value."""
+        """Return the expert output in `delivery.shape`; padding rows get a large finite value."""
         rows_RD, ids_RJ = delivery.rows_RD, delivery.ids_RJ
         if rows_RD.dim() != 2 or rows_RD.shape[1] != self._hidden:
             raise ValueError(f"handed rows of shape {tuple(rows_RD.shape)}, expected (R, {self._hidden})")
@@ -79,12 +79,12 @@ class Probe:
         padding = tags.padding_answer(rows_RD.dtype, self._hidden)
         out_RD = torch.where(padding_of(delivery)[:, None], padding, out_RD)
         if out_RD.requires_grad:
-            # No function of ours: nobody may write into what one returns, and combine may write into answers.
+            # A hook and no autograd Function: combine may write into the expert output, but not into a Function's.
             out_RD.register_hook(lambda grad_RD: call.out_grads.append(grad_RD.detach().cpu().clone()))
         return out_RD.reshape(delivery.shape)
 
     def handed(self, microbatch: int) -> tuple[Handed, ...]:
-        """Everything delivered in a microbatch, with the gradients seen so far."""
+        """Return copies of all deliveries of a microbatch, with the gradients recorded so far."""
         return tuple(
             replace(call.handed, out_grad_RD=_total(call.out_grads), rows_grad_RD=_total(call.rows_grads))
             for call in self._calls
@@ -92,7 +92,7 @@ class Probe:
         )
 
     def overwritten(self, microbatch: int) -> bool:
-        """Whether rows that were delivered in a microbatch, for some expert, have other bytes by now."""
+        """Return whether routed rows that were delivered in a microbatch have been overwritten since."""
         return any(
             not _same_rows(call.handed.rows_RD, call.rows_RD.cpu(), call.handed.ids_RJ)
             for call in self._calls
@@ -101,7 +101,7 @@ class Probe:
 
 
 def recorded(delivery: Delivery, microbatch: int) -> Handed:
-    """Return a copy of what is delivered, without gradients yet."""
+    """Return a copy of a delivery, without gradients yet."""
     weights_RJ = delivery.weights_RJ
     return Handed(
         microbatch=microbatch,
@@ -125,7 +125,7 @@ def padding_of(delivery: Delivery) -> Tensor:
 
 
 def part_of(session: Session, topology: Topology) -> float:
-    """Return this rank's share of the expert outputs: its etp shard's, 1 where outputs are whole."""
+    """Return this rank's share of the expert outputs: 1, or less if they are partial sums over etp shards."""
     if not session.expert_output_is_partial:
         return 1.0
     shards = topology.ranks("etp")

@@ -1,4 +1,4 @@
-"""Whether a refusal that an adapter says is the library's was raised by the library."""
+"""Decide whether a refusal with `by="library"` was in fact raised by the library."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _SLIPS = (AttributeError, NameError, IndexError, KeyError)  # what a mistake of 
 def refused_by(error: Unsupported, backend: object) -> Literal["library", "adapter"]:
     """Return "library" if the refusal is proved, else "adapter".
 
-    Proved is what was raised from an exception (its `__cause__`) that the library itself raised: the innermost frame
-    is not the adapter's, or is where it calls something that is not written in Python. `Backend.library_modules` names
+    A refusal is proved if its `__cause__` is an exception that the library raised: the innermost frame of that is not
+    in the adapter, or calls something that is not written in Python. `Backend.library_modules` names
     the modules of the library where these are the adapter's own, as in a file that holds both.
     """
     if error.by != "library" or error.__cause__ is None:
@@ -35,7 +35,7 @@ def refused_by(error: Unsupported, backend: object) -> Literal["library", "adapt
 
 
 def _adapter(backend: object) -> str:
-    """Return the module of the adapter; of one in moe_conformance.backends, its package."""
+    """Return the module of the adapter, or its package if it is in moe_conformance.backends."""
     module = type(backend).__module__
     return _OURS + module.removeprefix(_OURS).partition(".")[0] if module.startswith(_OURS) else module
 
@@ -45,7 +45,7 @@ def _within(module: str, name: str) -> bool:
 
 
 def _innermost(traceback: TracebackType | None) -> tuple[FrameType, int] | None:
-    """Return the frame in which an exception was raised, and the instruction."""
+    """Return the frame in which an exception was raised, and the offset of the instruction."""
     last = None
     while traceback is not None:
         last = traceback.tb_frame, traceback.tb_lasti
@@ -54,6 +54,8 @@ def _innermost(traceback: TracebackType | None) -> tuple[FrameType, int] | None:
 
 
 def _raises(frame: FrameType, at: int) -> bool:
-    """Whether an instruction is a `raise` or an `assert`, and not a call."""
-    found = next((each.opname for each in dis.get_instructions(frame.f_code) if each.offset == at), "")
+    """Return whether an instruction is a `raise` or an `assert`, and not a call."""
+    found = next(
+        (instruction.opname for instruction in dis.get_instructions(frame.f_code) if instruction.offset == at), ""
+    )
     return found.startswith(("RAISE", "RERAISE"))

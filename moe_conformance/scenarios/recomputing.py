@@ -1,4 +1,4 @@
-"""Activation recomputation of what a training step calls, as the session has it."""
+"""Call a router, an exchange or experts under the session's activation recomputation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_conformance.contract import Delivery, ExpertFn, Routed, Router, Routing
 
 
 def router_again(session: Session, router: Router, x: Tensor) -> Routed:
-    """Return what a router returns the first time, with weights whose backward calls it again."""
+    """Call a router, and return its first result with weights whose backward calls the router again."""
     first: list[Routed] = []
 
     def weigh(x: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def exchange_again(
     routing: Routing,
     ask: ExpertFn,
 ) -> Tensor:
-    """Return y of an exchange with its experts, whose backward calls both again."""
+    """Return y of an exchange with its experts; the backward of y calls both again."""
 
     def call(x: Tensor, weights_TK: Tensor) -> Tensor:
         return exchange(x, replace(routing, weights_TK=weights_TK), ask)

@@ -1,4 +1,4 @@
-"""What built surfaces report of themselves: what they claim, and what is shown of them."""
+"""Read what built surfaces report: their claims, and what they resolved to."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from moe_conformance.contract import Claims, Malformed
 
 
 def claims_of(surface: object) -> Claims:
-    """Return what a surface claims, `Claims()` where it has no such property.
+    """Return the claims of a surface; `Claims()` if it has no property `claims`.
 
     Raises:
-        Malformed: it is no `Claims`; or `resolved`, which is for display, shows another value of one of its fields.
+        Malformed: the property is no `Claims`; or `resolved`, which is for display, shows another value of a field.
     """
     claims, name = _claimed(surface), type(surface).__name__
     shown = dict(getattr(surface, "resolved", {}))
-    for each in fields(claims):
-        claimed = getattr(claims, each.name)
-        if each.name in shown and str(shown[each.name]) != str(claimed):
-            said = f"{name}.resolved[{each.name!r}] is {shown[each.name]!r}, and {name} claims {claimed!r}"
-            raise Malformed(f"{said}: no check reads claims there; use claims = Claims({each.name}=...)")
+    for field in fields(claims):
+        claimed = getattr(claims, field.name)
+        if field.name in shown and str(shown[field.name]) != str(claimed):
+            said = f"{name}.resolved[{field.name!r}] is {shown[field.name]!r}, and {name} claims {claimed!r}"
+            raise Malformed(f"{said}: no check reads claims there; use claims = Claims({field.name}=...)")
     return claims
 
 
@@ -35,7 +35,7 @@ def _claimed(surface: object) -> Claims:
 
 
 def without_noise(surface: object) -> None:
-    """Put a surface that claims noise in training into evaluation mode, in which it has none; others stay as they are.
+    """Put a surface that claims noise in training into evaluation mode; leave other surfaces unchanged.
 
     Raises:
         Malformed: it claims noise and has no `train(mode)`.
@@ -50,7 +50,7 @@ def without_noise(surface: object) -> None:
 
 
 def claims_of_all(surfaces: Iterable[object]) -> Claims:
-    """Return what the surfaces of a run claim together.
+    """Return the claims of all surfaces of a run as one.
 
     Raises:
         Malformed: two of them claim different values of one field, neither of which is the default.
@@ -59,12 +59,12 @@ def claims_of_all(surfaces: Iterable[object]) -> Claims:
 
 
 def shown_of(surfaces: Iterable[object], claims: Claims) -> dict[str, str]:
-    """Return what a report shows: `resolved` of every surface, and what the claims change."""
+    """Return the entries for a report: `resolved` of every surface, and the claims other than defaults."""
     shown = [dict(getattr(surface, "resolved", {})) for surface in surfaces] + [dict(claims.changed)]
-    return {key: str(value) for each in shown for key, value in each.items()}
+    return {key: str(value) for entries in shown for key, value in entries.items()}
 
 
 def optional_of(surfaces: Iterable[object]) -> tuple[str, ...]:
-    """Return what every surface names of that which it uses and can do without, where it names anything."""
+    """Return the optional parts that surfaces use: `resolved["optional"]` of every surface that has it."""
     shown = [getattr(surface, "resolved", {}) for surface in surfaces]
-    return tuple(str(each["optional"]) for each in shown if "optional" in each)
+    return tuple(str(entries["optional"]) for entries in shown if "optional" in entries)

@@ -1,6 +1,6 @@
-"""An exchange whose ids are those of a router of the same session, either of which may be forced.
+"""An exchange that takes its expert ids from a router of the same session; either may have forced routing.
 
-Weights are the workload's, with which every sum is exact.
+The weights are the workload's, with which every sum is exact.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from moe_conformance.workloads.records.workload import Workload
 
 
 class RoutedExchange:
-    """A router and an exchange, each built by itself."""
+    """An exchange preceded by a router, both built by the session."""
 
     def __init__(self, router: Router, exchange: Exchange | SplitExchange) -> None:
-        """Take both."""
+        """Keep the router and the exchange."""
         self._router, self._exchange, self._whole = router, exchange, whole(exchange)
         self.local_experts = tuple(exchange.local_experts)
         self.seen = RouterSeen()  # what the router returned last
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """What both show of themselves."""
+        """The `resolved` entries of the router and the exchange."""
         return {**self._router.resolved, **self._exchange.resolved}
 
     @property
@@ -40,7 +40,7 @@ class RoutedExchange:
         return claims_of(self._exchange)
 
     def __call__(self, x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:
-        """Return y of the ids that the router selects."""
+        """Return y for the expert ids that the router selects."""
         with torch.no_grad():
             ids_TK = self._router(x.detach()).routing.ids_TK
         self.seen = RouterSeen(ids_TK=to_cpu(ids_TK))
@@ -48,7 +48,7 @@ class RoutedExchange:
 
 
 def exchange_of(session: Session, workload: Workload) -> Exchange | SplitExchange:
-    """Build the exchange of a workload, with a router before it where the ids are to be those of one."""
+    """Build the exchange of a workload, with a router before it if its ids come from one."""
     run, config = workload.run, workload.config
     if not isinstance(run, ExchangeStep) or not run.routed:
         return session.exchange(config)
@@ -60,6 +60,6 @@ def exchange_of(session: Session, workload: Workload) -> Exchange | SplitExchang
 
 
 def may_refuse_routes(workload: Workload) -> bool:
-    """Whether an exchange may refuse the ids that it is given: it relies on forced ones, and no router forces them."""
+    """Return whether the exchange may refuse its ids: it relies on forced routing, and the router does not force."""
     run = workload.run
     return isinstance(run, ExchangeStep) and run.routed == "exchange forced"

@@ -1,4 +1,4 @@
-"""A script on one rank: build one surface of a backend, make the calls in order, return the results as data."""
+"""Run a script on one rank: build one surface of a backend, make the calls in order, return the results as data."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A tensor that was passed: as it was drawn, and as the surface has it."""
+    """A tensor argument: as it was drawn, and the copy that the surface was passed."""
 
     given: Tensor
     held: Tensor
@@ -45,24 +45,24 @@ class Script:
     """The state of one script on one rank."""
 
     def __init__(self, context: RankContext, workload: Workload) -> None:
-        """Begin nothing yet."""
+        """Store the arguments; nothing runs yet."""
         self.context, self.workload = context, workload
         self.reached = "open"
         self.phases: list[tuple[str, int]] = []
         self.late: list[tuple[Any, Mapping[str, Tensor], dict[str, _Leaf]]] = []  # backwards after the last call
-        self.returned: list[Any] = []  # by call, as it came: handles stay on the rank
+        self.returned: list[Any] = []  # by call; handles stay on the rank
         self.leaves: list[dict[str, _Leaf]] = []
         self.answers: list[Answer] = []
-        self.laid: dict[int, tuple[Tensor, Tensor]] = {}  # of the call that is being made, by the memory that was drawn
-        # Other scripts, each with its surface, which take turns with this one.
+        self.laid: dict[int, tuple[Tensor, Tensor]] = {}  # of the present call, by the id of the drawn memory
+        # Other scripts with their surfaces, whose calls are interleaved with those of this one.
         self.beside: list[tuple[Script, Any]] = []
 
     def run(self, backend_name: str) -> RankOutcome:
-        """Do it all and return what this rank saw."""
+        """Run the script and return the record of this rank."""
         kept = opened(self.context, backend_name, self.workload.layout)
         self.backend = kept.backend
         self.reached = "build"
-        # Building is where buffers of a size that is known by then are made.
+        # Memory is filled during the build too, since that may allocate buffers of known size.
         with state.filled_memory() if self.workload.memory == "filled" else nullcontext():
             surface = self._built(kept)
             others = [Script(self.context, other) for other in self.workload.twist.beside]
@@ -93,7 +93,7 @@ class Script:
         return surface
 
     def _follow(self, surface: Any, world: dist.ProcessGroup) -> None:
-        """Make the calls."""
+        """Make the calls in order, then the late backwards."""
         for number, call in enumerate(self.workload.calls):
             for other, built in self.beside:
                 self._reach(f"beside:{number}")
@@ -101,7 +101,7 @@ class Script:
             self._reach(f"{call.method}:{number}")
             self.answers.append(self._call(surface, call))
             if call.may_raise and self.workload.layout.world > 1:
-                # Whoever has raised waits here: a rank that is left behind is then seen to hang, whatever comes next.
+                # A rank that has raised waits here, so that a rank left behind hangs in any case, whatever comes next.
                 dist.barrier(world)
         for late in self.late:
             self._backward(*late)
@@ -152,14 +152,14 @@ class Script:
         if isinstance(value, Ref):
             return _field(self.returned[value.call], value.field)
         if isinstance(value, Filled):
-            rows_NCD, counts_N = (self._argument(name, each, call, leaves) for each in (value.rows_NCD, value.counts_N))
+            rows_NCD, counts_N = (self._argument(name, part, call, leaves) for part in (value.rows_NCD, value.counts_N))
             return spoil_unfilled(rows_NCD, counts_N)
         if isinstance(value, Padded):
-            rows_RD, counts_E = (self._argument(name, each, call, leaves) for each in (value.rows_RD, value.counts_E))
+            rows_RD, counts_E = (self._argument(name, part, call, leaves) for part in (value.rows_RD, value.counts_E))
             return large_beside_pairs(rows_RD, counts_E, value.pairs_E)
         if isinstance(value, Answered):
             refs = (value.rows_RD, value.ids_RK, value.weights_RK)
-            return _answered(*(self._argument(name, each, call, leaves) for each in refs))
+            return _answered(*(self._argument(name, part, call, leaves) for part in refs))
         if isinstance(value, Tensor):
             held = value.to(self.context.device, copy=True).requires_grad_(name in call.differentiable)
             leaves[name] = _Leaf(value, held)
@@ -172,11 +172,11 @@ class Script:
             parts = {f.name: getattr(value, f.name) for f in fields(value)}
             return replace(value, **{k: self._argument(f"{name}.{k}", v, call, leaves) for k, v in parts.items()})
         if isinstance(value, tuple):
-            return tuple(self._argument(f"{name}.{i}", each, call, leaves) for i, each in enumerate(value))
+            return tuple(self._argument(f"{name}.{i}", part, call, leaves) for i, part in enumerate(value))
         return value
 
     def _laid(self, name: str, value: Laid, leaves: dict[str, _Leaf]) -> Tensor:
-        """Return one of two tensors in a memory, which is there once for all arguments of a call."""
+        """Return one of two tensors that lie in one memory, which the arguments of a call share."""
         pair = self.laid.get(id(value.memory_M))
         if pair is None:
             memory_M = value.memory_M.to(self.context.device, copy=True)
@@ -186,13 +186,13 @@ class Script:
         return pair[number]
 
     def _backward(self, returned: Any, upstream: Mapping[str, Tensor], leaves: dict[str, _Leaf]) -> None:
-        handed = {name: each.to(self.context.device, copy=True) for name, each in upstream.items()}
+        handed = {name: gradient.to(self.context.device, copy=True) for name, gradient in upstream.items()}
         for name in upstream:
             leaves[f"the upstream gradient {name}".strip()] = _Leaf(upstream[name], handed[name])
         torch.autograd.backward([_field(returned, name) for name in upstream], list(handed.values()))
 
     def _finished(self, number: int) -> Answer:
-        """Return the answer with what later calls may still have done to its arguments."""
+        """Return the answer of a call with the gradients and changes of its arguments at the end of the script."""
         leaves = self.leaves[number]
         return replace(
             self.answers[number],
@@ -203,17 +203,17 @@ class Script:
         )
 
 
-SurfaceOf = Callable[[Opened, Workload, RankContext], Any]  # builds what the calls of a script are made on
+SurfaceOf = Callable[[Opened, Workload, RankContext], Any]  # builds the surface that a script calls
 
 
 def _surface_of(run: runs.Script) -> SurfaceOf:
-    """Return what builds the surface of a run: by default the session, by the name of its method."""
+    """Return the function that builds the surface of a run; by default a call of the session's method of that name."""
     return _surfaces().get(run.surface, lambda kept, workload, _: build(kept.session, run.surface, workload.config))
 
 
 @cache
 def _surfaces() -> Mapping[str, SurfaceOf]:
-    """Return what builds a surface in another way, by its name: here, and in chapters."""
+    """Return the functions that build surfaces in another way, by surface: those defined here and in chapters."""
     return {"session": _session, "exchange": _exchange, **registered("scenario", "SCRIPT_SURFACES")}
 
 
@@ -222,10 +222,10 @@ def _session(kept: Opened, workload: Workload, context: RankContext) -> Session:
 
 
 def _exchange(kept: Opened, workload: Workload, context: RankContext) -> Whole:
-    """Build the exchange, with the suite's expert at hand.
+    """Build the exchange with the probe expert.
 
     Raises:
-        Unsupported: a call is of a half of the exchange, and it has none.
+        Unsupported: the script calls dispatch or combine, and the exchange is one call.
     """
     exchange = build(kept.session, "exchange", workload.config)
     surface = exchange_with_probe(exchange, workload.config, kept.session, kept.topology)
@@ -242,7 +242,7 @@ def _answered(rows_RD: Tensor, ids_RK: Tensor, weights_RK: Tensor | None) -> Ten
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether the suite raised it, by its expert or by its records: that is no refusal of the backend's."""
+    """Return whether the suite raised an exception, in its expert or its records; then the backend refused nothing."""
     if isinstance(error, Malformed):
         return True
     at = error.__traceback__
@@ -256,14 +256,16 @@ def _field(value: Any, path: str) -> Any:
 
 
 def _by_field(returned: Any) -> dict[str, Any]:
-    """Return the data in what a call returned, by name; what is no data is left out."""
+    """Return the fields of a returned value that are data, by name; others, such as handles, are left out."""
     names = _names(returned)
     named = {"": returned} if names is None else {name: getattr(returned, name) for name in names}
     if hasattr(returned, "local_experts"):  # a surface that was built
         named = {"local_experts": tuple(returned.local_experts)}
     elif hasattr(returned, "named"):
         windows = returned.named(lambda parameter: parameter.detach())
-        named = {"local_experts": tuple(dict.fromkeys(each.expert for each in windows if each.expert is not None))}
+        named = {
+            "local_experts": tuple(dict.fromkeys(window.expert for window in windows if window.expert is not None))
+        }
     data = {name: _data(value) for name, value in named.items()}
     return {name: value for name, value in data.items() if value is not _OPAQUE}
 
@@ -271,7 +273,7 @@ def _by_field(returned: Any) -> dict[str, Any]:
 def _names(value: Any) -> tuple[str, ...] | None:
     """Return the fields of a dataclass or a named tuple, None for anything else."""
     if is_dataclass(value) and not isinstance(value, type):
-        return tuple(each.name for each in fields(value))
+        return tuple(field.name for field in fields(value))
     return tuple(value._fields) if isinstance(value, tuple) and hasattr(value, "_fields") else None
 
 
@@ -279,7 +281,7 @@ _OPAQUE = object()
 
 
 def _data(value: Any) -> Any:
-    """Return a copy of what is data, and `_OPAQUE` for anything else."""
+    """Return a copy of a value if it is data, else `_OPAQUE`."""
     if isinstance(value, Tensor):
         return to_cpu(value)
     if isinstance(value, _PLAIN):
@@ -287,12 +289,12 @@ def _data(value: Any) -> Any:
     if _names(value) is not None:
         return _by_field(value)
     if isinstance(value, Mapping):
-        return _all_data({key: _data(each) for key, each in value.items()})
+        return _all_data({key: _data(item) for key, item in value.items()})
     if isinstance(value, list | tuple):
-        return _all_data(tuple(_data(each) for each in value))
+        return _all_data(tuple(_data(item) for item in value))
     return _OPAQUE
 
 
 def _all_data(collected: dict[Any, Any] | tuple[Any, ...]) -> Any:
     parts = collected.values() if isinstance(collected, dict) else collected
-    return _OPAQUE if any(each is _OPAQUE for each in parts) else collected
+    return _OPAQUE if any(part is _OPAQUE for part in parts) else collected

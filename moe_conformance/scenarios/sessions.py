@@ -1,4 +1,4 @@
-"""The session of a backend on a rank: it stays open until another backend, layout or mode of torch is asked for."""
+"""Open and reuse the session of a backend on a rank, until another backend, layout or mode of torch is needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BACKENDS = "moe_conformance.backends"
 
 @dataclass(frozen=True)
 class Opened:
-    """A session, and what it was opened for."""
+    """An open session, with the backend, topology and key for which it was opened."""
 
     key: tuple[Any, ...]
     backend: Backend
@@ -39,19 +39,19 @@ def build(session: Session, surface: str, config: Config) -> Any:
 
 
 def closed(context: RankContext) -> None:
-    """Close the session that is open, if one is."""
+    """Close the open session of this rank, if there is one."""
     kept: Opened | None = context.kept.pop(_SESSION, None)
     if kept is not None:
         kept.session.close()
 
 
 def opened(context: RankContext, name: str, layout: Layout) -> Opened:
-    """Return the session of a backend on a layout; one that was open for anything else is closed first.
+    """Return the session of a backend on a layout; a session that is open for anything else is closed first.
 
-    One object of the backend opens all sessions of a process, as a trainer's would: what it keeps from one layout shows
-    on the next.
+    One backend object opens all sessions of a process, as in a trainer: state that it keeps from one layout shows on
+    the next.
     """
-    key = (name, layout, str(context.device), torch.are_deterministic_algorithms_enabled())  # it may choose by them
+    key = (name, layout, str(context.device), torch.are_deterministic_algorithms_enabled())  # a backend may choose it
     kept: Opened | None = context.kept.get(_SESSION)
     if kept is not None and kept.key == key:
         return kept

@@ -1,4 +1,4 @@
-"""The settings of a process that a library has no business with, in words."""
+"""Read the settings of a process that a library should not change, as strings by name."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ _PRECISIONS = (
 
 
 def settings() -> dict[str, str]:
-    """Return every setting by name, and every variable of the environment; a filter of warnings is a line.
+    """Return every setting and environment variable by name; warning filters are one per line.
 
-    Variables that torch itself sets are left out: a library that uses a functional collective does not set them.
+    Variables that torch itself sets are left out: it sets them when a library uses a functional collective.
     """
-    told = {name: _told(flag) for name, flag in _FLAGS.items()}
-    told |= {f"the float32 precision of torch.backends.{at}".rstrip("."): _precision(at) for at in _PRECISIONS}
-    told["the default process group"] = _default_group()
-    told["the warning filters"] = "\n".join(map(str, warnings.filters))
-    return told | {
+    found = {name: _value_of(flag) for name, flag in _FLAGS.items()}
+    found |= {f"the float32 precision of torch.backends.{at}".rstrip("."): _precision(at) for at in _PRECISIONS}
+    found["the default process group"] = _default_group()
+    found["the warning filters"] = "\n".join(map(str, warnings.filters))
+    return found | {
         f"the environment variable {name}": value for name, value in os.environ.items() if name not in TORCH_VARIABLES
     }
 
 
-def _told(flag: Callable[[], Any]) -> str:
-    """Return what a flag says; torch refuses to say those that stand for several which differ."""
+def _value_of(flag: Callable[[], Any]) -> str:
+    """Return the value of a flag; torch raises RuntimeError for a flag that combines several which differ."""
     try:
         return str(flag())
     except RuntimeError:
@@ -65,7 +65,7 @@ def _told(flag: Callable[[], Any]) -> str:
 
 
 def _precision(at: str) -> str:
-    """Return the float32 precision of a part of torch.backends, None where this torch has no such part."""
+    """Return the float32 precision of a part of torch.backends; "None" if this torch has no such part."""
     part: Any = torch.backends
     for name in filter(None, at.split(".")):
         part = getattr(part, name, None)

@@ -1,4 +1,4 @@
-"""The global state of a process that a training step has no business with."""
+"""Set and compare the global state of a process that a training step should not change."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 
 @contextmanager
 def filled_memory() -> Iterator[None]:
-    """Fill new tensors that are uninitialised with NaN, and integers with their largest number.
+    """Fill uninitialised new tensors with NaN, and those of integers with the largest number.
 
-    torch does so only while it is asked for deterministic algorithms; one that has none is used all the same. Asked in
-    this way it does not import a compiler, which takes each rank most of a second.
+    torch does so only under deterministic algorithms; operations that have none run all the same. The debug mode is
+    set, since this does not import a compiler, which takes most of a second on every rank.
     """
     before = torch.get_deterministic_debug_mode()
     with warnings.catch_warnings():
@@ -32,7 +32,7 @@ def filled_memory() -> Iterator[None]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Have torch use deterministic algorithms, and raise where it has none."""
+    """Make torch use deterministic algorithms, and raise where it has none."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("error")
     try:
@@ -43,7 +43,7 @@ def deterministic() -> Iterator[None]:
 
 @contextmanager
 def seeded(number: int, device: torch.device) -> Iterator[None]:
-    """Put every random generator of the process somewhere else, and back afterwards: the next run starts elsewhere."""
+    """Seed every random generator of the process, and restore their states afterwards."""
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(number)
@@ -66,12 +66,12 @@ def draw(device: torch.device) -> None:
 
 
 def snapshot(device: torch.device) -> dict[str, str]:
-    """Return what a step must leave alone, by name: generators, default dtype, modes and flags, threads."""
+    """Return the state that a step must not change, by name: generators, default dtype, modes and flags, threads."""
     generators = {"torch's random state": torch.get_rng_state().numpy().tobytes()}
     if device.type == "cuda":
         generators["CUDA's random state"] = torch.cuda.get_rng_state(device).numpy().tobytes()
     generators["Python's random state"] = repr(random.getstate()).encode()
-    numpy_state: Any = numpy.random.get_state()  # its kind, 624 numbers, and where it stands
+    numpy_state: Any = numpy.random.get_state()  # name, 624 numbers, and the position
     generators["numpy's random state"] = numpy_state[1].tobytes() + repr(numpy_state[2:]).encode()
     flags = {
         "the default dtype": torch.get_default_dtype(),
@@ -86,7 +86,7 @@ def snapshot(device: torch.device) -> dict[str, str]:
 
 @contextmanager
 def within(mode: AbstractContextManager[object], changed_state: list[str]) -> Iterator[None]:
-    """Enter a grad mode, and note if it is another before it is left: leaving puts it back, whatever it is by then."""
+    """Enter a grad mode, and note if the backend changed it, before leaving the mode restores it."""
     with mode:
         before = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         yield
@@ -95,5 +95,5 @@ def within(mode: AbstractContextManager[object], changed_state: list[str]) -> It
 
 
 def changed(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of what differs."""
+    """Return the names of the entries that differ."""
     return tuple(name for name, value in before.items() if after[name] != value)

@@ -1,7 +1,7 @@
-"""Training steps of a backend on one rank: build, follow a schedule, finish the gradients; mostly of one step.
+"""Run training steps of a backend on one rank: build, follow a schedule, finish the gradients; mostly one step.
 
-Four kinds of run share it: the suite's probe expert inside the backend's exchange, the backend's own experts, its
-router alone, or a whole layer; a router with a capacity is asked without it as well.
+Four kinds of run share it: the suite's probe expert inside the backend's exchange, the backend's experts, its router
+alone, or a whole layer. A router with a capacity is compared with the same router without one.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ from moe_conformance.workloads.records.workload import Workload
 
 
 class TrainingStep:
-    """The state of one run on one rank."""
+    """The scenario of training steps: the state of one run on one rank."""
 
     def __init__(self, context: RankContext, workload: Workload) -> None:
-        """Begin nothing yet."""
+        """Store the arguments; nothing runs yet."""
         self.context, self.workload, self.config = context, workload, workload.config
         self.reached = "open"
         self.phases: list[tuple[str, int]] = []
         self.ended: list[Finish] = []  # steps, in order
-        self.went_back = False  # whether a backward ran in the step at hand
+        self.went_back = False  # whether a backward ran in the present step
         self.live_groups: list[int] = []  # after each backward
-        self.bytes_in_use: list[int | None] = []  # after each step of which nothing is kept
-        self.beside: list[TrainingStep] = []  # of other exchanges, which take turns with this one
+        self.bytes_in_use: list[int | None] = []  # after each repeated step
+        self.beside: list[TrainingStep] = []  # other runs, interleaved with this one
         self.flights: dict[int, InFlight] = {}  # by microbatch
         self.state_changed: list[str] = []
         self.hidden: Sequence[str] = ()  # what the backend was built without
 
     def run(self, backend_name: str) -> RankOutcome:
-        """Do it all and return what this rank saw."""
+        """Run the steps and return the record of this rank."""
         with state.deterministic() if self.workload.twist.deterministic else nullcontext():
             return self._run(backend_name)
 
     def _run(self, backend_name: str) -> RankOutcome:
         kept = opened(self.context, backend_name, self.workload.layout)
         self.reached = "build"
-        # Building is where buffers of a size that is known by then are made.
+        # Memory is filled during the build too, since that may allocate buffers of known size.
         with state.filled_memory() if self.workload.memory == "filled" else nullcontext():
             hiding = kept.session.without_optional() if self.workload.twist.without_optional else nullcontext(())
             with hiding as self.hidden:
@@ -81,7 +81,7 @@ class TrainingStep:
             return self._observed()
 
     def _observed(self) -> RankOutcome:
-        """Follow the schedule, and see what becomes of the state of the process meanwhile."""
+        """Follow the schedule, and compare the state of the process before and after."""
         seed, device = self.workload.twist.seed, self.context.device
         with nullcontext() if seed is None else state.seeded(seed + self.context.rank, device):
             if self.workload.twist.drawn:
@@ -93,7 +93,7 @@ class TrainingStep:
             return self._bring_back(before)
 
     def _rehearse(self) -> None:
-        """Take a step with twice the parameters; forget it, and write the workload's own."""
+        """Run a step with doubled parameters, discard its results, and write the workload's parameters."""
         self._reach("rehearsal")
         surfaces = [*self.built.parametrised, *self.built.routers[1:]]
         for surface in surfaces:
@@ -108,7 +108,7 @@ class TrainingStep:
             parameters.write(surface, self.workload.parameters)
 
     def _once_more(self) -> None:
-        """Follow the schedule from its beginning; what came of it before is forgotten."""
+        """Follow the schedule from its beginning, and discard earlier results."""
         self.flights = {}
         self._follow_schedule()
 
@@ -123,7 +123,7 @@ class TrainingStep:
             self._execute(operation)
             if interleaved:
                 for other in self.beside:
-                    self._reach(f"beside {operation}")  # its collectives are none of those of a phase of this one
+                    self._reach(f"beside {operation}")  # keeps its collectives out of the phases of this run
                     other._execute(operation)
 
     def _execute(self, operation: Operation) -> None:
@@ -157,7 +157,7 @@ class TrainingStep:
                 self._repeat(m)
 
     def _begin(self, m: int) -> None:
-        """Copy a microbatch to the device with its first operation."""
+        """Copy a microbatch to the device, before its first operation."""
         if m not in self.flights:
             batch = self.workload.batches[m][self.context.rank]
             self.flights[m] = InFlight(Inputs(self.workload, batch, self.context.device))
@@ -254,25 +254,25 @@ class TrainingStep:
             flight.weights_at = claims_of(self.built.exchange).weights_at
 
     def _expert(self, m: int) -> ExpertFn:
-        """Return the experts, which note where dispatch ends and combine begins."""
+        """Return the experts, which record the phase "answered": where dispatch ends and combine begins."""
         assert self.built.experts is not None
         experts = self.built.experts
         if isinstance(experts, Probe | Identity):
             experts.microbatch = m
 
         recomputed = self.workload.twist.recomputed == "experts"
-        asked: ExpertFn = experts_again(self.built.session, experts) if recomputed else experts
+        called: ExpertFn = experts_again(self.built.session, experts) if recomputed else experts
         if self.workload.twist.padding_gradients:
-            asked = self.flights[m].spoilt = PaddingGradients(experts)
+            called = self.flights[m].spoilt = PaddingGradients(experts)
 
         def answer(delivery: Delivery) -> Tensor:
             self.phases.append((f"answered:{m}", self.context.calls()))
-            return asked(delivery)
+            return called(delivery)
 
         return answer
 
     def _backward(self, m: int) -> None:
-        self.went_back = True  # here also if this rank's forward overflowed: finishing is collective
+        self.went_back = True  # also if this rank's forward overflowed: finishing is collective
         flight = self.flights[m]
         if flight.overflow is not None:
             return
@@ -295,12 +295,12 @@ class TrainingStep:
             flight.outputs_changed = tuple(name for name, is_same in same.items() if not is_same)
 
     def _end_step(self) -> None:
-        """Finish the gradients, and keep those before and those after."""
+        """Finish the gradients, and record them before and after."""
         built, attribute = self.built.parametrised, self.built.session.grad_attr
         local = parameters.gradients(built, attribute)
         final, refusal = None, None
         if built and not self.went_back:
-            refusal = "no backward ran, so that there is no gradient to finish"  # a trainer would not ask for it
+            refusal = "no backward ran, so that there is no gradient to finish"  # a trainer would not finish either
         elif built:
             mode = torch.no_grad() if self.workload.finishes_without_grad else nullcontext()
             try:
@@ -315,7 +315,7 @@ class TrainingStep:
     def _bring_back(self, before: Mapping[str, str]) -> RankOutcome:
         self._reach("finish")
         for flight in self.flights.values():
-            if flight.returned is not None and flight.outputs_changed is None:  # no backward followed: they stay
+            if flight.returned is not None and flight.outputs_changed is None:  # no backward followed
                 flight.outputs_changed = () if flight.output_kept() else ("y",)
         session, built = self.built.session, self.built.parametrised
         uncovered = tuple(complaint for surface in built for complaint in parameters.coverage(surface))

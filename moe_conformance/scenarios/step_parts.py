@@ -1,4 +1,4 @@
-"""What a training step is made of that needs none of its state."""
+"""Functions of a training step that need none of its state."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from moe_conformance.contract import Capacity, Claims, Config, Session
 
 
 def go_back(output: Tensor, upstream: Tensor, *, create_graph: bool) -> None:
-    """Send a gradient backward, fitted to an output that may have another form or number of elements than it must."""
-    if upstream.numel() != output.numel():  # y is wrong; its backward is collective all the same
+    """Run the backward of an output; the gradient is padded and reshaped if the output has a wrong shape."""
+    if upstream.numel() != output.numel():  # y is wrong; its backward has collectives all the same
         upstream = F.pad(upstream.flatten(), (0, output.numel() - upstream.numel()))
     upstream = upstream.to(output.dtype).reshape(output.shape)
-    with warnings.catch_warnings():  # of cycles between parameters and their gradients, which are cut at once
+    with warnings.catch_warnings():  # about cycles of parameters and gradients, which are cut at once
         if create_graph:
             warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
         torch.autograd.backward(output, upstream, create_graph=create_graph)
 
 
 def without_capacity(config: Config) -> Config:
-    """Return the configuration of a router that drops nothing."""
+    """Return a copy of the config without a capacity."""
     return replace(config, capacity=Capacity())
 
 
 def weights_at(session: Session, claims: Claims, applied: str) -> str:
-    """Return where routing weights are applied: where the backend says, or where it was asked to."""
+    """Return where routing weights are applied: as the config says, or as the backend claims."""
     return {"native": claims.weights_at or session.weights_at, "input": "input", "output": "combine"}[applied]

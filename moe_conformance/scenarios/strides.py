@@ -1,4 +1,4 @@
-"""Laying a tensor out in memory with gaps, or once for all rows, its values as they are."""
+"""Copy a tensor into memory with other strides: with gaps, transposed, or with strides of zero."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import Tensor
 
 from moe_conformance.workloads.records.workload import Stride
 
-NOBODYS_ID = 2**40  # between the strides of ids: no expert has it
+NOBODYS_ID = 2**40  # an id of no expert, which fills the gaps between ids
 
 
 def laid_out(values: Tensor, stride: Stride | None) -> Tensor:
     """Return values (T, n) as a view of other memory, whose other elements are NaN or `NOBODYS_ID`.
 
-    Without a stride the values themselves. What is "expanded" is there once, with strides of zero: one row, or one
-    number where all elements are equal.
+    Without a stride the values themselves. An "expanded" tensor has strides of zero: one row in memory, or one number
+    if all elements are equal.
 
     Raises:
-        ValueError: what is to be expanded is not the same in all rows.
+        ValueError: the rows of a tensor to be expanded differ.
     """
     T, n = values.shape
     if stride is None:

@@ -1,4 +1,4 @@
-"""Tensors on their way back to the driver, and whether two hold the same bytes."""
+"""Copy tensors to the CPU for the driver, and compare tensors byte by byte."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Compare bytes, as NaN differs from itself and 0 equals -0."""
+    """Return whether two tensors have the same dtype, shape and bytes: NaN equals itself, and 0 differs from -0."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(*(each.contiguous().flatten().view(torch.uint8) for each in (a, b)))  # no view of a scalar
+    return torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (a, b)))  # no view of a scalar
 
 
 def to_cpu(tensor: Tensor | None, flat: int | None = None) -> Tensor | None:
-    """Return a copy that nothing else writes to, as rows of `flat` columns where that is given."""
+    """Return a copy on the CPU, reshaped to rows of `flat` columns if that is given."""
     if tensor is None:
         return None
     copied = tensor.detach().cpu().clone()

@@ -1,4 +1,4 @@
-"""Steps of the routers of a model with their losses, on one rank: each call of a script is one step of a trainer.
+"""Run training steps of the routers of a model with their losses; every call of a script is one step.
 
 T tokens, K slots, E experts, D hidden; a tuple has an entry for every layer.
 """
@@ -24,7 +24,7 @@ Layers = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class Forward:
-    """What one forward returned, and what its backward left at its inputs."""
+    """The results of one forward, and the gradients of its inputs after the backward."""
 
     ids: Layers
     weights: Layers
@@ -35,24 +35,24 @@ class Forward:
 
 @dataclass(frozen=True)
 class StepSeen:
-    """One step: its forwards in order, the finished gradients of the routers, and the report after it."""
+    """The record of one step: its forwards in order, finished gradients of the routers, and the report after it."""
 
     forwards: tuple[Forward, ...]
     final: Layers  # (E, D) in the order of layers; None where nothing trained
     report: Mapping[str, Tensor] | None  # None: this backend reports nothing
-    shards: tuple[tuple[int, int, int] | None, ...] = ()  # which part of the router each of `final` is: `Named.shard`
+    shards: tuple[tuple[int, int, int] | None, ...] = ()  # of the entries of `final`: `Named.shard`
 
 
 class TrainedRouters:
-    """The routers of a model and their trainer, which makes steps."""
+    """The routers of a model, and the trainer that runs their steps."""
 
     def __init__(self, surface: TrainingRouters, session: Session) -> None:
-        """Keep what was built."""
+        """Keep the routers and the session."""
         self.surface, self.session = surface, session
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """What the routers report of themselves."""
+        """What the routers resolved to."""
         return self.surface.resolved
 
     @property
@@ -65,9 +65,9 @@ class TrainedRouters:
         return self.surface.named(read)
 
     def step(self, batches: tuple[RouterBatch, ...], scale: float, tokens: int, overlapped: bool) -> StepSeen:
-        """Make one step, whose main loss was multiplied by `scale`, and return what was seen of it.
+        """Run one step, whose main loss is multiplied by `scale`, and return its record.
 
-        Overlapped, all forwards come before all backwards; without a batch in training nothing is finished.
+        If overlapped, all forwards precede all backwards. Without a batch in training nothing is finished.
         """
         parameters.clear([self.surface], self.session.grad_attr, to_zero=False)
         trained = sum(batch.mode == "training" for batch in batches)
@@ -76,7 +76,7 @@ class TrainedRouters:
         factor = scale / trained if trained and self.claims.loss_gradients == "mean" else scale
         made: list[tuple[Trained, tuple[Tensor, ...]]] = []
         for batch in batches:
-            x = tuple(each.detach().clone().requires_grad_(batch.mode == "training") for each in batch.x)
+            x = tuple(pair.detach().clone().requires_grad_(batch.mode == "training") for pair in batch.x)
             made.append((self._forward(batch, x), x))
             if not overlapped:
                 backward(batch, made[-1][0], factor)
@@ -87,7 +87,7 @@ class TrainedRouters:
             self.surface.finish(tokens)
         final, report = self._final() if trained else (), self.surface.report()
         return StepSeen(
-            tuple(_seen(*each) for each in made),
+            tuple(_seen(*pair) for pair in made),
             tuple(grad.value for grad in final),
             None if report is None else {name: value.detach().clone() for name, value in report.items()},
             tuple(grad.shard for grad in final),
@@ -105,7 +105,7 @@ class TrainedRouters:
 
 @contextmanager
 def in_mode(surface: Any, mode: Mode) -> Iterator[None]:
-    """Put a surface into a mode of forwards for as long as the block runs; else it is in training."""
+    """Put a surface into a mode while the block runs, and into training mode afterwards."""
     surface.train(mode != "evaluation")
     try:
         with torch.no_grad() if mode == "no_grad" else nullcontext():
@@ -115,7 +115,7 @@ def in_mode(surface: Any, mode: Mode) -> Iterator[None]:
 
 
 def backward(batch: RouterBatch, returned: Trained, factor: float) -> None:
-    """Go back from the routing weights and, if losses were returned, from these."""
+    """Run the backward from the routing weights and, if losses were returned, from these."""
     if batch.mode != "training":
         return
     outputs, gradients = [], []
@@ -133,7 +133,7 @@ def _seen(returned: Trained, x: tuple[Tensor, ...]) -> Forward:
     return Forward(
         ids=tuple(routed.routing.ids_TK for routed in returned.routed),
         weights=tuple(routed.routing.weights_TK.detach() for routed in returned.routed),
-        logits=tuple(None if each.logits_TE is None else each.logits_TE.detach() for each in returned.routed),
+        logits=tuple(None if router.logits_TE is None else router.logits_TE.detach() for router in returned.routed),
         loss=None if returned.loss is None else returned.loss.detach(),
-        dx=tuple(each.grad for each in x),
+        dx=tuple(leaf.grad for leaf in x),
     )

@@ -1,4 +1,7 @@
-"""What experts leave in places that no row fills: anything, so NaN, in the answers and in their gradients."""
+"""Write NaN into the places of a low-latency buffer that no row fills, and into their gradients.
+
+Experts may leave any value there.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch import Tensor
 
 
 class _Spoil(torch.autograd.Function):
-    """Rows with NaN where a mask is set; so is the gradient."""
+    """Writes NaN into rows and, in the backward, into their gradient, where a mask is set."""
 
     @staticmethod
     def forward(ctx: Any, rows_NCD: Tensor, unfilled_NC1: Tensor) -> Tensor:
@@ -22,7 +25,7 @@ class _Spoil(torch.autograd.Function):
 
 
 def spoil_unfilled(rows_NCD: Tensor, counts_N: Tensor) -> Tensor:
-    """Return rows by place, NaN from place counts_n of every expert n on."""
+    """Return rows by place, with NaN in the places of every expert n from counts_n on."""
     places_C = torch.arange(rows_NCD.shape[1], device=rows_NCD.device)
     spoilt: Tensor = _Spoil.apply(  # type: ignore[no-untyped-call]
         rows_NCD, (places_C >= counts_N.unsqueeze(1)).unsqueeze(2)

@@ -1,4 +1,4 @@
-"""What is warned of while something runs, by the module `warnings` or in a log."""
+"""Record the warnings of a block, from the module `warnings` and from logging."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class _Heard(logging.Handler):
-    """Keeps the messages of warnings and worse."""
+    """Appends log messages of level WARNING or above to a list."""
 
     def __init__(self, into: list[str]) -> None:
         super().__init__(logging.WARNING)
@@ -21,7 +21,7 @@ class _Heard(logging.Handler):
 
 @contextmanager
 def recorded() -> Iterator[Sequence[str]]:
-    """Yield a list that has, in the end, what was warned of inside."""
+    """Yield a list to which the warnings of the block are added when it ends."""
     said: list[str] = []
     heard = _Heard(said)
     root = logging.getLogger()
@@ -30,6 +30,6 @@ def recorded() -> Iterator[Sequence[str]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             yield said
-        said += [str(each.message) for each in caught]
+        said += [str(warning.message) for warning in caught]
     finally:
         root.removeHandler(heard)
