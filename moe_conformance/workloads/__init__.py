@@ -1,1 +1,1 @@
-"""What the backends are fed: tokens, routings and expert weights, pinned or drawn."""
+"""The inputs of backends: tokens, routings and parameters, pinned or drawn at random."""

@@ -1,4 +1,4 @@
-"""Scripts that belong together: how a file of workloads offers them, in a tuple `CHAPTERS`."""
+"""The type of the entries of `CHAPTERS`, a tuple with which a file of workloads registers its scripts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from moe_conformance.workloads.selection.profiles import Profile, quick_layouts
 
 @dataclass(frozen=True)
 class Chapter:
-    """The scripts of one chapter, and which runs they are.
+    """A group of scripts of a chapter, their runs, and the function that draws them.
 
-    A surface that has nothing to do with the exchange is asked once, with the backend's first variant. `quick` has the
-    layouts on which the quick profile asks for what the way in which ranks are folded changes little.
+    Scripts of a surface that does not depend on the exchange run with the backend's first variant only. `quick` has the
+    layouts of the quick profile, which may be few where the folding of ranks changes little.
     """
 
     runs: tuple[Run, ...]
@@ -27,7 +27,7 @@ class Chapter:
     quick: tuple[Layout, ...] = quick_layouts()
 
     def drawn(self, variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-        """Yield what a profile has of it on a layout."""
+        """Yield the workloads of this chapter that a profile has on a layout."""
         if profile == "full" or layout in self.quick:
             yield from self.draw(variant, layout, profile)
 

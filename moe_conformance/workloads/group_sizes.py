@@ -1,4 +1,4 @@
-"""Sizes that backends are asked to make groups for: every layout of a world, and sizes that make none."""
+"""The sizes for which a backend's group lists are checked: all layouts of a world, and impossible sizes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _AXES = ("tp", "cp", "pp", "ep", "etp")
 
 
 def impossible(world: int) -> tuple[Layout, ...]:
-    """Return sizes that do not fit: too large, not dividing, zero and negative, in up to two axes or all of a fold.
+    """Return sizes that make no layout: too large, not dividing, zero and negative, in up to two axes or all of a fold.
 
-    What fits by itself is among the values, so that products are tried that do not.
+    Values that divide the world are included, since their products may not.
     """
     values = sorted({-1, 0, 2, 3, world // 2 + 1, world, 2 * world})
     tried = [
@@ -28,11 +28,11 @@ def impossible(world: int) -> tuple[Layout, ...]:
 
 
 def of_kind(kind: str, world: int) -> tuple[Layout, ...]:
-    """Return the sizes of one of `KINDS`: layouts; sizes of 1 or more that do not divide the world; some below 1."""
+    """Return the sizes of one of `KINDS`: layouts, sizes that do not divide the world, or sizes below 1."""
     if kind == LAYOUTS:
         return possible(world)
     below = kind == BELOW_ONE
-    return tuple(each for each in impossible(world) if (min(getattr(each, axis) for axis in _AXES) < 1) is below)
+    return tuple(layout for layout in impossible(world) if (min(getattr(layout, axis) for axis in _AXES) < 1) is below)
 
 
 def possible(world: int) -> tuple[Layout, ...]:

@@ -1,4 +1,4 @@
-"""Laws that hold of every layer: what may be done to a run without changing what it gives."""
+"""Changes of a run that must not change its results, for every layer. Every function returns such runs (twins)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Source = tuple[int, int, int]  # microbatch, rank and token
 
 
 def reordered(workload: Workload) -> list[Twin]:
-    """Put the tokens of every rank and the slots of every token into another order."""
+    """Return a twin with the tokens of every rank, and the slots of every token, in another order."""
 
     def rows(m: int, rank: int) -> Rows:
         generator = draw.generator("reordered", workload.name, m, rank)
@@ -36,7 +36,7 @@ def reordered(workload: Workload) -> list[Twin]:
 
 
 def relabelled(workload: Workload) -> list[Twin]:
-    """Give the experts other numbers, so that other ranks hold them."""
+    """Return twins in which the experts have other ids, so that other ranks hold them."""
     E = workload.config.experts
     orders = {"under other numbers": torch.randperm(E, generator=draw.generator("relabelled", workload.name))}
     if workload.likened == "full":
@@ -56,7 +56,7 @@ def relabelled(workload: Workload) -> list[Twin]:
 
 
 def scaled(workload: Workload) -> list[Twin]:
-    """Multiply the weights of every token by a power of two of its own."""
+    """Return a twin in which the weights of every token are multiplied by a power of two, drawn for each token."""
 
     def rows(m: int, rank: int) -> Rows:
         rows = the_same(workload)[m][rank]
@@ -68,18 +68,18 @@ def scaled(workload: Workload) -> list[Twin]:
 
 
 def strided(workload: Workload) -> list[Twin]:
-    """Lay the inputs into memory with gaps: tokens and upstream, then all; and in full in every way and alone."""
-    asked: list[dict[str, Stride]] = [
-        {"x": "transposed", "upstream": "rows"},  # what libraries refuse least: not told apart from ids otherwise
+    """Return twins whose inputs have other strides; in the full profile with every stride, and one input alone."""
+    wanted: list[dict[str, Stride]] = [
+        {"x": "transposed", "upstream": "rows"},  # libraries refuse these least; ids stay as they are
         {"x": "packed", "ids": "transposed", "weights": "columns", "upstream": "transposed"},
     ]
     if workload.likened == "full":
-        asked += [
+        wanted += [
             {"x": "rows", "ids": "packed", "weights": "transposed", "upstream": "columns"},
             {"x": "columns", "ids": "rows", "weights": "rows", "upstream": "packed"},
         ]
-        asked += [{each: "transposed"} for each in ("x", "ids", "weights", "upstream")]
-    made = [twin(workload, _lying(strides), twist=Twist(strides)) for strides in asked]
+        wanted += [{name: "transposed"} for name in ("x", "ids", "weights", "upstream")]
+    made = [twin(workload, _lying(strides), twist=Twist(strides)) for strides in wanted]
     if all(len(batch.x_TD) % 2 == 0 for batch in workload.batches[0]):
         how = "with tokens (S, B, D) that lie as (B, S, D)"
         made.append(twin(workload, how, lead="two_dims", twist=Twist({"x": "swapped"})))
@@ -87,11 +87,11 @@ def strided(workload: Workload) -> list[Twin]:
 
 
 def expanded(workload: Workload) -> list[Twin]:
-    """Keep what is the same for all tokens once, with a stride of zero."""
-    asked: list[dict[str, Stride]] = [{"ids": "expanded", "weights": "expanded", "upstream": "expanded"}]
+    """Return twins in which inputs that are equal for all tokens are expanded, with strides of zero."""
+    wanted: list[dict[str, Stride]] = [{"ids": "expanded", "weights": "expanded", "upstream": "expanded"}]
     if workload.likened == "full":
-        asked += [{each: "expanded"} for each in ("ids", "weights", "upstream")]
-    return [twin(workload, _lying(strides), twist=Twist(strides)) for strides in asked]
+        wanted += [{name: "expanded"} for name in ("ids", "weights", "upstream")]
+    return [twin(workload, _lying(strides), twist=Twist(strides)) for strides in wanted]
 
 
 def _lying(strides: dict[str, Stride]) -> str:
@@ -110,7 +110,7 @@ def _lying(strides: dict[str, Stride]) -> str:
 
 
 def spread(workload: Workload) -> list[Twin]:
-    """Give the ranks each other's tokens, and cut the same tokens up for other numbers of ranks and other layouts."""
+    """Return twins with the tokens on other ranks: shifted by one rank, and split over the ranks of other layouts."""
     world, E = workload.layout.world, workload.config.experts
     smaller = Layout(1) if world < 4 else Layout(2, ep=2)
     layouts = (smaller,) if workload.likened == "quick" else profiles.quick_layouts()
@@ -125,7 +125,7 @@ def spread(workload: Workload) -> list[Twin]:
 
 
 def packed(workload: Workload) -> list[Twin]:
-    """Put the sequences of a rank, two tokens each, into another order and into several microbatches."""
+    """Return twins with the sequences of a rank, two tokens each, in another order and in several microbatches."""
     world = range(workload.layout.world)
 
     def sequences(rank: int) -> list[list[Source]]:
@@ -150,7 +150,7 @@ def packed(workload: Workload) -> list[Twin]:
 
 
 def exchanged(workload: Workload, variants: Sequence[str]) -> list[Twin]:
-    """Send the tokens through another exchange: in full through each that there is."""
+    """Return twins that run through another variant of the backend; in the full profile through every other one."""
     others = [variant for variant in variants if variant != workload.config.variant]
     if workload.likened == "quick":
         others = others[:1]
@@ -161,22 +161,25 @@ def exchanged(workload: Workload, variants: Sequence[str]) -> list[Twin]:
 
 
 def among_fewer(workload: Workload) -> list[Twin]:
-    """Leave every rank its last token; or one for the same expert on all, so that the other experts are idle.
+    """Return forward-only twins with fewer tokens: one on every rank, or every other one in reverse order.
 
-    Or every other token, the last first. Answers alone: nothing goes back.
+    The one token of a rank is its last one, or one that all ranks have for the same expert, so that the other experts
+    are idle.
     """
     ids = [batch.ids_TK[:, 0].tolist() for batch in workload.batches[0]]
-    last = [len(each) - 1 for each in ids]
+    last = [len(ids_of_rank) - 1 for ids_of_rank in ids]
     shared = sorted(set.intersection(*map(set, ids)))
     kept = {
         "with one token on every rank": [[t] for t in last],
         "with every other token, the last first": [list(range(t, -1, -2)) for t in last],
     }
     if shared:
-        kept["with one token on every rank, all for one expert"] = [[each.index(shared[0])] for each in ids]
+        kept["with one token on every rank, all for one expert"] = [
+            [ids_of_rank.index(shared[0])] for ids_of_rank in ids
+        ]
     made = []
     for how, tokens in kept.items():
-        places = [[(0, rank, t) for t in own] for rank, own in enumerate(tokens)]
+        places = [[(0, rank, t) for t in mine] for rank, mine in enumerate(tokens)]
         made.append(twin(workload, how, _placed(workload, [places]), partial=True, schedule="F0"))
     return made
 
@@ -185,7 +188,7 @@ def among_fewer(workload: Workload) -> list[Twin]:
 
 
 def alone(workload: Workload) -> list[Twin]:
-    """Run every microbatch alone."""
+    """Return twins that run a single microbatch each."""
     return [
         twin(workload, f"with microbatch {m} alone", (ranks,), finals=False, partial=True, schedule="F0 B0")
         for m, ranks in enumerate(the_same(workload))
@@ -193,10 +196,10 @@ def alone(workload: Workload) -> list[Twin]:
 
 
 def unasked(workload: Workload) -> list[Twin]:
-    """Ask for no gradient of the tokens, of the weights, of the experts, with deterministic algorithms."""
-    asked: list[tuple[Literal["x", "weights", "parameters"], ...]] = [("x",), ("weights",)]
+    """Return twins in which tokens, weights or parameters require no gradient, with deterministic algorithms."""
+    wanted: list[tuple[Literal["x", "weights", "parameters"], ...]] = [("x",), ("weights",)]
     if workload.parameters:
-        asked += [("parameters",), ("x", "weights")]
+        wanted += [("parameters",), ("x", "weights")]
     return [
         twin(
             workload,
@@ -204,29 +207,29 @@ def unasked(workload: Workload) -> list[Twin]:
             bits=True,
             twist=Twist(unasked=names, deterministic=True),
         )
-        for names in asked
+        for names in wanted
     ]
 
 
 def padding_gradients(workload: Workload) -> list[Twin]:
-    """Put large gradients at all padding rows."""
+    """Return a twin with large gradients at all padding rows."""
     how = "with a large gradient at every padding row"
     return [twin(workload, how, bits=True, twist=Twist(padding_gradients=True))]
 
 
 def under_autocast(workload: Workload) -> list[Twin]:
-    """Run the forward under autocast to the dtype that the tokens have."""
+    """Return a twin whose forwards run under autocast to the dtype of the tokens."""
     return [twin(workload, "under autocast", twist=Twist(autocast=True))]
 
 
 def with_a_graph(workload: Workload) -> list[Twin]:
-    """Have every backward keep a graph of itself."""
+    """Return a twin whose backwards run with create_graph."""
     return [twin(workload, "with create_graph", twist=Twist(create_graph=True))]
 
 
 @dataclass(frozen=True)
 class Nudged:
-    """One input or all parameters moved along a random direction of norm 1, by h and 2 h, to and fro."""
+    """Twins with one input, or all parameters, moved along a random direction of norm 1, by h, -h, 2 h and -2 h."""
 
     what: Literal["x", "weights", "parameters"]
     h: float
@@ -235,7 +238,7 @@ class Nudged:
 
 
 def nudged(workload: Workload) -> list[Nudged]:
-    """Move tokens, weights and parameters, each alone; one microbatch."""
+    """Return the twins for finite differences in tokens, weights and parameters, of one microbatch."""
     fields: dict[Literal["x", "weights", "parameters"], dict[Any, Tensor]] = {
         "x": {rank: batch.x_TD for rank, batch in enumerate(workload.batches[0])},
         "weights": {rank: batch.weights_TK for rank, batch in enumerate(workload.batches[0])},
@@ -255,7 +258,7 @@ def nudged(workload: Workload) -> list[Nudged]:
 
 
 def _moved(workload: Workload, what: str, directions: Mapping[Any, Tensor], by: float) -> Twin:
-    """Return the twin in which one thing lies elsewhere."""
+    """Return the twin in which one input, or all parameters, are moved along their directions."""
     made = twin(workload, f"with {what} moved by {by:.3g}", finals=False)
     if what == "parameters":
         there = {key: value + by * directions[key] for key, value in workload.parameters.items()}
@@ -272,14 +275,14 @@ def _moved(workload: Workload, what: str, directions: Mapping[Any, Tensor], by: 
 
 
 def shared(workload: Workload) -> list[Twin]:
-    """Give every rank the tokens of rank 0."""
+    """Return a twin in which every rank has the tokens of rank 0."""
     every = [(0, 0, t) for t in range(len(workload.batches[0][0].x_TD))]
     copies = _placed(workload, [[every] * workload.layout.world])
     return [twin(workload, "with the tokens of rank 0 on every rank", copies, finals=False, partial=True)]
 
 
 def recut(workload: Workload) -> list[Twin]:
-    """Put the tokens of every rank into another order and two microbatches, and route the first of them alone."""
+    """Return a twin with tokens in another order and in two microbatches, the first of which has one token per rank."""
 
     def halves(rank: int) -> list[list[Source]]:
         T = len(workload.batches[0][rank].x_TD)
@@ -297,7 +300,7 @@ def recut(workload: Workload) -> list[Twin]:
 
 
 def _placed(workload: Workload, places: Sequence[Sequence[Sequence[Source]]]) -> Origin:
-    """Return the origin of given tokens, [microbatch][rank][token]."""
+    """Return the origin of a twin that has the given tokens, [microbatch][rank][token]."""
     return tuple(tuple(rows_of(sources, workload) for sources in ranks) for ranks in places)
 
 
@@ -307,7 +310,7 @@ def _cut(every: Sequence[Source], shares: Sequence[int]) -> list[Sequence[Source
 
 
 def _shares(workload: Workload, tokens: int, world: int) -> list[int]:
-    """Return how many tokens every rank gets: equally many where all had equally many, one of them none elsewhere."""
+    """Return the number of tokens of every rank: equal if it is so in the workload, else none on the last rank."""
     if len({len(batch.x_TD) for batch in workload.batches[0]}) == 1 and tokens % world == 0:
         return [tokens // world] * world
     shares = [tokens // world] * world
@@ -318,6 +321,6 @@ def _shares(workload: Workload, tokens: int, world: int) -> list[int]:
 
 
 def _origin(workload: Workload, rows: Callable[[int, int], Rows]) -> Origin:
-    """Return an origin in which every rank has its own tokens, in some way."""
+    """Return the origin of a twin from the rows of every microbatch and rank."""
     ranks = range(workload.layout.world)
     return tuple(tuple(map(partial(rows, m), ranks)) for m in range(len(workload.batches)))

@@ -1,7 +1,7 @@
-"""The pinned corpus of whole layers: routed experts behind the layer's own router, with shared experts and without.
+"""The pinned workloads of whole layers: router, routed experts and, in some, shared experts.
 
-A layer is judged on values, so that its choice of experts must not be in doubt: tokens are drawn until every one has a
-clear margin between the experts that it chooses and the others.
+A layer is judged by values, so its selection of experts must be unambiguous: tokens are drawn until every one has a
+clear margin between the scores of the experts that it selects and those of the others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SILENCED = ("gate", "up", "down", "shared_down")
 
 @dataclass(frozen=True)
 class LayerRecipe:
-    """How to draw one workload of a layer."""
+    """The name and options of one workload of a layer."""
 
     name: str
     config: dict[str, Any] = field(default_factory=dict)
@@ -46,11 +46,11 @@ class LayerRecipe:
     schedule: str = "F0 B0"
     lead: Lead = "flat"
     asynchrony: Asynchrony = "plain"
-    silent: bool = False  # routed experts are zero, and so is down of shared ones: output biases are all that is left
-    rehearsed: bool = False  # behind a step with other parameters
-    likened: bool = False  # runs that must give the same are held against it
-    interleaved: bool = False  # with another of the same sizes, whose forwards and backwards lie between its own
-    margin: float = MARGIN  # by which every token's choice is clear
+    silent: bool = False  # routed experts and down of shared ones are zero: the output is output biases only
+    rehearsed: bool = False  # after a step with other parameters
+    likened: bool = False  # runs that must give the same results are compared with it
+    interleaved: bool = False  # with another of the same sizes: operations alternate
+    margin: float = MARGIN  # least difference of scores for every token
     profile: Profile = "quick"
 
 
@@ -138,9 +138,9 @@ _LAYERS = (
 
 
 def _crossed() -> tuple[LayerRecipe, ...]:
-    """Return layers of 12 experts in which every two of K, weighing, tokens, dtype and shared experts meet.
+    """Return layers of 12 experts with every pair of values of K, score, tokens, dtype and shared experts.
 
-    The softmax of 12 logits leaves no clear choice of more than three.
+    With the softmax of 12 logits a selection of more than three experts has no clear margin.
     """
     options = {
         "top_k": (1, 3, 5, 6, 10),
@@ -154,9 +154,9 @@ def _crossed() -> tuple[LayerRecipe, ...]:
     for row in rows:
         score, normalised, _ = row["weighing"].partition("-normalised")
         kind = {EVEN: "even", UNEVEN: "uneven", ONE_WITHOUT: "rank-without-tokens"}[row["tokens"]]
-        beside = "shared" if row["shared"] else "layer"
+        prefix = "shared" if row["shared"] else "layer"
         dtype = str(row["dtype"]).removeprefix("torch.")
-        name = f"{beside}-top-{row['top_k']}-of-12-{row['weighing']}-{kind}-{dtype}"
+        name = f"{prefix}-top-{row['top_k']}-of-12-{row['weighing']}-{kind}-{dtype}"
         config = {
             "experts": 12,
             "top_k": row["top_k"],
@@ -169,7 +169,7 @@ def _crossed() -> tuple[LayerRecipe, ...]:
     return tuple(found)
 
 
-# Of these a layer is judged whose own gate allows little else, also with replicas of its experts (edp > 1).
+# Layers whose gate allows little else are judged by these, also with replicas of their experts (edp > 1).
 PLAIN = ("layer-even", "layer-normalised-even")
 LAYERS = (*_LAYERS, *in_float16(_LAYERS), *_crossed())
 
@@ -177,9 +177,9 @@ _TIGHT_BARE = {"capacity.factor": 0.5, "capacity.drop_policy": "position"}
 _TIGHT = {"shared.ffn": (24,), **_TIGHT_BARE}
 
 _GSHARD = {"capacity.factor": 0.5, "capacity.drop_policy": "position", "routing.normalise": True}
-_ALONE = {"capacity.factor": 0.5}  # without shared experts, which not every layer has
+_ALONE = {"capacity.factor": 0.5}  # without shared experts, as not every layer has them
 
-# Their tokens lose slots, so that they are no `LAYERS`: see `dropping_layers.py`.
+# Layers that drop slots, which are not in `LAYERS`: see `dropping_layers.py`.
 DROPPING = (
     LayerRecipe("layer-dropped-even", _ALONE, tokens=(22,)),  # 22 K / 2 E is no whole number for 8 experts
     LayerRecipe("layer-dropped-normalised-even", {**_ALONE, "routing.normalise": True}, tokens=(22,)),
@@ -194,7 +194,7 @@ DROPPING = (
     LayerRecipe("dropping-all-rank-without-tokens", {**_TIGHT, "capacity.factor": 0.0}, tokens=ONE_WITHOUT),
 )
 
-# Equal steps of which nothing is kept. Logits have half as many bytes as x: a router that keeps them is noticed.
+# Repeated steps whose results are not kept. Logits have half the bytes of x, so that a router that keeps them shows.
 REPEATED = LayerRecipe("shared-repeated-even", {**_ONE, "hidden": 16}, tokens=(64,), schedule="R0 R0 R0 F0 B0")
 # All experts are selected, and the workload's router is zero: the logits do not depend on the factors.
 JITTERED = LayerRecipe("layer-jittered-even-bfloat16", {**_BFLOAT16, "top_k": 8, "jitter": 0.25})
@@ -203,7 +203,7 @@ JITTERED_TOO = LayerRecipe("layer-recomputed-jitter-even", {"jitter": 0.5}, sche
 
 
 def layers(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the layer workloads of a variant on a layout."""
+    """Yield the layer workloads of a profile for a variant on a layout."""
     for recipe in LAYERS:
         if profile == "quick" and recipe.profile == "full":
             continue
@@ -218,24 +218,24 @@ def plain(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
 
 
 def others(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the other layers."""
+    """Yield the layers that are not in `PLAIN`."""
     yield from (workload for workload in layers(variant, layout, profile) if workload.name not in PLAIN)
 
 
 def repeated(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the layer that takes equal steps."""
+    """Yield the layer that repeats the same step."""
     if layout.world <= USUAL_RANKS:
         yield layer_workload(REPEATED, variant, layout)
 
 
 def layer_workload(recipe: LayerRecipe, variant: str, layout: Layout) -> Workload:
-    """Draw the workload of a recipe for a variant on a layout; variants get the same one."""
+    """Draw the workload of a recipe for a variant on a layout; it is the same for all variants."""
     return _workload(recipe.name, layout).through(variant)
 
 
 @lru_cache(maxsize=64)  # more than a layout has
 def _workload(name: str, layout: Layout) -> Workload:
-    recipe = next(each for each in (*LAYERS, *DROPPING, REPEATED, JITTERED, JITTERED_TOO) if each.name == name)
+    recipe = next(made for made in (*LAYERS, *DROPPING, REPEATED, JITTERED, JITTERED_TOO) if made.name == name)
     workload = _drawn(recipe, layout)
     if not recipe.interleaved:
         return workload
@@ -284,13 +284,13 @@ def _drawn(recipe: LayerRecipe, layout: Layout) -> Workload:
 
 
 def layer_parameters(config: Config, generator: torch.Generator) -> dict[ParameterKey, Tensor]:
-    """Return the router, twice as decided as usual, the experts, and the shared experts with their biases and gate."""
+    """Return the parameters of a layer: router, with doubled weights for clear margins, experts and shared experts."""
     parameters = draw.router_parameters(config, generator, bias=0.0, twins=False)
     parameters["router", None] = parameters["router", None] * 2
     parameters |= draw.expert_parameters(config, generator)
     for j, width in enumerate(config.shared.ffn):
-        own = draw.expert_parameters(replace(config, ffn=width, experts=1), generator)
-        parameters |= {(f"shared_{name}", j): value for (name, _), value in own.items()}
+        drawn = draw.expert_parameters(replace(config, ffn=width, experts=1), generator)
+        parameters |= {(f"shared_{name}", j): value for (name, _), value in drawn.items()}
         if config.shared.bias:
             bias_D = torch.randn(config.hidden, generator=generator, dtype=torch.float64)
             parameters["shared_bias", j] = bias_D.to(config.dtype)
@@ -301,9 +301,9 @@ def layer_parameters(config: Config, generator: torch.Generator) -> dict[Paramet
 
 
 def leaves_a_bias(workload: Workload) -> bool:
-    """Whether the output is one bias, for every token: that of the only shared expert, as all else answers zero.
+    """Return whether the output of every token is the bias of the only shared expert, as all else returns zero.
 
-    A gate would multiply it.
+    With a gate it is not, which multiplies the bias.
     """
     config = workload.config
     if not config.shared.bias or config.shared.gate or len(config.shared.ffn) > 1:
@@ -318,10 +318,10 @@ def layer_batch(
     generator: torch.Generator,
     margin: float = MARGIN,
 ) -> Batch:
-    """Return normal tokens whose choice of experts is clear, and an upstream gradient (T, D).
+    """Return normal tokens with a clear selection of experts, and an upstream gradient (T, D).
 
     Raises:
-        ValueError: too few of the tokens that were drawn have the margin.
+        ValueError: too few of the drawn tokens have the margin.
     """
 
     def normal(rows: int) -> Tensor:
@@ -340,7 +340,7 @@ def layer_batch(
 
 
 def margins(x_TD: Tensor, config: Config, parameters: Mapping[ParameterKey, Tensor]) -> Tensor:
-    """Return how clearly every token chooses, in selection scores, (T,)."""
+    """Return the margin (T,) of every token: by how much selected experts exceed the others, in selection scores."""
     logits_TE = x_TD.double() @ parameters["router", None].double().T
     return routes.margins(
         logits_TE,
@@ -353,10 +353,10 @@ def margins(x_TD: Tensor, config: Config, parameters: Mapping[ParameterKey, Tens
 
 
 def drop_margin(x_TD: Tensor, config: Config, parameters: Mapping[ParameterKey, Tensor]) -> float:
-    """Return by how much the lightest kept slot of an expert outweighs its heaviest dropped one, the least of all.
+    """Return the least margin between the last kept and the first dropped slot of an expert, over all experts.
 
-    By weights or by scores (`Claims.drop_by`), with the capacity rounded up or down. Infinite where nothing is dropped,
-    or not by weight.
+    It is the least over weights and scores (`Claims.drop_by`), and over the capacity rounded up and down. Infinite if
+    nothing is dropped, or not by weight.
     """
     if config.capacity.factor is None or config.capacity.drop_policy != "weights":
         return math.inf

@@ -1,8 +1,8 @@
-"""Wrong use of an exchange: input that cannot be routed, on one rank of every group, and answers under wrong handles.
+"""Wrong use of an exchange: invalid input on one rank of every group, and expert outputs with a wrong handle.
 
-Behind each wrong call comes a right one, which must be answered as if nothing had been. Before wrong input there is one
-too: what looks once only has looked then. Exchanges that do something of their own before they dispatch, because tokens
-are padded, filled up or held in copies, are given some of it again: they have more ways to leave the others behind.
+Every wrong call is followed by a right one, whose result must be as usual. Wrong input is also preceded by a right
+call, which catches an exchange that validates its first input only. Exchanges that communicate before dispatch, because
+tokens are padded, padded to the capacity or held in copies, get some wrong input again: they have more ways to hang.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from moe_conformance.workloads.records.runs import ON_EXCHANGE
 from moe_conformance.workloads.records.workload import Batch, Call, Ref, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
-TOKENS = (8, 4)  # of every rank, by microbatch: no rank is handed as many rows of one as of the other
+TOKENS = (8, 4)  # of every rank, by microbatch: no rank receives equally many rows of both
 
 Given = Mapping[str, Any]
 
 
 def culprits(layout: Layout, name: str) -> frozenset[int]:
-    """Return the ranks that make the mistake, where not all do: one of every exchange group, drawn by the name."""
+    """Return the ranks with wrong input: one of every exchange group, chosen by a hash of the name."""
     return frozenset(group[zlib.crc32(name.encode()) % len(group)] for group in layout.groups()["ep_etp"])
 
 
@@ -66,11 +66,11 @@ SETTINGS: dict[str, Mapping[str, Any]] = {
     "filled": {"capacity.factor": 2.0, "capacity.padded": True},
     "copies": {"token_copies": True},
 }
-IN_SETTINGS = ("ids-in-float", "more-tokens-than-ids", "narrow-tokens")  # one of a type, of a number, of a shape
+IN_SETTINGS = ("ids-in-float", "more-tokens-than-ids", "narrow-tokens")  # a wrong dtype, a wrong number, a wrong shape
 
 
 def input_of(workload: Workload) -> str:
-    """Return which of the inputs a workload is about, whatever the setting; "" for none."""
+    """Return the key of `INPUTS` that a workload tries, in any setting; "" if none."""
     return next(iter(workload.shows & INPUTS.keys()), "")
 
 
@@ -98,12 +98,12 @@ ANSWERS: dict[str, tuple[str, Given]] = {
     "anothers-handle": ("the handle of another microbatch", {"answers_of": Ref(0), "handle_of": Ref(1)}),
     "narrow-answers": ("answers of half the width", {**RIGHT, "width": 16}),
 }
-ON_A_RANK = ("narrow-answers",)  # one rank's handle of another microbatch sends what no other rank expects
+ON_A_RANK = ("narrow-answers",)  # not the handle of another microbatch: other ranks would not expect its rows
 TWICE = "combined-twice"  # a handle is used in combine a second time
 
 
 def answer_of(workload: Workload) -> str:
-    """Return which of the answers a workload is about; "" for none."""
+    """Return the key of `ANSWERS` that a workload tries; "" if none."""
     return next(iter(workload.shows & ANSWERS.keys()), "")
 
 
@@ -131,7 +131,7 @@ def _answers(blank: Workload) -> Iterator[Workload]:
 
 
 def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield them all."""
+    """Yield all workloads of wrong use for a variant on a layout."""
     config = Config(variant=variant)
     if config.experts % layout.ep:
         config = replace(config, experts=3 * layout.ep)

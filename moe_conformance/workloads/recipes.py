@@ -1,7 +1,7 @@
-"""The pinned corpus: the seeded and adversarial workloads that every backend meets on every layout.
+"""The pinned workloads of the exchange, seeded and adversarial, which every backend runs on every layout.
 
-A recipe is a name and a function that draws the batches. `corpus` applies the recipes to a variant and a layout. Names
-that end in `even` give every rank the same number of tokens, for backends that need it.
+A recipe is a name and a function that draws the batches. `corpus` applies the recipes to a variant and a layout. In
+workloads whose names end in `even` every rank has the same number of tokens, for backends that need it.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ UNEVEN = (9, 4, 13, 6, 11, 5, 7, 10)
 ONE_WITHOUT = (7, 0, 9, 4)
 BY_TURNS = (24, 0, 1, 7)
 THREES = (9, 3, 15, 0, 21)
-GAPPED = (24, 8, 32, 0, 16)  # whole sequences with their gaps
-MANY = (160, 0, 300, 129)  # more than a byte, signed or not, counts
+GAPPED = (24, 8, 32, 0, 16)  # whole sequences, padding included
+MANY = (160, 0, 300, 129)  # more than a byte can count, signed or not
 THOUSANDS = (4100, 3, 0, 5)  # more than 4,096 on a rank
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to draw one workload of the exchange, with the suite's or the backend's experts."""
+    """The name, route and options of one workload of the exchange, with the suite's or the backend's experts."""
 
     name: str
     route: Route = anywhere
@@ -63,7 +63,7 @@ class Recipe:
     config: dict[str, Any] = field(default_factory=dict)
     schedule: str = "F0 B0"
     lead: Lead = "flat"
-    needs_ep: bool = False  # says nothing new where there is one ep coordinate
+    needs_ep: bool = False  # only with ep > 1
     profile: Profile = "quick"
     experts_per_ep: int | None = None  # E = this many times ep, instead of 8
     weights: Literal["plain", "odd", "ones"] = "plain"  # odd: some are zero, some negative
@@ -71,14 +71,14 @@ class Recipe:
     memory: Literal["plain", "filled"] = "plain"
     repeated: bool = False  # all microbatches are routed alike
     wide: bool = False  # runs on layouts of more than `USUAL_RANKS` as well
-    likened: Profile | None = None  # runs that must give the same are held against it, from this profile on
+    likened: Profile | None = None  # runs that must give the same are compared with it from this profile on
     alike: bool = False  # all tokens have one row of weights and one number for upstream
-    turns: tuple[tuple[int, ...], ...] = ()  # in place of tokens: those of every microbatch
-    rehearsed: bool = False  # behind a step with other parameters
-    interleaved: bool = False  # with another of the same sizes, whose forwards and backwards lie between its own
+    turns: tuple[tuple[int, ...], ...] = ()  # in place of `tokens`: the tokens of every microbatch
+    rehearsed: bool = False  # after a step with other parameters
+    interleaved: bool = False  # with another of the same sizes: operations alternate
 
     def tokens_of(self, rank: int, microbatch: int) -> int:
-        """Return T."""
+        """Return T of a rank in a microbatch."""
         if self.turns:
             tokens = self.turns[microbatch]
             return tokens[rank % len(tokens)]
@@ -92,17 +92,17 @@ _TO_8 = {"padding.tokens": "group_max", "padding.alignment": 8}
 _TO_64 = {"padding.tokens": "group_max", "padding.alignment": 64}
 _TO_BOUND = {"padding.tokens": "bound", "padding.alignment": 8, "padding.bound": 13}  # the largest of UNEVEN
 
-# A few, nobody, one each, many, and an odd number: nothing of them may change what is called.
+# Few tokens, none, one on every rank, many, an odd number: no collective may depend on this.
 SIZES = ((8,), (0,), (1,), (64,), (9,))
 
-# Alone above an alignment of 64, just on it, nobody, one token alone.
+# Above an alignment of 64 on one rank, equal to it, none, one token on one rank.
 AROUND_64 = ((70, 3), (64, 0), (0,), (1, 0, 0, 0, 0, 0, 0, 0))
 
-SIX_IN_FLIGHT = "F0 F1 F2 F3 F4 F5 B0 B5 B1 B4 B2 B3"  # backwards in neither order of the forwards nor its reverse
+SIX_IN_FLIGHT = "F0 F1 F2 F3 F4 F5 B0 B5 B1 B4 B2 B3"  # backwards neither in the order of forwards nor in reverse
 
 
 def _of_models() -> tuple[Recipe, ...]:
-    """Return exchanges of the sizes of published models, each once, in which every two other options meet."""
+    """Return exchanges with the sizes of published models, once each, and every pair of values of other options."""
     options = {
         "dtype": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
         "tokens": (EVEN, UNEVEN, ONE_WITHOUT),
@@ -137,7 +137,8 @@ PROBE = (
     Recipe("one-expert-uneven", one_expert, tokens=UNEVEN, config={"top_k": 1}, profile="full"),
     Recipe("one-token-even", tokens=(1,), wide=True),
     Recipe("rank-without-tokens", tokens=ONE_WITHOUT, wide=True),
-    Recipe("one-token-or-none", tokens=(8, 1, 0, 5), profile="full", likened="full"),  # few have gaps in any strides
+    # Other strides hardly leave gaps where tokens are few.
+    Recipe("one-token-or-none", tokens=(8, 1, 0, 5), profile="full", likened="full"),
     Recipe("many-tokens", tokens=MANY, wide=True),
     Recipe("many-tokens-even", tokens=(140,), profile="full"),
     Recipe("many-tokens-one-expert", one_expert, tokens=MANY, config={"top_k": 1}),
@@ -180,7 +181,7 @@ PROBE = (
     Recipe("inference-unasked-even", schedule="U0 F1 U2 B1"),
     Recipe("inference-uneven", tokens=ONE_WITHOUT, schedule="F0 I1 B0 N2", wide=True),
     Recipe("inference-dropped-even", dropped, schedule="N0 F1 I2 B1", wide=True),
-    # Nothing overlaps: for who holds one microbatch at a time.
+    # Nothing overlaps: for backends that hold one microbatch at a time.
     Recipe("inference-in-turn-even", schedule="N0 F1 B1 I2 U3"),
     Recipe("inference-in-turn-dropped-even", dropped, schedule="N0 F1 B1 I2 U3"),
     Recipe("inference-gaps-padded-uneven", gaps, tokens=GAPPED, config=_TO_8, schedule="F0 I1 B0 N2"),
@@ -194,7 +195,7 @@ PROBE = (
     ),
     Recipe("repeated-even", schedule="F0 B0 F1 B1 F2 B2 R2 R2 R2 R2", repeated=True, wide=True),
     Recipe("poisoned-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B1 B0", asynchrony="poisoned", wide=True),
-    Recipe("poisoned-even", asynchrony="poisoned"),  # as many tokens everywhere is all that some take
+    Recipe("poisoned-even", asynchrony="poisoned"),  # for backends that need equally many tokens
     Recipe("watched-even", asynchrony="watched"),
     Recipe("poisoned-inference-even", schedule="N0 F1 I2 B1", asynchrony="poisoned"),
     Recipe("watched-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", asynchrony="watched"),
@@ -230,7 +231,7 @@ PROBE = (
 )
 
 _OWN = (
-    # Three slots: the order of two addends shows nowhere.
+    # Three slots: with two the order of addition changes nothing.
     Recipe("own-even", config={"top_k": 3}, wide=True, likened="full"),
     Recipe("own-uneven", tokens=UNEVEN, profile="full", wide=True, likened="full"),
     Recipe("own-top-all-even", config={"top_k": 8}),
@@ -254,20 +255,20 @@ _OWN = (
     Recipe("own-bounded-uneven", tokens=UNEVEN, config=_TO_BOUND),
     Recipe("own-input-weights-even", config=_INPUT),
     Recipe("own-output-weights-even", config=_OUTPUT),
-    # Beyond a tile of 128 columns, and no multiple of one; 8 divides both, as products of half precision ask.
+    # More than a tile of 128 columns and not a multiple of it; multiples of 8, as half-precision products need.
     Recipe("own-wide-even", experts_per_ep=3, config={"hidden": 200, "ffn": 136, "top_k": 3}),
 )
 
 
 def in_bfloat16(recipe: Recipe) -> Recipe:
-    """Return a recipe in the dtype that every library offers; its twins are in the quick profile."""
+    """Return a recipe in bfloat16, the dtype that every library offers; its twins are in the quick profile."""
     config = {**recipe.config, "dtype": torch.bfloat16}
     likened: Profile | None = "quick" if recipe.likened and "uneven" not in recipe.name else recipe.likened
     return replace(recipe, name=f"{recipe.name}-bfloat16", config=config, likened=likened)
 
 
 def in_float16(recipe: Recipe) -> Recipe:
-    """Return a recipe in float16, one of them for the quick profile.
+    """Return a recipe in float16, for the full profile except for one.
 
     No equivalent runs are compared: products below 2^-14 lose bits in float16, so that a weight times a power of two
     gives other bits.
@@ -288,7 +289,7 @@ EXPERTS = (
     Recipe("own-watched-uneven", tokens=UNEVEN, asynchrony="watched"),
     Recipe("own-poisoned-even", asynchrony="poisoned"),
     Recipe("own-watched-even", asynchrony="watched"),
-    # Nobody has tokens, or one rank's experts get none, between steps in which they learn.
+    # No rank has tokens, or the experts of one rank get none, between usual steps.
     Recipe("own-by-turns-even", turns=((8,), (0,), (8,)), schedule="F0 B0 F1 B1 F2 B2"),
     Recipe(
         "own-idle-by-turns-even", idle_if_odd, turns=((8,), (7,), (8,)), schedule="F0 B0 F1 B1 F2 B2", needs_ep=True
@@ -299,8 +300,8 @@ EXPERTS = (
     Recipe("own-dozen-experts-uneven", experts_per_ep=12, tokens=UNEVEN, config={"top_k": 5}),
     Recipe("own-odd-experts-even", experts_per_ep=3, config={"hidden": 40, "ffn": 24, "top_k": 3}),
     # In bfloat16 too: some libraries' experts compute in it whatever the tokens are, and are judged there.
-    *(in_bfloat16(own) for own in _OWN),
-    *(in_float16(own) for own in _OWN),
+    *(in_bfloat16(experts_recipe) for experts_recipe in _OWN),
+    *(in_float16(experts_recipe) for experts_recipe in _OWN),
     Recipe("own-uneven-float64", tokens=UNEVEN, config={"dtype": torch.float64}, wide=True),
     Recipe(
         name="own-unweighted-even-float64",
@@ -316,18 +317,18 @@ EXPERTS = (
 def corpus(
     variant: str, layout: Layout, profile: Profile, wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[Workload]:
-    """Yield the exchange workloads of a variant on a layout: with the probe, then with the backend's own experts.
+    """Yield the exchange workloads of a variant on a layout: with the probe expert, then with the backend's experts.
 
-    Of those whose names are `wanted`; the others are not drawn.
+    Only workloads whose names are `wanted` are drawn.
 
     Raises:
-        GoldenError: the golden is not there, or not as it was written.
+        GoldenError: the golden is missing, or differs from its digest.
     """
     for run, recipes in ((ExchangeStep(), PROBE), (ExpertsStep(), EXPERTS)):
-        for recipe in (each for each in recipes if wanted(each.name)):
+        for recipe in (candidate for candidate in recipes if wanted(candidate.name)):
             if (profile == "quick" and recipe.profile == "full") or (recipe.needs_ep and layout.ep == 1):
                 continue
-            if recipe.asynchrony != "plain" and layout.world == 1:  # nothing travels
+            if recipe.asynchrony != "plain" and layout.world == 1:  # nothing is sent
                 continue
             if layout.world > USUAL_RANKS and not recipe.wide:
                 continue
@@ -339,9 +340,9 @@ def corpus(
 
 
 def _likened(recipe: Recipe, run: ExchangeStep | ExpertsStep, layout: Layout, profile: Profile) -> bool:
-    """Whether runs that must give the same are held against it on a layout.
+    """Return whether runs that must give the same results are compared with a recipe's run on a layout.
 
-    In the quick profile those of exchanges on layouts with etp are few: one recipe, whose variants take turns.
+    In the quick profile few exchanges are on layouts with etp: one recipe, for which variants take turns.
     """
     if recipe.likened not in ("quick", profile) or layout not in likened_layouts(profile):
         return False
@@ -355,7 +356,7 @@ def exchange_workload(recipe: Recipe, run: ExchangeStep | ExpertsStep, variant: 
         other = replace(recipe, name=f"{recipe.name}, the other", interleaved=False)
         beside = (exchange_workload(other, run, variant, layout),)
     config = Config(variant=variant).changed(recipe.config)
-    few = "experts" not in recipe.config and config.experts < 2 * layout.ep  # for two slots on one rank
+    few = "experts" not in recipe.config and config.experts < 2 * layout.ep  # so that two slots may go to one rank
     if recipe.experts_per_ep or config.experts % layout.ep or few:
         E = (recipe.experts_per_ep or 3) * layout.ep
         config = replace(config, experts=E, top_k=min(config.top_k, E))

@@ -1,7 +1,7 @@
-"""Routers of the sizes of published models, with scores, biases, normalisation, groups and dtypes in every pair.
+"""Routers with the sizes of published models, and every pair of values of scores, biases, groups and dtypes.
 
-The quick profile has each size once, with combinations in which every two other options meet; the full one has
-combinations in which every option meets every size as well.
+The quick profile has each size once, with combinations that contain every pair of values of the other options; the full
+profile also combines every value with every size.
 """
 
 from __future__ import annotations
@@ -38,17 +38,20 @@ def _named(size: tuple[int, int], row: Row) -> tuple[str, dict[str, Any]]:
 
 
 def _decides(row: Row) -> bool:
-    """Return whether groups may change a choice: the best expert alone always lies in the group of the best expert."""
+    """Return whether groups can change a selection.
+
+    With K = 1 and a group scored by its best expert they cannot: the best expert is in the best group.
+    """
     return row["size"][1] > 1 or row["group_score"] in (None, "top2_sum")
 
 
 def _quick() -> dict[str, dict[str, Any]]:
-    """Return routers in which every two options meet, of each size once: sizes that are left get the first options."""
+    """Return routers with every pair of options and each size once; sizes that are left get the first options."""
     rows, sizes = pairwise(_OPTIONS), [*SIZES]
     made = []
     for row in rows:
         size = next((size for size in sizes or SIZES if _decides({"size": size, **row})), MANY)
-        sizes = [each for each in sizes if each != size]
+        sizes = [other for other in sizes if other != size]
         made.append(_named(size, row))
     return dict([*made, *(_named(size, rows[0]) for size in sizes)])
 

@@ -1,4 +1,4 @@
-"""The pinned corpus of routers: every score function, bias, groups, and inputs at the ends of what they must bear."""
+"""The pinned workloads of routers: every score function, bias, groups, and extreme inputs."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ ONE_WITHOUT = (14, 0, 18, 8)
 
 @dataclass(frozen=True)
 class RouterRecipe:
-    """How to draw one workload of a router."""
+    """The name and options of one workload of a router."""
 
     name: str
     config: dict[str, Any] = field(default_factory=dict)
     tokens: tuple[int, ...] = TOKENS
     schedule: str = "F0 B0"
     magnitude: float = 1.0  # of the tokens: large ones overflow a softmax that does not subtract its maximum
-    bias: float = -0.9  # around which balance biases lie
-    twins: bool = False  # experts in pairs whose logits are closer than bfloat16 can tell
+    bias: float = -0.9  # the centre of balance biases
+    twins: bool = False  # experts in pairs whose logits differ by less than bfloat16 resolves
     tied: bool = False  # experts in pairs whose logits are the same
-    lowered: float = 0.0  # by which all logits are lower, so that scores of a sigmoid are as small as an epsilon
+    lowered: float = 0.0  # subtracted from all logits, so that scores of a sigmoid are as small as an epsilon
     near: bool = False  # biases of steps of 2^-13: at 0.9, less than those of bfloat16 and float16
-    likened: bool = False  # runs that must route alike are held against it
-    rehearsed: bool = False  # behind a step with other parameters
+    likened: bool = False  # runs that must route alike are compared with it
+    rehearsed: bool = False  # after a step with other parameters
     shows: frozenset[str] = frozenset()
     profile: Profile = "quick"
 
@@ -53,7 +53,7 @@ _GROUPS = {
 
 
 def _of_model(name: str, options: dict[str, Any], profile: Profile = "quick") -> RouterRecipe:
-    """Return a router of a published size, with more tokens where groups seldom change the one choice."""
+    """Return a router of a published size, with more tokens if K = 1 and groups seldom change the selection."""
     seldom = options["top_k"] == 1 and "routing.groups" in options
     return RouterRecipe(name, options, tuple(4 * T for T in TOKENS) if seldom else TOKENS, profile=profile)
 
@@ -92,7 +92,8 @@ ROUTERS = (
         "route-groups-many-experts", {**_BIASED, **_NORMAL, "experts": 256, "top_k": 8, "routing.groups": (8, 4)}
     ),
     RouterRecipe("route-small-scores", {**_SIGMOID, **_NORMAL}, lowered=25.0),  # of 1e-11, as is their sum
-    RouterRecipe("route-near-ties", {"top_k": 3}, twins=True, likened=True),  # an odd K, which parts twins
+    # An odd K selects one expert of a pair.
+    RouterRecipe("route-near-ties", {"top_k": 3}, twins=True, likened=True),
     RouterRecipe("route-ties", {"top_k": 3}, tied=True, likened=True),
     RouterRecipe("route-large-logits", magnitude=64.0),
     RouterRecipe("route-large-logits-sqrtsoftplus", {"routing.score": "sqrtsoftplus"}, magnitude=64.0),
@@ -126,7 +127,7 @@ ROUTERS = (
 
 
 def routing_corpus(variant: str, layout: Layout, profile: Profile = "quick") -> Iterator[Workload]:
-    """Yield the router workloads; the variant only has to be one that the backend knows."""
+    """Yield the router workloads of a profile; they do not depend on the variant."""
     for recipe in ROUTERS:
         if profile == "quick" and recipe.profile == "full":
             continue

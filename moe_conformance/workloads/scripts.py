@@ -1,7 +1,6 @@
-"""The pinned scripts: what every surface beside the exchange, the experts and the router is asked, chapter by chapter.
+"""The pinned scripts of every surface other than exchange, experts and router, and the workloads of layers and models.
 
-Whole layers and models are asked here too, which are run in ways of their own. The workloads of every chapter of the
-spec are found, file by file, where a file has a tuple `CHAPTERS`.
+They are found in the files of workloads of all chapters: a file registers its own in a tuple `CHAPTERS`.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from moe_conformance.workloads.selection.profiles import Profile
 
 @cache
 def chapters() -> tuple[Chapter, ...]:
-    """Return what all files of workloads have, file by file."""
+    """Return the entries of `CHAPTERS` of all files of workloads."""
     return tuple(chapter for module in modules("workloads") for chapter in vars(module).get("CHAPTERS", ()))
 
 
 def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[tuple[Chapter, Workload]]:
-    """Yield the scripts of a variant on a layout, each with its chapter, as if it were the backend's first variant."""
+    """Yield the scripts of a variant on a layout with their chapters, including those for the first variant only."""
     for chapter in chapters():
         for workload in chapter.drawn(variant, layout, profile):
             yield chapter, workload
@@ -31,4 +30,4 @@ def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[tuple[Ch
 
 def names() -> frozenset[str]:
     """Return the names of all scripts."""
-    return frozenset(name for each in chapters() for name in each.names)
+    return frozenset(name for chapter in chapters() for name in chapter.names)

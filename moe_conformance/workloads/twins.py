@@ -1,7 +1,7 @@
-"""Twins: workloads that must give what another gives, token by token, though they are fed or run in another way.
+"""Twins: workloads that must give the same results as another, token by token, with other inputs or conditions.
 
-A twin is made of the rows of its original, so that for each of its tokens there is one of the original to compare it
-with. Laws that hold of every exchange say how the two are related; nobody has to know the right answer.
+A twin consists of rows of its original, so that every token of it can be compared with one of the original. How the two
+are related follows from laws that every exchange obeys; the right result need not be known.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_conformance.workloads.records.workload import Batch, Lead, ParameterKey
 
 
 class Rows(NamedTuple):
-    """Where the tokens of one rank in one microbatch of a twin come from."""
+    """The places in the original of the tokens of one rank in one microbatch of a twin."""
 
     source_T3: Tensor  # int64: microbatch, rank and token of the original
     slots_TK: Tensor  # int64: the slot of the original
@@ -33,25 +33,25 @@ Origin = tuple[tuple[Rows, ...], ...]  # [microbatch][rank] of the twin
 
 @dataclass(frozen=True, repr=False)
 class Twin:
-    """Another run, and where its tokens and experts are found in the original."""
+    """A workload with the places of its tokens and experts in the original workload."""
 
-    how: str  # it differs, in words that fit behind "the run"
+    how: str  # how it differs, in words that follow "the run"
     workload: Workload
     origin: Origin
     numbers_E: Tensor  # int64: the number that expert e has in the twin
-    finals: bool = True  # whether parameters end with the gradients that they have there, in every step
+    finals: bool = True  # whether finished gradients of parameters are the same, in every step
     bits: bool = False  # whether all bytes are the same, and rows arrive in the same order
-    fresh: bool = False  # whether it runs on ranks that have run nothing before
+    fresh: bool = False  # whether it runs on new ranks
     partial: bool = False  # whether tokens of the original are missing in it
-    anew: bool = True  # whether something else is built than for the original, which may be refused
+    anew: bool = True  # whether other surfaces are built than for the original, which may be refused
 
     def __repr__(self) -> str:
-        """Name it in a line."""
+        """Return one line that says how it differs."""
         return f"<twin {self.how}>"
 
 
 def the_same(workload: Workload) -> Origin:
-    """Return the origin of a twin that is fed what its original is fed."""
+    """Return the origin of a twin with the inputs of its original."""
     return tuple(
         tuple(rows_of([(m, rank, t) for t in range(len(batch.x_TD))], workload) for rank, batch in enumerate(ranks))
         for m, ranks in enumerate(workload.batches)
@@ -74,7 +74,7 @@ def twin(
     variant: str | None = None,
     twist: Twist | None = None,
 ) -> Twin:
-    """Make a twin of the original's rows."""
+    """Return a twin that consists of rows of the original workload."""
     E = workload.config.experts
     origin = the_same(workload) if origin is None else origin
     numbers_E = torch.arange(E) if numbers_E is None else numbers_E
@@ -96,21 +96,21 @@ def twin(
 
 
 def twin_with(workload: Workload, how: str, **changed: Any) -> Twin:
-    """Make a twin with other fields of the configuration, whose tokens are not held against the original's."""
+    """Return a twin with other options of the config, whose tokens are not compared with the original's."""
     config = workload.config.changed(changed)
     other = replace(workload, name=f"{workload.name}, {how}", config=config, likened="")
     return Twin(how, other, origin=(), numbers_E=torch.arange(config.experts))
 
 
 def rows_of(sources: Sequence[tuple[int, int, int]], workload: Workload) -> Rows:
-    """Return rows with the slots and weights that they have."""
+    """Return rows of the given tokens, with slots and weights unchanged."""
     T, K = len(sources), workload.batches[0][0].ids_TK.shape[1]
     source_T3 = torch.tensor(sources, dtype=torch.int64).reshape(-1, 3)
     return Rows(source_T3, torch.arange(K).repeat(T, 1), torch.zeros(T, dtype=torch.int64))
 
 
 def _numbered(workload: Workload, numbers_E: Tensor) -> Mapping[ParameterKey, Tensor]:
-    """Return the parameters under the experts' new numbers; a router has none to change."""
+    """Return the parameters with the experts' new ids; unchanged unless the run has experts of the backend."""
     if workload.run != ExpertsStep():
         return workload.parameters
     experts = {(name, expert): value for (name, expert), value in workload.parameters.items() if expert is not None}
@@ -118,7 +118,7 @@ def _numbered(workload: Workload, numbers_E: Tensor) -> Mapping[ParameterKey, Te
 
 
 def _batch(workload: Workload, rows: Rows, numbers_E: Tensor) -> Batch:
-    """Put the rows of a twin together."""
+    """Return the batch of a twin that consists of the given rows."""
     pick = functools.partial(picked, rows.source_T3)
     batches = workload.batches
     as_they_come = torch.arange(len(rows.source_T3))
@@ -134,6 +134,6 @@ def _batch(workload: Workload, rows: Rows, numbers_E: Tensor) -> Batch:
 
 
 def picked(source_T3: Tensor, values: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return the rows that a twin's tokens have in the original, given its values [microbatch][rank]."""
+    """Return the rows of the original that belong to a twin's tokens, from values by [microbatch][rank]."""
     empty = values[0][0][:0]
     return torch.stack([values[m][rank][t] for m, rank, t in source_T3.tolist()]) if len(source_T3) else empty

@@ -1,7 +1,7 @@
-"""The corpus of virtual ranks: worlds of 8 to 512, and workloads small enough for a judge who is one process.
+"""The layouts and workloads of virtual ranks: worlds of 8 to 512, with workloads that one process can judge.
 
-These sizes are for what changes with the number of ranks: indices of ranks, experts and rows, offsets, counts. What
-the usual corpus tries on a few ranks (dtypes, top-1, odd sizes) is not tried again. Every rank has few tokens, but
+They test what depends on the number of ranks: indices of ranks, experts and rows, offsets, counts. What the usual
+workloads test on a few ranks (dtypes, top-1, odd sizes) is not repeated. Every rank has few tokens, but
 ranks with none and experts with hundreds of rows are among them.
 """
 
@@ -36,14 +36,14 @@ _MANY_RANKS = frozenset({"many ranks"})
 
 
 def last_experts(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
-    """Everything goes to the last K + 1 experts, from all ranks: hundreds of rows for each."""
+    """Route all tokens of all ranks to the last K + 1 experts, which get hundreds of rows."""
     return draw.choose(T, config, generator, range(config.experts - config.top_k - 1, config.experts))
 
 
 def layouts() -> tuple[Layout, ...]:
-    """The layouts of virtual ranks, smallest first: all of the world for ep, and ep together with the other axes.
+    """Return the layouts of virtual ranks, smallest first: ep over the whole world, and ep with the other axes.
 
-    Of 64 and of 256 ranks there are all foldings of tp, ep and etp that the full profile has on few.
+    For 64 and 256 ranks there are all foldings of tp, ep and etp that the full profile has on few ranks.
     """
     return (
         Layout(8, ep=8),
@@ -80,28 +80,28 @@ def layouts() -> tuple[Layout, ...]:
 
 
 def suits(layout: Layout, first_variant: bool) -> bool:
-    """Whether a variant runs on a layout: the first on all of them."""
+    """Return whether a variant runs on a layout; the first variant runs on all."""
     return first_variant or layout.world <= _WIDEST_OF_ALL or not wide(layout)
 
 
 def wide(layout: Layout) -> bool:
-    """Whether variants other than the first meet the workloads of `sparse` alone on a layout.
+    """Return whether variants other than the first run the workloads of `sparse` only on a layout.
 
-    An exchange that brings every token to every rank of ep * etp holds the square of their number in rows. Which
-    variants do so is not known, so that all get few tokens there.
+    In an exchange that gathers every token on every rank of ep * etp, the number of rows grows with the square of ep *
+    etp. Which variants do so is not known, so all of them get few tokens there.
     """
     return layout.ep * layout.etp > _WIDEST_ALL_GATHER
 
 
 def recipes(layout: Layout) -> tuple[tuple[Recipe, ...], tuple[Recipe, ...]]:
-    """The recipes for a layout, with the probe and with the backend's own experts.
+    """Return the recipes for a layout: those with the probe expert, and those with the backend's experts.
 
-    A rank holds two experts, one where there are 512; there are no fewer than 8. The probe needs a column for each, own
-    experts do not.
+    A rank holds two experts, or one if ep is 512; there are at least 8. The probe expert needs a column per expert, the
+    backend's experts do not.
     """
     E = max(8, layout.ep * (2 if layout.ep < 512 else 1))
     probe: dict[str, Any] = {"experts": E, "hidden": max(E, 32)}
-    own: dict[str, Any] = {"experts": E, "hidden": 32, "ffn": 16}
+    real: dict[str, Any] = {"experts": E, "hidden": 32, "ffn": 16}
     uneven = _UNEVEN if layout.world <= 64 else _FEW
     return (
         (
@@ -112,22 +112,22 @@ def recipes(layout: Layout) -> tuple[tuple[Recipe, ...], tuple[Recipe, ...]]:
             Recipe("many-ranks-padded", anywhere, _SOME_WITHOUT, {**probe, **_PADDED}),
         ),
         (
-            Recipe("own-many-ranks-uneven", anywhere, uneven, own),
-            Recipe("own-many-ranks-last-experts", last_experts, _SOME_WITHOUT, own),
+            Recipe("own-many-ranks-uneven", anywhere, uneven, real),
+            Recipe("own-many-ranks-last-experts", last_experts, _SOME_WITHOUT, real),
         ),
     )
 
 
 def sparse_recipes(layout: Layout) -> tuple[tuple[Recipe, ...], tuple[Recipe, ...]]:
-    """The recipes for all variants on a wide layout: an expert for each rank, and half as many tokens as ranks."""
+    """Return the recipes for all variants on a wide layout: one expert per rank, and half as many tokens as ranks."""
     probe: dict[str, Any] = {"experts": layout.ep, "hidden": max(layout.ep, 32)}
-    own: dict[str, Any] = {"experts": layout.ep, "hidden": 32, "ffn": 16}
+    real: dict[str, Any] = {"experts": layout.ep, "hidden": 32, "ffn": 16}
     return (
         (
             Recipe("few-tokens-of-many-ranks-in-flight", anywhere, _FEWEST, probe, schedule="F0 F1 B1 B0"),
             Recipe("few-tokens-of-many-ranks-padded", anywhere, _FEWEST, {**probe, **_PADDED, "padding.alignment": 2}),
         ),
-        (Recipe("own-few-tokens-of-many-ranks", anywhere, _FEWEST, own),),
+        (Recipe("own-few-tokens-of-many-ranks", anywhere, _FEWEST, real),),
     )
 
 
@@ -139,19 +139,19 @@ def names() -> frozenset[str]:
 
 
 def corpus(variant: str, layout: Layout) -> Iterator[Workload]:
-    """Yield the workloads of a variant on a layout: with the probe, then with the backend's own experts."""
+    """Yield the workloads of a variant on a layout: with the probe expert, then with the backend's experts."""
     yield from _drawn(recipes(layout), variant, layout)
 
 
 def sparse(variant: str, layout: Layout) -> Iterator[Workload]:
-    """Yield what every variant meets on a wide layout; nothing on others, and on those that only the first runs on."""
+    """Yield the workloads of all variants on a wide layout; none elsewhere, or where only the first variant runs."""
     if wide(layout) and layout.world <= _WIDEST_OF_ALL:
         yield from _drawn(sparse_recipes(layout), variant, layout)
 
 
 def _drawn(recipes: tuple[tuple[Recipe, ...], tuple[Recipe, ...]], variant: str, layout: Layout) -> Iterator[Workload]:
-    probe, own = recipes
+    probe, real = recipes
     for recipe in probe:
         yield replace(exchange_workload(recipe, ExchangeStep(), variant, layout), shows=_MANY_RANKS)
-    for recipe in own:
+    for recipe in real:
         yield replace(exchange_workload(recipe, ExpertsStep(), variant, layout), shows=_MANY_RANKS)

@@ -1,5 +1,5 @@
-"""Workloads that Hypothesis draws, and the form in which a failing one is kept."""
+"""Workloads that Hypothesis draws, and the format in which failing ones are stored."""
 
 from __future__ import annotations
 
-DRAWN_WITH = "drawn with "  # and a feature: what a waiver calls every drawn batch that has it
+DRAWN_WITH = "drawn with "  # with a feature: the name in a waiver for every drawn batch that has it

@@ -1,7 +1,7 @@
-"""What drawn batches are like: which of the features that matter each of them has, and which a cell must see.
+"""The features of drawn batches, and which of them every cell must have drawn at least once.
 
-A search that never drew an idle rank has shown nothing about idle ranks. So the features of every drawn batch are
-counted, and each that a backend's limits allow is required.
+A search that never drew an idle rank shows nothing about idle ranks. So the features of all drawn batches are counted,
+and every feature that a backend's limits allow is required.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from moe_conformance.workloads.records.workload import Batch, Workload
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that a drawn batch may have."""
+    """A property that a drawn workload may have, such as an idle rank."""
 
     name: str
     has: Callable[[Workload], bool]
     allowed: Callable[[Freedom], bool] = lambda freedom: True
-    refusable: bool = False  # it is in the configuration, and a backend may refuse to build that
+    refusable: bool = False  # it is an option, which a backend may refuse to build
 
 
 def required(run: DrawnStep, freedom: Freedom) -> tuple[Feature, ...]:
-    """Return the features that drawn workloads of a run must have had, within what is allowed."""
+    """Return the features that drawn workloads of a run must have had: those that the limits allow."""
     return tuple(feature for feature in (ROUTE if isinstance(run, RouterStep) else PROBE) if feature.allowed(freedom))
 
 
@@ -40,7 +40,7 @@ def required(run: DrawnStep, freedom: Freedom) -> tuple[Feature, ...]:
 
 
 def _microbatches(holds: Callable[[tuple[Batch, ...]], bool]) -> Callable[[Workload], bool]:
-    """Say that it holds for the ranks of some microbatch."""
+    """Return the condition that `holds` is true of the batches of all ranks in some microbatch."""
     return lambda workload: any(holds(ranks) for ranks in workload.batches)
 
 
@@ -77,13 +77,13 @@ _SIZES = (
 
 
 def _routed(ranks: tuple[Batch, ...]) -> Tensor:
-    """Return the ids of all routed slots of all ranks."""
+    """Return the expert ids of all routed slots of all ranks."""
     ids = torch.cat([batch.ids_TK.flatten() for batch in ranks])
     return ids[ids >= 0]
 
 
 def _reached(workload: Workload) -> Iterator[set[int]]:
-    """Yield the experts that get anything, of every microbatch in which any does."""
+    """Yield the set of experts that receive tokens, for every microbatch in which any does."""
     for ranks in workload.batches:
         if reached := set(_routed(ranks).tolist()):
             yield reached
@@ -110,7 +110,7 @@ def _has_tied_weights(batch: Batch) -> bool:
 
 
 def _weights(has: Callable[[Tensor, torch.dtype], Tensor]) -> Callable[[Workload], bool]:
-    """Say that it holds for some weight of a routed slot."""
+    """Return the condition that `has` is true of some weight of a routed slot."""
     return lambda workload: any(
         bool(has(batch.weights_TK[batch.ids_TK >= 0], workload.config.dtype).any())
         for ranks in workload.batches
@@ -119,7 +119,7 @@ def _weights(has: Callable[[Tensor, torch.dtype], Tensor]) -> Callable[[Workload
 
 
 def _drops(name: str, has: Callable[[Tensor], bool]) -> Feature:
-    """Say that it holds for the empty slots (T, K) of some rank that has tokens."""
+    """Return the feature that `has` is true of the empty slots (T, K) of some rank that has tokens."""
     return Feature(
         name,
         _microbatches(lambda ranks: any(has(batch.ids_TK < 0) for batch in ranks if len(batch.ids_TK))),
@@ -136,7 +136,7 @@ PROBE = (
     _drops("token without slots", lambda empty_TK: bool(empty_TK.all(1).any())),
     replace(
         _drops("rank that sends nothing", lambda empty_TK: bool(empty_TK.all())),
-        allowed=lambda freedom: freedom.dropped and freedom.few,  # many tokens do not all happen to be empty
+        allowed=lambda freedom: freedom.dropped and freedom.few,  # many tokens are hardly ever all empty by chance
     ),
     Feature(
         "expert twice in a token",
@@ -163,7 +163,7 @@ PROBE = (
 
 
 def _has_tied_logits(workload: Workload) -> bool:
-    """Whether two experts have the same row of the router, and some token is not all zeros."""
+    """Return whether two experts have the same row of the router, and some token is not all zeros."""
     router_ED = workload.parameters["router", None]
     tokens = any(bool(batch.x_TD.any()) for ranks in workload.batches for batch in ranks)
     return tokens and len(router_ED.unique(dim=0)) < len(router_ED)

@@ -1,6 +1,6 @@
-"""A drawn workload as JSON, bit for bit: so that a batch that failed can be read by a person and sent to another.
+"""Write a drawn workload as JSON, bit for bit, so that a failing batch can be read and shared.
 
-Numbers are written in the shortest form that reads back to the same bits. `reading_example` is the way back.
+Numbers are written in the shortest form that reads back to the same bits. `reading_example` reads the JSON.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from moe_conformance.workloads.records.runs import ExchangeStep, RouterStep, Run
 from moe_conformance.workloads.records.workload import Batch, Workload
 
 FORMAT = 2
-KINDS: Mapping[Run, str] = {ExchangeStep(): "probe", RouterStep(): "route"}  # what is drawn, as files call it
+KINDS: Mapping[Run, str] = {ExchangeStep(): "probe", RouterStep(): "route"}  # drawn runs, and their names in files
 
-# What a drawn workload asks for; all other options of its config are at their defaults.
+# The options that are drawn; all others of a drawn workload have their defaults.
 ASKED = (
     "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "routing.score", "routing.normalise",
     "routing.scale", "routing.groups", "routing.group_score", "routing.balance_bias",
@@ -38,7 +38,7 @@ def to_json(workload: Workload) -> dict[str, Any]:
     """Return a workload as dicts, lists, strings and numbers.
 
     Raises:
-        ValueError: its config asks for something else than `ASKED`.
+        ValueError: an option outside of `ASKED` differs from its default.
     """
     config, layout = workload.config, workload.layout
     try:
@@ -46,13 +46,13 @@ def to_json(workload: Workload) -> dict[str, Any]:
     except Unsupported as error:
         raise ValueError("only what is drawn can be written down") from error
     options = config.options()
-    asked = {name: options[name] for name in ASKED}
-    asked |= {"dtype": _name(config.dtype), "routing.groups": config.routing.groups and list(config.routing.groups)}
+    drawn = {name: options[name] for name in ASKED}
+    drawn |= {"dtype": _name(config.dtype), "routing.groups": config.routing.groups and list(config.routing.groups)}
     return {
         "format": FORMAT,
         "kind": KINDS[workload.run],
         "layout": {field.name: getattr(layout, field.name) for field in fields(layout)},
-        "config": asked,
+        "config": drawn,
         "schedule": workload.schedule,
         "lead": workload.lead,
         "asynchrony": workload.asynchrony,
@@ -62,18 +62,18 @@ def to_json(workload: Workload) -> dict[str, Any]:
 
 
 def describe(workload: Workload) -> list[str]:
-    """Say in a few lines what a workload asks for and what it feeds."""
+    """Return a few lines that describe the options and inputs of a workload."""
     config = workload.config
-    asked = [f"E = {config.experts}", f"K = {config.top_k}", f"D = {config.hidden}", _name(config.dtype)]
+    words = [f"E = {config.experts}", f"K = {config.top_k}", f"D = {config.hidden}", _name(config.dtype)]
     if workload.run == RouterStep():
-        asked += [config.routing.score, *(["normalised"] if config.routing.normalise else [])]
-        asked += [f"scale {config.routing.scale}"] if config.routing.scale != 1 else []
-        asked += ["balancing bias"] if config.routing.balance_bias else []
+        words += [config.routing.score, *(["normalised"] if config.routing.normalise else [])]
+        words += [f"scale {config.routing.scale}"] if config.routing.scale != 1 else []
+        words += ["balancing bias"] if config.routing.balance_bias else []
         if config.routing.groups:
-            asked.append(
+            words.append(
                 f"{config.routing.groups[1]} of {config.routing.groups[0]} groups by {config.routing.group_score}"
             )
-    lines = [f"drawn: {', '.join(asked)}, schedule {workload.schedule}"]
+    lines = [f"drawn: {', '.join(words)}, schedule {workload.schedule}"]
     for m, ranks in enumerate(workload.batches):
         for rank, batch in enumerate(ranks):
             fed = f"{len(batch.x_TD)} tokens" if workload.run == RouterStep() else f"ids {batch.ids_TK.tolist()}"

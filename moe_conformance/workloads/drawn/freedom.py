@@ -1,4 +1,4 @@
-"""What a batch may do within the limits that a backend declares for a variant."""
+"""What drawn batches may contain within the limits that a backend declares for a variant."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 
 @dataclass(frozen=True)
 class Freedom:
-    """What all limits together allow on a layout and a device."""
+    """What all limits of a variant together allow on a layout and a device."""
 
     layout: Layout
     uneven: bool
-    tokens: tuple[int, ...]  # what T may be, in rising order
+    tokens: tuple[int, ...]  # allowed values of T, ascending
     dropped: bool
     duplicates: bool
-    odd_weights: bool  # some zero, some negative
+    odd_weights: bool  # zero and negative weights
     two_in_flight: bool
     dtypes: tuple[torch.dtype, ...]
     subnormal: bool  # on CPU only: kernels on GPUs are commonly compiled to flush subnormals to zero
 
     @property
     def zero(self) -> bool:
-        """Whether ranks may have no tokens."""
+        """Whether a rank may have no tokens."""
         return 0 in self.tokens
 
     @property
     def few(self) -> bool:
-        """Whether a rank may have a few tokens, and not many or none alone."""
+        """Whether a rank may have a small number of tokens other than zero."""
         return any(0 < T <= MOST_TOKENS for T in self.tokens)
 
     def subnormal_in(self, dtype: torch.dtype) -> bool:
-        """Whether products in a dtype keep subnormal numbers.
+        """Return whether products in a dtype keep subnormal numbers.
 
         Products in bfloat16 flush them on CPUs too: VDPBF16PS and TDPBF16PS take subnormal inputs and outputs as zero,
         whatever MXCSR says (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2), and the product
@@ -51,7 +51,7 @@ class Freedom:
 
     @classmethod
     def under(cls, limits: Sequence[Limit], layout: Layout, device: str) -> Freedom:
-        """Read the limits."""
+        """Return the freedom that limits leave on a layout and a device."""
 
         def allows(on: str, value: Any) -> bool:
             return all(limit.allows(value) for limit in limits if limit.on == on)
@@ -71,10 +71,10 @@ class Freedom:
 
 
 def _tokens(limits: Sequence[Limit], *, zero: bool) -> tuple[int, ...]:
-    """Return the small numbers of tokens that are allowed; where that is none but zero, also the next greater one.
+    """Return the allowed numbers of tokens up to `MOST_TOKENS`, or up to the least one if that is larger.
 
     Raises:
-        ValueError: up to 4096 none is, zero apart.
+        ValueError: no number from 1 to 4096 is allowed.
     """
 
     def allowed(T: int) -> bool:

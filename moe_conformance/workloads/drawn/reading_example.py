@@ -1,7 +1,7 @@
-"""From JSON back to a workload. Whatever comes from outside is checked before a tensor is made or a rank is asked.
+"""Read a drawn workload from JSON, and check everything before a tensor is made or a rank is used.
 
-Fields, sizes, that every number is one that its dtype has, that shapes and schedule fit: what passes here is a workload
-that a strategy could have drawn, so that only the backend can be at fault for what becomes of it.
+Fields, sizes, shapes, the schedule, and that the dtype can represent every number: a workload that passes is one that a
+strategy could have drawn, so that a failure is the backend's fault.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_TOKENS, _MOST_MICROBATCHES, _LONGEST_SCHEDULE = 1024, 8, 64
 
 
 class BadExample(ValueError):
-    """The file is no workload; the message says where it is wrong."""
+    """The file does not hold a valid workload; the message says where it is wrong."""
 
 
 def load(path: Path) -> Workload:
@@ -50,7 +50,7 @@ def load(path: Path) -> Workload:
 
 
 def backend_of(path: Path) -> str:
-    """Return the backend that failed on the example in a file, as a run named it.
+    """Return the name of the backend that failed on the example in a file.
 
     Raises:
         BadExample: the file cannot be read, is too large, or names none.
@@ -79,7 +79,7 @@ def from_json(data: object) -> Workload:
     """Return the workload that `example.to_json` wrote.
 
     Raises:
-        BadExample: it is none; says where.
+        BadExample: it is not valid; the message says where.
     """
     top = _object(data, "the workload", _FIELDS)
     if top["format"] != FORMAT:
@@ -132,7 +132,7 @@ def _config(data: object, kind: str, layout: Layout) -> Config:
     config = Config().changed(given)
     if kind == "probe" and config.experts % layout.ep:
         raise BadExample(f"config: {config.experts} experts cannot be divided among ep = {layout.ep}")
-    try:  # the oracle knows which groups there can be
+    try:  # the oracle checks the groups
         limit: Any = {"groups": config.routing.groups, "group_score": config.routing.group_score}
         selection.select(torch.zeros(1, config.experts), top_k=config.top_k, **limit)
     except ValueError as error:
@@ -149,7 +149,7 @@ _NEXT: Mapping[str, frozenset[str]] = {  # what may follow on a microbatch
 
 
 def _schedule(data: object, microbatches: int) -> str:
-    """Check that every microbatch goes forward, once, and backward at most once and later."""
+    """Return a schedule after checking that every microbatch has one forward, then at most one backward."""
     items = data.split(" ") if isinstance(data, str) and len(data) <= _LONGEST_SCHEDULE else _bad("schedule", data)
     state = dict.fromkeys(map(str, range(microbatches)), "")
     for item in items:
@@ -176,8 +176,8 @@ def _batches(data: object, kind: str, config: Config, layout: Layout) -> tuple[t
         raise BadExample(f"batches holds {len(given)} microbatches; 1 to {_MOST_MICROBATCHES} can run")
     return tuple(
         tuple(
-            _batch(each, f"batches[{m}][{rank}]", kind, config, (m, rank))
-            for rank, each in enumerate(_list(ranks, f"batches[{m}]", layout.world))
+            _batch(entry, f"batches[{m}][{rank}]", kind, config, (m, rank))
+            for rank, entry in enumerate(_list(ranks, f"batches[{m}]", layout.world))
         )
         for m, ranks in enumerate(given)
     )

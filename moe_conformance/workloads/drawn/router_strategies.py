@@ -1,7 +1,7 @@
-"""Hypothesis strategies: routers of any configuration, and tokens that like some experts equally well.
+"""Hypothesis strategies for routers of any configuration, and for tokens, with ties between experts.
 
-Logits are the product of tokens and a router that are drawn: ties come from experts with equal rows, and from tokens
-of zeros. Smaller is simpler: shrinking leads to one microbatch, few tokens, a plain softmax and float32.
+Logits are the product of drawn tokens and a drawn router; ties come from experts with equal rows and from tokens of
+zeros. Shrinking leads to one microbatch, few tokens, a plain softmax and float32.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from moe_conformance.workloads.records.runs import RouterStep
 from moe_conformance.workloads.records.schedule import microbatches
 from moe_conformance.workloads.records.workload import Batch, Workload
 
-LARGE = 64.0  # a magnitude of tokens at which exponentials that are not held back overflow
+LARGE = 64.0  # magnitude of tokens at which the exponentials of unshifted logits overflow
 
-_SOFTMAXES = ("softmax", "softmax_topk")  # scores that add up to one, which balancing biases are not for
-_BIASES = (0.0, 0.3, -0.9)  # around which they lie: see `draw.router_parameters`
+_SOFTMAXES = ("softmax", "softmax_topk")  # scores that add up to one; drawn without balance biases
+_BIASES = (0.0, 0.3, -0.9)  # the centres of balance biases, see `draw.router_parameters`
 
 
 @dataclass(frozen=True)
 class _Manner:
-    """What all ranks of a drawn workload have in common."""
+    """The properties that all ranks of a drawn workload share."""
 
     magnitude: float
     bias: float
@@ -39,7 +39,7 @@ class _Manner:
 
 
 def _manners(config: Config) -> st.SearchStrategy[_Manner]:
-    """Return tokens and routers; what a score without bounds below weighs at large logits is lost in underflow."""
+    """Return a strategy for the shared properties; large tokens only with softmax scores, as others underflow."""
     return st.builds(
         _Manner,
         magnitude=st.sampled_from([1.0, LARGE] if config.routing.score in _SOFTMAXES else [1.0]),
@@ -74,13 +74,13 @@ def route_workloads(
 
 @st.composite
 def _configs(draw_from: st.DrawFn) -> Config:
-    """Draw scores, weighing and groups that go together."""
+    """Draw a config whose scores, weights and groups are compatible."""
     score = draw_from(st.sampled_from(["softmax", "sigmoid", "softmax_topk", "sqrtsoftplus"]))
     plain = Config(
         hidden=draw_from(st.sampled_from([32, 40])),
         routing=RoutingOptions(
             score=score,  # type: ignore[arg-type]  # the strategy gives str
-            normalise=score != "softmax_topk" and draw_from(st.booleans()),  # there they add up to one already
+            normalise=score != "softmax_topk" and draw_from(st.booleans()),  # these add up to one already
             scale=draw_from(st.sampled_from([1.0, 2.5])),
             balance_bias=score not in _SOFTMAXES and draw_from(st.booleans()),
         ),

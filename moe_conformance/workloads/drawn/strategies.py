@@ -1,8 +1,8 @@
-"""Hypothesis strategies: any batch of an exchange that a backend's declared limits allow; routers are next door.
+"""Hypothesis strategies for all batches of an exchange that a backend's limits allow; see also router_strategies.py.
 
-Drawn on the driver, so ranks cannot disagree. Smaller is simpler: shrinking leads to one microbatch, few tokens,
-expert 0, float32, plain weights. Which experts may be named at all is drawn before ids are, so that all going to one
-expert is as likely as going everywhere.
+Batches are drawn on the driver, so that ranks cannot disagree. Shrinking leads to one microbatch, few tokens, expert 0,
+float32, plain weights. The set of experts that occur is drawn before the ids, so that routing all tokens to one expert
+is as likely as routing them to all experts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_SLOTS, MOST_HELD = 4, 4
 
 Weights = Literal["plain", "tied", "odd", "tiny"]
 
-_MOST_NAMED = 2  # times that a token names one expert, where it may do so more than once
+_MOST_NAMED = 2  # slots of a token with the same expert, if duplicates are drawn
 _DROPS = st.lists(st.booleans(), min_size=MOST_SLOTS, max_size=MOST_SLOTS)
 _ONE_AT_A_TIME = ("F0 B0", "F0 B0 F1 B1")
 _TWO_IN_FLIGHT = ("F0 F1 B0 B1", "F0 F1 B1 B0")
@@ -36,11 +36,11 @@ _TWO_IN_FLIGHT = ("F0 F1 B0 B1", "F0 F1 B1 B0")
 
 @dataclass(frozen=True)
 class _Manner:
-    """What all ranks of a drawn workload have in common."""
+    """The properties that all ranks of a drawn workload share."""
 
-    places: st.SearchStrategy[list[int]]  # what a token's ids are made of: places in the pool
-    pool: tuple[int, ...]  # experts that are named at all
-    repeats: bool  # a token may name an expert twice; more often, and sums over its slots are not exact in bfloat16
+    places: st.SearchStrategy[list[int]]  # a token's slots: indices into the pool
+    pool: tuple[int, ...]  # the experts that occur
+    repeats: bool  # an expert may occur twice in a token, not more: sums over slots would be inexact in bfloat16
     drops: bool
     weights: Weights
     seed: int
@@ -68,27 +68,27 @@ def probe_workloads(
 
 
 def schedules(freedom: Freedom) -> st.SearchStrategy[str]:
-    """Return schedules of one microbatch or two."""
+    """Return a strategy for schedules of one microbatch or two."""
     return st.sampled_from(_ONE_AT_A_TIME + _TWO_IN_FLIGHT * freedom.two_in_flight)
 
 
 def token_counts(freedom: Freedom) -> st.SearchStrategy[list[int]]:
-    """Return how many tokens the ranks may have in one microbatch."""
+    """Return a strategy for the numbers of tokens of all ranks in one microbatch."""
     world = freedom.layout.world
     some = st.integers(0, len(freedom.tokens) - 1).map(lambda place: freedom.tokens[place])
     return st.lists(some, min_size=world, max_size=world) if freedom.uneven else some.map(lambda T: [T] * world)
 
 
 def weighing_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which weights of tokens of a dtype may be multiplied: float64 knows no smaller than float32.
+    """Return the smallest dtype in which weights may be multiplied: that of the tokens, or float32 if that is float64.
 
-    Routers commonly return weights in float32, whatever the tokens are.
+    Routers commonly return weights in float32, whatever the dtype of the tokens.
     """
     return torch.float32 if dtype == torch.float64 else dtype
 
 
 def require_allowed(workload: Workload, limits: Sequence[Limit], device: str) -> None:
-    """Fail as a fault of the suite, not of the backend, where a strategy drew what a limit forbids."""
+    """Raise AssertionError, a fault of the suite and not of the backend, if a drawn workload breaks a limit."""
     if limit := broken(limits, workload, device):
         raise AssertionError(f"the strategy drew what {limit} forbids")
 
@@ -124,7 +124,10 @@ def _batch(draw_from: st.DrawFn, m: int, rank: int, tokens: int, config: Config,
 
 
 def _slots(draw_from: st.DrawFn, config: Config, manner: _Manner) -> list[int]:
-    """Draw the ids of one token. How much is drawn depends on nothing that may shrink, or shrinking would stall."""
+    """Draw the expert ids of one token.
+
+    The number of draws depends on nothing that may shrink, since shrinking would stall otherwise.
+    """
     ids: list[int] = []
     for place in draw_from(manner.places)[: config.top_k]:
         most = _MOST_NAMED if manner.repeats else 1
@@ -136,10 +139,10 @@ def _slots(draw_from: st.DrawFn, config: Config, manner: _Manner) -> list[int]:
 
 
 def _restyled(weights_TK: Tensor, style: Weights, dtype: torch.dtype) -> Tensor:
-    """Make all weights of a token equal, or all so small that they are subnormal in the dtype that they weigh in.
+    """Return weights in a style: equal within a token ("tied"), subnormal ("tiny"), or unchanged.
 
-    Weights are multiples of 1/16. Tiny ones leave three bits below them, one for the least gain and two for upstream
-    gradients, so that every product is still exact.
+    Weights are multiples of 1/16. Subnormal ones leave three bits below them, one for the least gain and two for
+    upstream gradients, so that every product is still exact.
     """
     if style == "tied":
         return weights_TK[:, :1].repeat(1, weights_TK.shape[1])

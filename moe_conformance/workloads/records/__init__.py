@@ -1,1 +1,1 @@
-"""What one run is fed, as records of CPU tensors, and how their tensors are made."""
+"""The records that describe one run, with CPU tensors, and the functions that draw these tensors."""

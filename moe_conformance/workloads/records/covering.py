@@ -1,28 +1,29 @@
-"""Combinations in which every pair of values occurs: far fewer than the product of all values."""
+"""Pairwise testing: few combinations of options in which every pair of values occurs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 Row = Mapping[str, Any]
 
 
 def pairwise(axes: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool] = lambda row: True) -> list[Row]:
-    """Return rows, a value of each axis, such that every two values meet in a row if there is an allowed one of both.
+    """Return rows with a value for every axis, such that every pair of values is in a row if an allowed row has it.
 
-    Greedy: each row begins with the first pair that is left and takes, axis by axis, the value that meets most others
-    that are left, the earlier one if several do. The same axes give the same rows.
+    Greedy: a row begins with the first pair that is left and takes, axis by axis, the value that adds most pairs that
+    are left, the earlier value if several do. The same axes give the same rows.
 
     >>> rows = pairwise({"a": (1, 2), "b": (1, 2), "c": (1, 2)})
     >>> [tuple(row.values()) for row in rows]
     [(1, 1, 1), (1, 2, 2), (2, 1, 2), (2, 2, 1)]
     """
     rows: list[Row] = []
-    left = dict.fromkeys(
-        ((one, x), (other, y)) for one, other in combinations(axes, 2) for x in axes[one] for y in axes[other]
-    )
+    left: dict[Any, None] = {}
+    for one, other in combinations(axes, 2):
+        for x, y in product(axes[one], axes[other]):
+            left[(one, x), (other, y)] = None
     while left:
         pair = next(iter(left))
         row = _completed(dict(pair), axes, left, allowed)
@@ -38,7 +39,7 @@ def pairwise(axes: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool] =
 def _completed(
     row: dict[str, Any], axes: Mapping[str, Sequence[Any]], left: Mapping[Any, None], allowed: Callable[[Row], bool]
 ) -> dict[str, Any] | None:
-    """Return the row with values of the axes that it lacks, those first that meet most of what is left.
+    """Return a row completed with values of the missing axes, which are tried by the number of pairs that they add.
 
     None if no such row is allowed.
     """
@@ -48,7 +49,7 @@ def _completed(
 
     def meets(value: Any) -> int:
         mine = (name, value)
-        return sum(((mine, each) in left) + ((each, mine) in left) for each in row.items())
+        return sum(((mine, held) in left) + ((held, mine) in left) for held in row.items())
 
     for value in sorted(axes[name], key=meets, reverse=True):
         if (found := _completed({**row, name: value}, axes, left, allowed)) is not None:

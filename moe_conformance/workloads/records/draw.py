@@ -1,4 +1,4 @@
-"""Drawing the tensors of a workload from a seed: routings, weights, tokens, upstream gradients, expert parameters.
+"""Draw the tensors of a workload from a seed: routings, weights, tokens, upstream gradients, expert parameters.
 
 Everything differs on every rank and in every microbatch, upstream gradients are never constant, and no two experts
 are alike. The same seed gives the same bytes on every machine (CPU generator).
@@ -22,19 +22,19 @@ _WEIGHTS = tuple(m / 8 for m in range(1, 8)) + tuple(m / 16 for m in (1, 3, 5, 7
 
 
 def generator(*words: object) -> torch.Generator:
-    """Return a generator seeded by words: stable over processes and machines, unlike `hash`."""
+    """Return a generator seeded by words, the same in all processes and on all machines, unlike `hash`."""
     made = torch.Generator()
     made.manual_seed(zlib.crc32("/".join(map(str, words)).encode()))
     return made
 
 
 def weight_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that routing weights come in: float32, or float64 where the tokens are."""
+    """Return the dtype of routing weights: float64 if the tokens have that, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def choose(tokens: int, config: Config, draw: torch.Generator, among: Sequence[int] | None = None) -> Tensor:
-    """Return ids_TK: K different experts per token, drawn from `among` (all E by default), popular ones more often.
+    """Return ids_TK: K different experts per token, drawn from `among` (all E by default) with unequal odds.
 
     The load is uneven on purpose: expert odds fall geometrically in an order drawn once per call.
     """
@@ -50,7 +50,7 @@ def choose(tokens: int, config: Config, draw: torch.Generator, among: Sequence[i
 
 
 def in_turn(tokens: int, config: Config) -> Tensor:
-    """Deal the experts round robin to the slots (T, K): where E divides T K all have as many rows."""
+    """Return ids_TK that assign the experts to slots round robin: if E divides T K, all have equally many rows."""
     return (torch.arange(tokens * config.top_k) % config.experts).reshape(tokens, config.top_k)
 
 
@@ -86,19 +86,19 @@ def probe_batch(
 
 
 def fill_mantissas(values: Tensor, bits: int, draw: torch.Generator) -> Tensor:
-    """Return values of +1 and -1 times numbers from 1 to below 2, of so many significant bits, the last of them set.
+    """Return values (+1 and -1) times random numbers in [1, 2) with `bits` significant bits, the last of them set.
 
-    What narrower types do to a value shows then, and its signs still say whose it is. Sums are exact as long as their
-    dtype has room for the bits that they add.
+    A conversion to a narrower dtype then changes the value, and the signs are still those of a tag. Sums are exact as
+    long as their dtype has room for the bits that they add.
     """
     halves = torch.randint(0, 1 << (bits - 2), values.shape, generator=draw)
     return (values.double() * (1 + (2 * halves + 1) * 2.0 ** (1 - bits))).to(values.dtype)
 
 
 def alike(batch: Batch) -> Batch:
-    """Return the batch with the first token's weights for all tokens, and one upstream gradient everywhere.
+    """Return the batch with the first token's weights for all tokens, and a constant upstream gradient.
 
-    As of the sum of all outputs, which every first example differentiates.
+    This is the gradient of the sum of all outputs, which first examples commonly differentiate.
     """
     if not len(batch.x_TD):
         return batch
@@ -118,7 +118,7 @@ def real_batch(ids_TK: Tensor, config: Config, draw: torch.Generator) -> Batch:
 
 
 def route_batch(tokens: int, config: Config, draw: torch.Generator, magnitude: float) -> Batch:
-    """Return tokens of a magnitude for a router, with an upstream gradient for its dense weights (T, E)."""
+    """Return tokens of the given magnitude for a router, and an upstream gradient for its dense weights (T, E)."""
     x_TD = (magnitude * torch.randn(tokens, config.hidden, generator=draw, dtype=torch.float64)).to(config.dtype)
     upstream_TE = torch.randn(tokens, config.experts, generator=draw, dtype=torch.float64)
     empty = torch.empty(tokens, 0)
@@ -126,9 +126,9 @@ def route_batch(tokens: int, config: Config, draw: torch.Generator, magnitude: f
 
 
 def expert_parameters(config: Config, draw: torch.Generator) -> dict[ParameterKey, Tensor]:
-    """Return weights of every expert: gate and up (F, D), down (D, F), scaled to keep outputs near one.
+    """Return the parameters of every expert: gate and up (F, D), down (D, F), scaled to keep outputs near one.
 
-    Without a gate where there is none; with biases, bias_gate and bias_up (F,), bias (D,), where there are.
+    gate is left out if experts have none; biases, bias_gate and bias_up (F,), bias (D,), are added as configured.
     """
     D, F = config.hidden, config.ffn
     gates = {"gate": (F, D)} if config.activation.gated else {}
@@ -147,19 +147,19 @@ def expert_parameters(config: Config, draw: torch.Generator) -> dict[ParameterKe
 
 
 def _spread(score: str, E: int) -> float:
-    """Return how far apart balance biases lie: so that neither they nor the scores decide every choice alone.
+    """Return the spread of balance biases at which neither they nor the scores decide every selection alone.
 
-    Logits, of which `softmax_topk` selects, differ by more than scores between 0 and 1; the E of a softmax add up to 1.
+    The logits by which `softmax_topk` selects differ by more than scores between 0 and 1; those of a softmax sum to 1.
     """
     return {"softmax_topk": 3.0, "softmax": 0.6 * min(1.0, 8 / E)}.get(score, 0.6)
 
 
 def router_parameters(config: Config, draw: torch.Generator, *, bias: float, twins: bool) -> dict[ParameterKey, Tensor]:
-    """Return the router's weight (E, D) and, where asked for, biases large enough to change selections.
+    """Return the router's weight (E, D) and, as configured, biases large enough to change selections.
 
-    Balance biases lie around `bias`. Around -0.9 it changes nothing but the sign of most biased scores: an expert that
-    counts as 0 where it should count as minus infinity would be chosen. With `twins`, the logits of experts 2i and
-    2i + 1 differ by a factor of 1 + 2^-9, which float32 can tell and bfloat16 cannot.
+    Balance biases are centred at `bias`. A centre of -0.9 only makes most biased scores negative: an expert that counts
+    as 0 where it should count as minus infinity would be selected. With `twins`, the logits of experts 2i and 2i + 1
+    differ by a factor of 1 + 2^-9, which float32 distinguishes and bfloat16 does not.
     """
     weight_ED = torch.randn(config.experts, config.hidden, generator=draw, dtype=torch.float64)
     if twins:

@@ -1,4 +1,4 @@
-"""Parameters of a workload that nobody may ask for."""
+"""Parameters of a workload that are drawn only when they are used."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from moe_conformance.workloads.records.workload import ParameterKey
 
 
 class DrawnParameters(Mapping[ParameterKey, Tensor]):
-    """Parameters by key that are drawn when they are first looked at, and pickled as a dictionary.
+    """Parameters by key that are drawn at the first access, and pickled as a dictionary.
 
-    As with `Drawn`: of the workloads of a plan a run wants few.
+    As for `Drawn`, the reason is that a run uses few of the workloads of a plan.
     """
 
     def __init__(self, draw: Callable[[], Mapping[ParameterKey, Tensor]]) -> None:
-        """Take what draws them all."""
+        """Keep the function that draws all parameters."""
         self._draw = draw
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What a workload asks of a backend, in the words of `contract.Limit.on`."""
+"""Properties of workloads: those that limits are declared on (`contract.Limit.on`), and conditions of checks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from moe_conformance.workloads.records.workload import Call, Workload
 
 
 def features(workload: Workload, device: str) -> dict[str, Any]:
-    """Return every feature that a limit may speak of, by name."""
+    """Return the value of every feature of a workload that a limit may be declared on, by name."""
     return {name: feature(workload, device) for name, feature in _FEATURES.items()}
 
 
 def broken(limits: Sequence[Limit], workload: Workload, device: str) -> Limit | None:
     """Return the first limit that the workload would break, or None.
 
-    Batches are drawn only where a limit speaks of them: a run asks this of all its cases before the first begins.
+    Batches are drawn only if a limit needs them, since a run calls this for all its cases before the first one begins.
     """
     return next((limit for limit in limits if not limit.allows(_FEATURES[limit.on](workload, device))), None)
 
@@ -39,14 +39,14 @@ ZERO_TOKENS, IN_FLIGHT = "zero tokens", "in flight"
 
 
 def traits(workload: Workload) -> tuple[str, ...]:
-    """Return what a report tells of a workload: a rank has no tokens, several microbatches are under way at once."""
+    """Return the traits of a workload that a report shows: a rank without tokens, several microbatches in flight."""
     empty = any(0 in tokens for tokens in _sizes(workload))
     open_at_once = max(under_way(workload), halves_in_flight(workload.schedule)) > 1
     return tuple(trait for trait, has in ((ZERO_TOKENS, empty), (IN_FLIGHT, open_at_once)) if has)
 
 
 def shows(*words: str) -> Callable[[Workload], bool]:
-    """Return the condition that a workload is drawn to show one of these."""
+    """Return the condition that one of these words is in `Workload.shows`."""
     return lambda workload: not workload.shows.isdisjoint(words)
 
 
@@ -61,9 +61,9 @@ def has_lost_tokens(workload: Workload) -> bool:
 
 
 def somebody_gets_all(workload: Workload) -> bool:
-    """Return whether all tokens of a group select one ep coordinate's experts, with all the slots that they can.
+    """Return whether all tokens of an exchange group use as many slots as possible for one ep coordinate's experts.
 
-    Experts are counted in equal runs, one for each coordinate.
+    Experts are counted in equal contiguous ranges, one for each coordinate.
     """
     held = workload.config.experts // workload.layout.ep
     most = min(workload.config.top_k, held)
@@ -87,69 +87,69 @@ def has_idle_expert(workload: Workload) -> bool:
 
 
 def exchanges(layout: Layout) -> bool:
-    """Return whether experts of a rank's tokens lie on other ranks."""
+    """Return whether a layout spreads experts over ranks: ep * etp > 1."""
     return layout.ep * layout.etp > 1
 
 
 def repeated(workload: Workload) -> bool:
-    """Return whether three microbatches or more ask for the same experts, each on every rank."""
+    """Return whether there are three or more microbatches, and all have the same expert ids on every rank."""
     first, *others = workload.batches
     pairs = [pair for other in others for pair in zip(first, other, strict=True)]
     return len(others) > 1 and all(torch.equal(one.ids_TK, another.ids_TK) for one, another in pairs)
 
 
 def has_filled_memory(workload: Workload) -> bool:
-    """Return whether uninitialised memory is filled."""
+    """Return whether the workload fills uninitialised memory with NaN."""
     return workload.memory == "filled"
 
 
 def likened(workload: Workload) -> bool:
-    """Return whether twins are compared with runs of it."""
+    """Return whether twins are compared with the run of a workload of one microbatch, not in float64."""
     return bool(workload.likened) and len(workload.batches) == 1 and workload.config.dtype != torch.float64
 
 
 def likened_sums(workload: Workload) -> bool:
-    """Return whether its microbatches are run alone as well."""
+    """Return whether the microbatches of a workload are also run alone, and their sums compared."""
     return bool(workload.likened) and len(workload.batches) > 1
 
 
 def likened_steps(workload: Workload) -> bool:
-    """Return whether its microbatches are also steps of their own, with gradients cleared in between.
+    """Return whether the microbatches of a workload are also run as separate steps, with gradients cleared between.
 
-    In the quick profile on the layout that has replicas.
+    In the quick profile only on the layout with replicas.
     """
     return likened_sums(workload) and (workload.likened == "full" or workload.layout.edp > 1)
 
 
 def likened_once(workload: Workload) -> bool:
-    """Return whether twins are compared with runs of it that cost more, or say little new from layout to layout.
+    """Return whether the twins that cost more, or depend little on the layout, are compared with the run.
 
-    In the quick profile on the layout that has replicas, which every backend offers.
+    In the quick profile only on the layout with replicas, which every backend offers.
     """
     return likened(workload) and (workload.likened == "full" or workload.layout.edp > 1)
 
 
 def differentiated(workload: Workload) -> bool:
-    """Return whether its gradients are compared with differences between twin runs, which takes double precision.
+    """Return whether gradients are compared with finite differences between twins, which needs float64.
 
-    In the quick profile on the layout that has replicas.
+    In the quick profile only on the layout with replicas.
     """
-    asked = bool(workload.likened) and workload.config.dtype == torch.float64
-    return asked and (workload.likened == "full" or workload.layout.edp > 1)
+    double = bool(workload.likened) and workload.config.dtype == torch.float64
+    return double and (workload.likened == "full" or workload.layout.edp > 1)
 
 
 def bare_answers(workload: Workload) -> bool:
-    """Return whether every token's output is the output of one expert for it, times 1."""
+    """Return whether every token's output is that of one expert with weight 1, in one microbatch with a backward."""
     weights = [batch.weights_TK for ranks in workload.batches for batch in ranks]
     backward = len(workload.batches) == 1 and workload.goes_backward(0)
     return backward and all(w.shape[1] == 1 and bool((w == 1).all()) and len(w) > 1 for w in weights)
 
 
 def all_alike(workload: Workload) -> bool:
-    """Return whether runs are likened to it, and all tokens of a rank have the same ids, weights and upstream."""
+    """Return whether twins are compared with it, and all tokens of a rank have the same ids, weights and upstream."""
     batches = [batch for microbatch in workload.batches for batch in microbatch]
-    fed = [each for batch in batches for each in (batch.ids_TK, batch.weights_TK, batch.upstream)]
-    return likened(workload) and all(bool((each == each[:1]).all()) for each in fed)
+    fed = [tensor for batch in batches for tensor in (batch.ids_TK, batch.weights_TK, batch.upstream)]
+    return likened(workload) and all(bool((tensor == tensor[:1]).all()) for tensor in fed)
 
 
 def without_gradients(workload: Workload) -> bool:
@@ -158,14 +158,14 @@ def without_gradients(workload: Workload) -> bool:
 
 
 def under_way(workload: Workload) -> int:
-    """Return how many microbatches are under way at the same time; without a schedule all are, one if there is none."""
+    """Return how many microbatches are in flight at the same time; without a schedule all are, or 1 without batches."""
     return in_flight(workload.schedule) if workload.schedule else max(1, len(workload.batches))
 
 
 def in_flight(schedule: str) -> int:
     """Return how many microbatches are between their forward and their backward at the same time.
 
-    One that runs without gradients is as long as its forward lasts: it dispatches beside those that are open.
+    A forward without gradients counts while it lasts: it dispatches while others are in flight.
     """
     return max(1, len(most_open(schedule, BEGIN_TRAINING, {"backward"}, FORWARD_ALONE)))
 
@@ -176,7 +176,7 @@ def several_in_flight(workload: Workload) -> bool:
 
 
 def outputs_meet_others(workload: Workload) -> bool:
-    """Return whether outputs have to outlive other microbatches: those in flight, or that no backward follows."""
+    """Return whether outputs must stay valid during other microbatches: some are in flight, or have no backward."""
     return several_in_flight(workload) or (len(workload.batches) > 1 and without_gradients(workload))
 
 
@@ -194,7 +194,8 @@ def _uneven_in_tp(workload: Workload) -> bool:
     )
 
 
-_EXCHANGED_BY_CALLS = (Script("token_exchange"), Script("places_exchange"))  # bare tokens and ids are passed
+# Their calls take tokens and ids without batches.
+_EXCHANGED_BY_CALLS = (Script("token_exchange"), Script("places_exchange"))
 
 
 def _calls(workload: Workload) -> tuple[Call, ...]:
@@ -202,36 +203,43 @@ def _calls(workload: Workload) -> tuple[Call, ...]:
 
 
 def _sizes(workload: Workload) -> list[set[int]]:
-    """Return the T of all ranks, of every microbatch and of every call that exchanges tokens."""
+    """Return the set of T over all ranks, for every microbatch and every call that exchanges tokens."""
     batches = list(map(set, workload.tokens))
     handed = [[given["x_TD"] for given in call.given if "x_TD" in given] for call in _calls(workload)]
     return batches + [{len(x_TD) for x_TD in call} for call in handed if call]
 
 
+def _routings(workload: Workload) -> list[Routing]:
+    """Return all routings that the calls of a script pass."""
+    found: list[Routing] = []
+    for call in workload.calls:
+        for given in call.given:
+            found += [value for value in given.values() if isinstance(value, Routing)]
+    return found
+
+
 def _ids(workload: Workload) -> list[Tensor]:
-    """Return every table of ids, (T, K): of batches, and of routings and tables that a script passes."""
-    handed = [value for call in workload.calls for given in call.given for value in given.values()]
-    routings = [value.ids_TK for value in handed if isinstance(value, Routing)]
+    """Return all expert ids, as tensors (T, K): those of batches, and those that a script passes."""
+    routings = [routing.ids_TK for routing in _routings(workload)]
     tables = [given["ids_TK"] for call in _calls(workload) for given in call.given if "ids_TK" in given]
     return [batch.ids_TK for microbatch in workload.batches for batch in microbatch] + routings + tables
 
 
 def _weights(workload: Workload) -> list[Tensor]:
-    """Return the weights of all routed slots, (P,), of batches and of routings that a script passes."""
-    handed = [value for call in workload.calls for given in call.given for value in given.values()]
-    routings = [value for value in handed if isinstance(value, Routing)]
+    """Return the weights of all routed slots, as tensors (P,): of batches, and of routings that a script passes."""
     batches = [batch for microbatch in workload.batches for batch in microbatch]
-    pairs = [(each.ids_TK, each.weights_TK) for each in batches] + [(each.ids_TK, each.weights_TK) for each in routings]
+    pairs = [(batch.ids_TK, batch.weights_TK) for batch in batches]
+    pairs += [(routing.ids_TK, routing.weights_TK) for routing in _routings(workload)]
     fitting = [(ids_TK, weights_TK) for ids_TK, weights_TK in pairs if ids_TK.shape == weights_TK.shape]  # wrong use
     return [weights_TK[ids_TK >= 0] for ids_TK, weights_TK in fitting]
 
 
 def _is_wrong_use(workload: Workload) -> bool:
-    """Return whether input is such that no exchange can be made of it, or answers do not fit the handle.
+    """Return whether a workload has input that cannot be exchanged, or expert outputs that do not fit the handle.
 
-    More tokens than a configured bound are none of that, nor are copies that differ: each could be exchanged without
-    the setting, and who offers the setting has to refuse it (PACK-12, EXCH-37). Nor is a handle that is used twice,
-    which may be answered.
+    More tokens than a configured bound do not count, nor do copies that differ: these could be exchanged without the
+    option, and a backend that offers the option has to refuse them (PACK-12, EXCH-37). A handle that is used twice does
+    not count either: it may give a result.
     """
     return bool(misuse.input_of(workload) or misuse.answer_of(workload))
 
@@ -248,7 +256,7 @@ def _token_counts(workload: Workload) -> frozenset[int]:
 
 
 def _uneven(workload: Workload) -> bool:
-    """Of a config that is packed building decides: see `contract.Limit`."""
+    """Return whether ranks have different T, for a config that is not packed: see `contract.Limit`."""
     return not workload.config.padding.packed and any(len(tokens) > 1 for tokens in _sizes(workload))
 
 
@@ -269,7 +277,7 @@ _FEATURES: Mapping[str, Callable[[Workload, str], Any]] = {  # of a workload on 
     "in_flight": lambda workload, _: under_way(workload),
     "halves_in_flight": lambda workload, _: halves_in_flight(workload.schedule),
     "steps": lambda workload, _: (
-        1 + workload.twist.rehearsed + sum(each.microbatch is None for each in operations(workload.schedule))
+        1 + workload.twist.rehearsed + sum(operation.microbatch is None for operation in operations(workload.schedule))
     ),
     "recomputed": lambda workload, _: bool(workload.twist.recomputed),
     "deterministic": lambda workload, _: workload.twist.deterministic,

@@ -1,4 +1,4 @@
-"""What is drawn in bfloat16, in float16 as well: that has a range that overflows, and no quick profile."""
+"""Repeat recipes that are in bfloat16 in float16, whose small range overflows, for the full profile."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from moe_conformance.workloads.selection.profiles import Profile
 
 
 class Drawable(Protocol):
-    """A recipe: a dataclass with at least these fields."""
+    """The fields that a recipe, a dataclass, has at least."""
 
     @property
     def name(self) -> str:
-        """Its name, with its dtype."""
+        """Name of the recipe, which includes the dtype."""
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Its options."""
+        """Options of `Config` by name."""
 
     @property
     def profile(self) -> Profile:
-        """The first profile that draws it."""
+        """The smallest profile that draws it."""
 
 
 R = TypeVar("R", bound=Drawable)
 
 
 def in_float16(recipes: Iterable[R]) -> tuple[R, ...]:
-    """Return those in bfloat16 once more, in float16 and for the full profile."""
+    """Return copies of the recipes in bfloat16 that are in float16 and in the full profile."""
     found = []
     for recipe in recipes:
         if recipe.config.get("dtype") == torch.bfloat16:

@@ -1,6 +1,6 @@
-"""Two tensors in one memory: every way in which the output of a shared expert can lie to the tokens it came from.
+"""Two tensors in one memory: all ways in which the output of a shared expert can share memory with its input.
 
-A rank builds both tensors from one run of elements, and the driver builds them again to know what they held.
+A rank builds both tensors from one contiguous memory, and the driver builds them again to know their contents.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Relation = Literal[
 
 @dataclass(frozen=True)
 class Laid:
-    """One tensor (N, D) of the two that lie in `memory_M`; arguments of a call with the same memory share it."""
+    """One of the two tensors (N, D) in `memory_M`; arguments of a call with the same `memory_M` share it."""
 
     memory_M: Tensor
     relation: Relation
@@ -41,20 +41,19 @@ class Laid:
 
 
 def size(relation: Relation, shape: tuple[int, int]) -> int:
-    """Return M, how many elements the memory of a relation has."""
+    """Return M, the number of elements of the memory for a relation."""
     N, D = shape
     return D if relation == "expanded" else 2 * N * D
 
 
 def lay(relation: Relation, memory_M: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return out (N, D) and x (N, D) in a memory; of a clone or a buffer of another library, in a copy of it.
+    """Return out (N, D) and x (N, D), which lie in one memory as the relation says.
 
     Args:
-        relation: How out lies to x. Strided: x is every second row, and out has the last ones of these and what lies
-            between them, so that they share more bytes than as many elements in one run would. Those of NumPy, DLPack
-            and `torch.frombuffer` overlap by all rows but one, in two storages; of device memory all three are
-            DLPack's, since the others know host memory alone.
-        memory_M: `size` elements of any dtype that has a NumPy twin, in one run.
+        relation: How the memory of out relates to that of x. clone: out is a copy in other memory. strided: x is every
+            second row, and out is the second half of all rows. NumPy, DLPack and frombuffer: the tensors overlap by all
+            rows but one, in two storages; on a device all three use DLPack, since the others support host memory only.
+        memory_M: `size` contiguous elements of any dtype that NumPy has too.
         shape: N, D.
 
     Degenerate: with N = 0 both are empty.

@@ -1,4 +1,4 @@
-"""Numbers of experts and of slots of published models, and the powers of two between them.
+"""The numbers of experts and slots of published models, and powers of two between them.
 
 Source: `config.json` of each model (n_routed_experts, num_experts or num_local_experts; num_experts_per_tok).
 """
@@ -29,9 +29,9 @@ MANY = MODELS["deepseek-v3"]
 
 
 def groups_of(experts: int, top_k: int) -> tuple[int, int]:
-    """Return the number of groups of experts, and how many of them are selected: 2 if K is a larger multiple of 2.
+    """Return the number of expert groups, and how many are selected: 2 if K is even and larger than 2, else 1.
 
-    As many groups as slots would bar no expert where a group counts by its best one.
+    With as many selected groups as slots, groups that are scored by their best expert would exclude no expert.
 
     >>> groups_of(256, 8), groups_of(60, 4), groups_of(8, 2), groups_of(16, 1)
     ((8, 2), (4, 2), (4, 1), (4, 1))

@@ -1,7 +1,7 @@
-"""What a workload runs: a few types, each of which names its scenario; what varies within a type is a field.
+"""The types of run of a workload. Every type names its scenario, and has fields for what varies within it.
 
-A check asks for one of these values and reads the workloads whose `run` is equal to it. A chapter may have another
-type, with a scenario of that name in the table `SCENARIOS` of its module `scenario`.
+A check names one of these values and reads the workloads whose `run` is equal to it. A chapter may define another type,
+with a scenario of that name in the table `SCENARIOS` of its module `scenario`.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ Option = Literal["", "capacity padding", "packing", "receive budget", "equal spl
 
 
 class Run(Protocol):
-    """What is run; values that are equal are the same run."""
+    """A run of a workload: its scenario and options. Equal values are the same run."""
 
-    scenario: ClassVar[str]  # the name of what ranks execute
+    scenario: ClassVar[str]  # the name of the class that ranks execute
 
     def __str__(self) -> str:
-        """Name it for people, as in `exchange with the probe, tokens not finite`."""
+        """Return the name in reports, such as `exchange with the probe, tokens not finite`."""
 
     def __hash__(self) -> int:
-        """Runs are keys."""
+        """Return a hash: runs are keys of dictionaries."""
 
 
 @dataclass(frozen=True)
 class ExchangeStep:
     """Training steps of the backend's exchange, with experts of the suite.
 
-    The experts are the probe, or return the very tensor that they receive ("identity"); with "identity of parts" the
-    parts of experts that are cut are all or nothing. All ranks of a tp group hold the same tokens where these are
-    "duplicated". With `unasked` x or the weights ask for no gradient, as the workload's twist names them. An `option`
-    of the config is on trial, so that only the checks of that option read the run. Where the ids are `routed`, they are
-    those of the backend's router, and forced routing is asked of it, of the exchange, or of both.
+    The experts are the probe, or return the same tensor that they receive ("identity"); with "identity of parts" one
+    etp shard of an expert returns all of it and the others zeros. With tokens "duplicated" all ranks of a tp group hold
+    the same tokens. With `unasked` x or the weights require no gradient, as the workload's twist says. A run with an
+    `option` is read by the checks of that option only. If ids are `routed`, they come from the backend's router, and
+    the router, the exchange or both are configured with forced routing.
     """
 
     scenario: ClassVar[str] = "training step"
@@ -44,7 +44,7 @@ class ExchangeStep:
     routed: Literal["", "both forced", "router forced", "exchange forced"] = ""
 
     def __str__(self) -> str:
-        """For example `exchange with the probe, tokens not finite`."""
+        """Return, for example, `exchange with the probe, tokens not finite`."""
         words = [f"exchange with the {self.answered}"]
         words += [f"tokens {self.tokens}"] if self.tokens != "distinct" else []
         words += ["gradients unasked"] if self.unasked else []
@@ -55,9 +55,9 @@ class ExchangeStep:
 
 @dataclass(frozen=True)
 class ExpertsStep:
-    """Training steps of the backend's exchange, with the backend's own experts.
+    """Training steps of the backend's exchange, with the backend's experts.
 
-    An `option` of the config is on trial, or gradients are `unasked`, as in `ExchangeStep`.
+    `option` and `unasked` are as in `ExchangeStep`.
     """
 
     scenario: ClassVar[str] = "training step"
@@ -66,7 +66,7 @@ class ExpertsStep:
     unasked: bool = False
 
     def __str__(self) -> str:
-        """For example `experts, tokens duplicated`."""
+        """Return, for example, `experts, tokens duplicated`."""
         words = ["experts"]
         words += [f"tokens {self.tokens}"] if self.tokens != "distinct" else []
         words += ["gradients unasked"] if self.unasked else []
@@ -78,9 +78,9 @@ class ExpertsStep:
 class RouterStep:
     """Training steps of the backend's router alone.
 
-    One with a `capacity` is asked without it as well. Forced routing has chosen experts ("routes"), has them drawn or
-    dealt, without gradients ("draws"), has logits of -inf ("masked"), makes some ranks or experts hot ("hot"), or is
-    held against runs with larger biases ("spread"). With `noise` its routes are random, by jitter or by forcing.
+    A router with a `capacity` is also run without one. Forced routing gives known experts ("routes"), random or round
+    robin ones without gradients ("draws"), logits of -inf ("masked"), hot ranks or experts ("hot"), or is compared with
+    runs with larger biases ("spread"). With `noise` the routes are random, by jitter or by forcing.
     """
 
     scenario: ClassVar[str] = "training step"
@@ -90,7 +90,7 @@ class RouterStep:
     noise: bool = False
 
     def __str__(self) -> str:
-        """For example `router, capacity`."""
+        """Return, for example, `router, capacity`."""
         words = ["router"]
         words += ["capacity"] if self.capacity else []
         words += [f"{self.logits} logits"] if self.logits != "usual" else []
@@ -101,31 +101,31 @@ class RouterStep:
 
 @dataclass(frozen=True)
 class LayerStep:
-    """Training steps of a whole layer, which `drops` tokens or not, and with `noise` has a router with jitter."""
+    """Training steps of a whole layer, with token drop (`drops`) or jitter in the router (`noise`)."""
 
     scenario: ClassVar[str] = "training step"
     drops: bool = False
     noise: bool = False
 
     def __str__(self) -> str:
-        """Say `layer`, and whether it drops or has noise."""
+        """Return, for example, `layer, dropping`."""
         return "layer" + (", dropping" if self.drops else "") + (", with noise" if self.noise else "")
 
 
 @dataclass(frozen=True)
 class Script:
-    """Calls on one surface, which the method of Session that `surface` names builds.
+    """Calls on one surface, which is built by the method of Session that `surface` names.
 
-    On the surface "exchange" calls are steps, or their halves, with the suite's experts between them; on "session" they
-    are those of the session itself, and build surfaces. A chapter may have ranks make more of a call, or call more
-    than one surface: see the table `SCRIPT_SURFACES` of its module `scenario`.
+    On the surface "exchange" calls are steps, or dispatch and combine, with the probe expert; on "session" they are
+    methods of the session, which build surfaces. A chapter may wrap a surface, to do more in a call or to call several
+    surfaces: see the table `SCRIPT_SURFACES` of its module `scenario`.
     """
 
     scenario: ClassVar[str] = "script"
     surface: str
 
     def __str__(self) -> str:
-        """Name the surface."""
+        """Return the name of the surface."""
         return self.surface
 
 
@@ -140,21 +140,21 @@ ON_CONFIG_RULES = Script("config_rules")
 
 @dataclass(frozen=True)
 class DrawnRuns:
-    """What a check asks for that has Hypothesis draw its workloads."""
+    """The run of a check for which Hypothesis draws the workloads."""
 
     of: DrawnStep
 
     def __str__(self) -> str:
-        """For example `drawn: router`."""
+        """Return, for example, `drawn: router`."""
         return f"drawn: {self.of}"
 
 
 @dataclass(frozen=True)
 class GroupAnswers:
-    """What a check asks for that reads no run, but what the backend answers about its process groups."""
+    """The run of a check that reads no run of a workload, but the backend's answers about its process groups."""
 
     def __str__(self) -> str:
-        """Say what it is."""
+        """Return `groups`."""
         return "groups"
 
 

@@ -1,7 +1,7 @@
 """The schedule of a training step: operations on microbatches, in the order in which a rank executes them.
 
-Workloads write it as pipeline schedules are written, "F0 F1 B0 B1", with a letter for each operation and the number of
-its microbatch; everything that reads one has the operations by name.
+Workloads write it as pipeline schedules are written, "F0 F1 B0 B1": a letter for each operation and the number of its
+microbatch. Code that executes or reads a schedule uses the names of operations.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Name = Literal[
     "dispatch",  # the first half of a forward
     "combine",  # its second half
     "backward",
-    "no_grad",  # a forward under torch.no_grad(), of inputs that ask for no gradients
+    "no_grad",  # a forward under torch.no_grad(), of inputs that require no gradient
     "inference",  # the same under torch.inference_mode()
     "unasked",  # the same as in training
-    "repeat",  # forward and backward of the microbatch's tokens many times over, of which the memory in use is kept
-    "finish",  # the step ends: gradients are finished, kept, and set to None where they can be
+    "repeat",  # forward and backward of the microbatch's tokens, repeated; only the memory in use is recorded
+    "finish",  # the step ends: gradients are finished, recorded, and set to None where possible
     "finish_to_zero",  # the same, and they are set to zero
 ]
 LETTERS: dict[str, Name] = {
@@ -46,15 +46,15 @@ class Operation(NamedTuple):
     microbatch: int | None  # None: of the whole step
 
     def __str__(self) -> str:
-        """For example `forward:0`."""
+        """Return, for example, `forward:0`."""
         return self.name if self.microbatch is None else f"{self.name}:{self.microbatch}"
 
 
 @lru_cache(maxsize=1024)
 def operations(schedule: str) -> tuple[Operation, ...]:
-    """Return the operations of a schedule as workloads write it.
+    """Return the operations of a schedule that is written with letters.
 
-    >>> [str(each) for each in operations("F0 B0 S")]
+    >>> [str(operation) for operation in operations("F0 B0 S")]
     ['forward:0', 'backward:0', 'finish']
 
     Raises:
@@ -69,20 +69,20 @@ def microbatches(schedule: str) -> int:
     >>> microbatches("F0 F1 B1 B0 S")
     2
     """
-    return len({each.microbatch for each in operations(schedule)} - {None})
+    return len({operation.microbatch for operation in operations(schedule)} - {None})
 
 
 def executes(schedule: str, *names: Name) -> bool:
     """Return whether a schedule has one of these operations, of any microbatch."""
-    return any(each.name in names for each in operations(schedule))
+    return any(operation.name in names for operation in operations(schedule))
 
 
 def most_open(
     schedule: str, begin: Collection[Name], end: Collection[Name], alone: Collection[Name] = ()
 ) -> frozenset[int]:
-    """Return the most microbatches that are open at one time, the first such set.
+    """Return the largest set of microbatches that are open at the same time; the first one if there are several.
 
-    Open is one between an operation that begins it and one that ends it, and during one that stands alone.
+    A microbatch is open between an operation of `begin` and one of `end`, and during an operation of `alone`.
 
     >>> sorted(most_open("F0 F1 B0 B1", {"forward"}, {"backward"}))
     [0, 1]

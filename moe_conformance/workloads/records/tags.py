@@ -1,10 +1,10 @@
-"""Tags: hidden rows that say who they are, and the arithmetic that keeps them exact in every dtype.
+"""Tags: hidden states that encode their rank, microbatch and token, and stay exact in every dtype.
 
 A tag is a codeword of signs: 32 bits (rank, microbatch, token, check), mixed, one per column, repeated with alternating
 polarity over the hidden size. Signs survive bf16, fp8 scales and weights multiplied into the row; the sum of two
 different rows has zeros and decodes as corrupt; an all-zero row is padding.
 
-The probe expert e answers in its own block of columns only, so no output element ever has two addends, and every
+The probe expert e returns values in its block of columns only, so no output element ever has two addends, and every
 product here fits the 8 significant bits of bf16: weights m/8 (3 bits) times upstream gradients m/4 (3 bits) times
 the parts of at most four etp shards (2 bits); gains are powers of two.
 """
@@ -24,17 +24,17 @@ PADDING_ANSWER = 2.0**14  # larger than anything that a probe run can yield
 _PARTS = {1: (1.0,), 2: (2.0, -1.0), 4: (2.0, -2.0, 2.0, -1.0), 8: (1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 2.0, -1.0)}
 
 _WORD = (1 << WORD_BITS) - 1
-# What a word says of rank and token, in bits, and its check before mixing, which tells the forms apart: of many ranks
-# with up to 1,024 tokens each, and of few with up to 8,192.
+# The two forms of a word, for many ranks with up to 1,024 tokens and for few with up to 8,192: bits for the rank, bits
+# for the token, and the check before mixing, which distinguishes the forms.
 _FORMS = ((RANK_BITS, TOKEN_BITS, 0b1011001110), (RANK_BITS - 3, TOKEN_BITS + 3, 0b0100110001))
 _MIX, _UNMIX = 0x9E3779B1, pow(0x9E3779B1, -1, 1 << WORD_BITS)
 
 
 def _mix(word: Tensor) -> Tensor:
-    """Spread every bit over the whole word, reversibly.
+    """Mix the bits of a word invertibly, so that every bit affects the whole word.
 
-    The block of one expert is a few columns only, and two tokens should differ there too: each column then tells them
-    apart with even odds.
+    The block of one expert is a few columns only, and two tokens should differ there too: after mixing they differ in
+    each column with probability 1/2.
     """
     for _ in range(2):
         word = word ^ (word >> 16)
@@ -43,7 +43,7 @@ def _mix(word: Tensor) -> Tensor:
 
 
 def _unmix(word: Tensor) -> Tensor:
-    """Undo `_mix`."""
+    """Return the word that `_mix` maps to this one."""
     word = word ^ (word >> 16)
     for _ in range(2):
         word = (word * _UNMIX) & _WORD
@@ -52,7 +52,7 @@ def _unmix(word: Tensor) -> Tensor:
 
 
 def encode(rank: int, microbatch: int, tokens: int, hidden: int, dtype: torch.dtype) -> Tensor:
-    """Return the tagged rows x_TD of one rank: entries +1 and -1.
+    """Return the tags x_TD of all tokens of one rank in one microbatch: entries +1 and -1.
 
     Raises:
         ValueError: hidden < 32, or a number does not fit its bits: of 512 ranks, or of 64 with more than 1,024 tokens.
@@ -78,7 +78,7 @@ def encode(rank: int, microbatch: int, tokens: int, hidden: int, dtype: torch.dt
 
 @dataclass(frozen=True)
 class Decoded:
-    """What R rows say of themselves. Where `kind_R` is not TAG the other fields are -1 (scale: 0)."""
+    """The decoded tags of R rows. Where `kind_R` is not TAG the other fields are -1 (scale: 0)."""
 
     kind_R: Tensor  # TAG, PADDING or CORRUPT
     rank_R: Tensor
@@ -91,7 +91,7 @@ TAG, PADDING, CORRUPT = 0, 1, 2
 
 
 def decode(rows_RD: Tensor) -> Decoded:
-    """Read the tags of rows. A row is a tag if all magnitudes agree, all repetitions do, and the checksum fits."""
+    """Decode rows. A row is a tag if all magnitudes are equal, all repetitions agree, and the checksum fits."""
     rows_RD = rows_RD.detach().cpu().to(torch.float64)
     R, D = rows_RD.shape
     column_D = torch.arange(D)
@@ -126,7 +126,7 @@ def gain(expert: int) -> float:
 
 
 def part(index: int, of: int) -> float:
-    """Return what etp shard `index` of `of` contributes: unequal parts that sum to one.
+    """Return the factor of etp shard `index` of `of`: unequal parts that sum to one.
 
     Raises:
         ValueError: there are no parts for that many shards.
@@ -137,10 +137,10 @@ def part(index: int, of: int) -> float:
 
 
 def padding_answer(dtype: torch.dtype, hidden: int) -> float:
-    """Return what the probe answers for rows of padding, of D columns.
+    """Return the value that the probe expert returns in padding rows.
 
-    In float16 so much that its product with an upstream gradient, below 2, is finite too: a combine by products with
-    one-hot tensors multiplies both, in its backward, before a 0 takes the padding out.
+    In float16 the sum over D columns of its products with upstream gradients, below 2, is finite: a combine by products
+    with one-hot tensors computes these in its backward, before a 0 removes the padding.
 
     >>> padding_answer(torch.float32, 34), padding_answer(torch.float16, 34)
     (16384.0, 512.0)

@@ -1,4 +1,4 @@
-"""What one step of the routers of a model is fed, on one rank: records of CPU tensors."""
+"""The inputs of one step of the routers of a model, on one rank: records of CPU tensors."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Literal
 from torch import Tensor
 
 Mode = Literal["training", "evaluation", "no_grad"]
-# Of the last record before a replay; "" for none.
+# A change of the last record before a replay; "" for none.
 Change = Literal["", "a layer is missing", "a microbatch is missing", "a token is missing", "a slot is missing"]
 
 
 @dataclass(frozen=True)
 class RouterBatch:
-    """One microbatch, by layer: S positions of B sequences, the upstream gradients, and the padding."""
+    """One microbatch of all routers, by layer: S positions of B sequences, upstream gradients, and the padding."""
 
     x: tuple[Tensor, ...]  # (S, B, D)
     upstream: tuple[Tensor, ...]  # of the routing weights of all experts, (S * B, E)
-    padding_T: Tensor | None  # bool, True = padding; T = S * B, the sequences of a position side by side
+    padding_T: Tensor | None  # bool, True = padding; T = S * B, position-major
     mode: Mode = "training"  # no_grad: in training, but no gradient is recorded

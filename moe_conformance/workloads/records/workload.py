@@ -1,4 +1,4 @@
-"""What one run is fed: plain records of CPU tensors, drawn on the driver, the same objects for ranks and judges."""
+"""The record of one run, `Workload`: config, layout and CPU tensors, drawn on the driver, for ranks and judges."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_conformance.workloads.records.schedule import FORWARD_ALONE, Operation,
 
 Asynchrony = Literal["plain", "poisoned", "watched"]
 Lead = Literal["flat", "two_dims", "three_columns"]
-SIZES = ("world", "tp", "cp", "pp", "ep", "etp")  # that make a layout
+SIZES = ("world", "tp", "cp", "pp", "ep", "etp")  # of a layout
 ParameterKey = tuple[str, int | None]  # (canonical name, global expert id or None)
 
 COLUMNS: Mapping[Lead, int] = {"flat": 1, "two_dims": 2, "three_columns": 3}  # B of x (S, B, D)
@@ -33,19 +33,19 @@ class Batch:
 
 
 class Drawn(Sequence[tuple[Batch, ...]]):
-    """Batches by microbatch and rank that are drawn when they are first looked at, and pickled as a tuple.
+    """Batches by microbatch and rank that are drawn at the first access, and pickled as a tuple.
 
-    A plan holds thousands of workloads, of which a run may want three.
+    A plan has thousands of workloads, of which a run may use three.
     """
 
     def __init__(self, tokens: tuple[tuple[int, ...], ...], draw: Callable[[int, int], Batch]) -> None:
-        """Take every T, by microbatch and rank, and what draws the batch of a microbatch on a rank."""
+        """Keep T by microbatch and rank, and the function that draws the batch of a microbatch on a rank."""
         self.tokens = tokens
         self._draw = draw
 
     @cached_property
     def _batches(self) -> tuple[tuple[Batch, ...], ...]:
-        return tuple(tuple(self._draw(m, rank) for rank in range(len(each))) for m, each in enumerate(self.tokens))
+        return tuple(tuple(self._draw(m, rank) for rank in range(len(counts))) for m, counts in enumerate(self.tokens))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -63,7 +63,7 @@ class Drawn(Sequence[tuple[Batch, ...]]):
 
 @dataclass(frozen=True)
 class Ref:
-    """What an earlier call of the same script returned on this rank. It stays there: a handle may be anything."""
+    """A reference to what an earlier call of the script returned on this rank, such as a handle."""
 
     call: int
     field: str = ""  # of its answer, "delivery.rows_RD" for a field of a field; "" for all of it
@@ -71,7 +71,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Filled:
-    """Rows by place, (N, C, D), with NaN, and NaN for a gradient, in every place past those that are filled."""
+    """Rows by place, (N, C, D), with NaN as value and as gradient in every unfilled place."""
 
     rows_NCD: Ref
     counts_N: Ref
@@ -79,9 +79,9 @@ class Filled:
 
 @dataclass(frozen=True)
 class Padded:
-    """Rows by expert in segments, with a large number, and as large a gradient, in every row that is no pair's.
+    """Rows by expert, with a large number as value and as gradient in every row of no routed pair.
 
-    The pairs of an expert are the first rows of its segment. Where nothing counts the segments, rows are left alone.
+    The pairs of an expert are the first rows of its segment. Without counts of the segments the rows are unchanged.
     """
 
     rows_RD: Ref
@@ -91,7 +91,7 @@ class Padded:
 
 @dataclass(frozen=True)
 class Answered:
-    """Rows (R, D) as experts return them, summed over its slots: local expert n returns n + 1 times it, weighted."""
+    """Expert outputs (R, D), summed over the slots of a row: local expert n returns n + 1 times the row, weighted."""
 
     rows_RD: Ref
     ids_RK: Ref
@@ -100,7 +100,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Root:
-    """The square roots of a tensor that asks for a gradient: an output that autograd saves for its own backward."""
+    """The square root of a tensor that requires grad: an output that autograd saves for the backward of sqrt."""
 
     leaf: Tensor  # greater than 0
 
@@ -114,11 +114,11 @@ class Call:
     """One call of a method of a surface, on every rank.
 
     `given[r]` holds rank r's arguments by name: data, records of data (`contract.Routing`), or a `Ref`. An argument, or
-    a field of one ("routing.weights_TK"), that `differentiable` names asks for a gradient. `upstream[r]` has, by field
-    of the answer, the gradient that goes backward right after the call; nothing does where it is empty. With
-    `may_raise` an exception is an answer, and the script goes on. It is made inside `modes`, outermost first, and of
-    what it leaves of them the answer tells. `through` says what becomes of the call: its tensors have no data, or the
-    method is exported or compiled as one graph, and the program is run.
+    a field of one ("routing.weights_TK"), that is in `differentiable` requires grad. `upstream[r]` has the upstream
+    gradients, by field of the result, of a backward right after the call; there is none if it is empty. With
+    `may_raise` an exception is recorded, and the script goes on. The call is made inside `modes`, outermost first; the
+    answer records the deterministic setting after it. `through` says how the call is made: with tensors without data,
+    or with the method exported or compiled as one graph.
     """
 
     method: str  # "__call__" for the surface itself
@@ -126,7 +126,7 @@ class Call:
     differentiable: tuple[str, ...] = ()
     upstream: tuple[Mapping[str, Tensor], ...] = ()
     may_raise: bool = False
-    late: bool = False  # its upstream goes backward after the last call
+    late: bool = False  # its backward runs after the last call
     modes: tuple[Mode, ...] = ()
     through: Through = ""
 
@@ -136,36 +136,34 @@ Stride = Literal["rows", "columns", "transposed", "packed", "expanded", "swapped
 
 @dataclass(frozen=True)
 class Twist:
-    """What is done around a run and to its inputs that must change nothing of what it gives.
+    """Conditions of a run and of its inputs that must not change its results.
 
     `strides` says how x, ids, weights and upstream lie in memory: every second row, every second column, transposed,
-    columns in the middle of a wider tensor, a row that is there once and stands for all (of upstream: a number), or the
-    second dimension before the first;
-    what lies between them is NaN, of ids 2^40. Under `autocast` forwards run in a region that casts to the tokens' own
-    dtype; with `create_graph` every backward keeps a graph of itself, as a second derivative needs it.
-    The probe answers for expert e as for `probe_as[e]`. Of what `unasked` names, no gradients are wanted. `late[r]` are
-    the seconds that rank r waits before every item of the schedule. With
-    `padding_gradients` a large number takes the place of every gradient at the expert output of a padding
-    row, or leaves the experts for one. A `lifetime` begins before the backend is imported ("process"), or as its
-    session is opened ("session"), and ends when that is closed.
-    A `deterministic` run is asked for deterministic algorithms before its session is opened, and has no others. A
-    `rehearsed` one has taken a step with other parameters, of which nothing but the parameters has changed since. In a
-    `hooked` one every parameter has a hook, which keeps the gradients that autograd passes to it. What is `recomputed`
-    runs again in every backward: the experts alone, or whole forwards. With `without_optional` surfaces are built while
-    all is hidden that the backend can do without.
+    columns in the middle of a wider tensor, expanded from one row (upstream: from one number), or the second dimension
+    before the first; the gaps hold NaN, or 2^40 for ids. With `autocast` forwards run under autocast to the dtype of
+    the tokens; with `create_graph` every backward keeps its graph, as a second derivative needs it. The probe computes
+    expert e as `probe_as[e]`. What is in `unasked` requires no gradient. Rank r waits `late[r]` seconds before every
+    item of the schedule. With `padding_gradients` every gradient of a padding row, at the expert output and at the
+    input, is replaced by a large number. A `lifetime` compares settings of the process from before the import of the
+    backend ("process") or the opening of its session ("session") to the closing of the session. A `deterministic` run
+    uses deterministic algorithms, from before its session is opened, and torch raises where it has none. A `rehearsed`
+    run follows a step with other parameters; nothing but the parameters is reset. In a `hooked` run every parameter has
+    a hook that records the gradients that autograd passes to it. With `recomputed` the experts, or whole forwards, run
+    again in every backward. With `without_optional` surfaces are built while the optional parts of the backend are
+    hidden.
     """
 
     strides: Mapping[str, Stride] = field(default_factory=dict)
     probe_as: tuple[int, ...] = ()  # empty: as for itself
-    # Built too; each takes its own steps before every forward of this one, or its call before that of a script.
+    # Other workloads that are built too, and run before every forward of this one, or before every call of a script.
     beside: tuple[Workload, ...] = ()
-    interleaved: bool = False  # of what is `beside`, each item of its schedule comes right behind this one's own
+    interleaved: bool = False  # operations of `beside` follow those of this one, one by one
     unasked: tuple[Literal["x", "weights", "parameters"], ...] = ()
     late: tuple[float, ...] = ()
-    seed: int | None = None  # of all random generators before the schedule, another on every rank
+    seed: int | None = None  # of all random generators before the schedule; plus the rank
     autocast: bool = False
     create_graph: bool = False
-    drawn: bool = False  # numbers are drawn from all of them before the schedule
+    drawn: bool = False  # numbers are drawn from all generators before the schedule
     padding_gradients: bool = False
     lifetime: Literal["", "process", "session"] = ""
     deterministic: bool = False
@@ -177,13 +175,13 @@ class Twist:
 
 @dataclass(frozen=True, repr=False)
 class Workload:
-    """One run: what is built, where, and what it is fed.
+    """One run: its config, layout, inputs, parameters and schedule or script.
 
     `batches[m][r]` belongs to microbatch m on rank r. `parameters` are full tensors in canonical orientation, keyed by
     (name, global expert id). `lead` says in which shape x is passed, see `lead_of`.
-    `asynchrony` says what asynchronous collectives deliver before they are waited for: whatever they have, or poison;
-    if they are watched, every touch of their data until then is written down. `memory` says what new tensors hold that
-    nobody has written yet: whatever was there, or NaN (the largest number, of integers).
+    `asynchrony` says what the outputs of asynchronous collectives hold before `wait()`: what is there ("plain"), or NaN
+    ("poisoned"); with "watched" every access to their data before that is recorded. `memory` says what uninitialised
+    tensors hold: what is there ("plain"), or NaN and the largest integer ("filled").
     """
 
     name: str  # unique together with the variant and the layout
@@ -191,7 +189,7 @@ class Workload:
     config: Config
     layout: Layout
     batches: Sequence[tuple[Batch, ...]]
-    # See `records.schedule`. The end of it ends a step too; of what is repeated nothing is kept but the memory in use.
+    # See `records.schedule`. Its end ends a step too; of repeated operations only the memory in use is recorded.
     schedule: str = "F0 B0"
     parameters: Mapping[ParameterKey, Tensor] = field(default_factory=dict)
     lead: Lead = "flat"
@@ -199,10 +197,10 @@ class Workload:
     memory: Literal["plain", "filled"] = "plain"
     calls: tuple[Call, ...] = ()  # a script, in place of batches and a schedule: calls on the one surface of `run`
     twist: Twist = field(default_factory=Twist)
-    likened: Literal["", "quick", "full"] = ""  # the profile in which runs that must give the same are compared with it
-    routers: int = 1  # that are built where a router runs alone: forward m goes through router m modulo their number
-    golden: str = ""  # the chapter of the goldens whose values judge it; "" for the oracles of today
-    # What it is drawn to show, where no other field says so: checks ask for these words, and never for its name.
+    likened: Literal["", "quick", "full"] = ""  # the profile in which twins are compared with it
+    routers: int = 1  # number of routers of a `RouterStep`: forward m calls router m modulo this
+    golden: str = ""  # the chapter of the golden that judges it; "": the oracles judge it
+    # What it is drawn for, where no other field says so: checks select workloads by these words, never by name.
     shows: frozenset[str] = frozenset()
 
     @property
@@ -218,26 +216,28 @@ class Workload:
         return (T,) if columns == 1 else (T // columns, columns)
 
     def goes_backward(self, microbatch: int) -> bool:
-        """Whether the schedule asks for a microbatch's gradients."""
+        """Return whether the schedule has a backward of a microbatch."""
         return Operation("backward", microbatch) in operations(self.schedule)
 
     @property
     def finishes_without_grad(self) -> bool:
-        """Whether gradients are finished under `torch.no_grad()`: where the schedule has forwards under it.
+        """Whether gradients are finished under `torch.no_grad()`: if the schedule has forwards under it.
 
         A trainer may finish them in either mode.
         """
         return executes(self.schedule, "no_grad")
 
     def trains(self, microbatch: int) -> bool:
-        """Whether a microbatch is run as in training, whether a backward follows or not."""
+        """Return whether a microbatch is run as in training, with or without a backward."""
         return not any(
-            each.name in FORWARD_ALONE for each in operations(self.schedule) if each.microbatch == microbatch
+            operation.name in FORWARD_ALONE
+            for operation in operations(self.schedule)
+            if operation.microbatch == microbatch
         )
 
     def through(self, variant: str) -> Workload:
-        """Return the same run through another variant of the backend: of what is drawn, nothing depends on it."""
-        if self.config.variant == variant:  # that it was drawn for
+        """Return the same run with another variant of the backend, on which no drawn tensor depends."""
+        if self.config.variant == variant:  # already
             return self
 
         def named(config: Any) -> Any:
@@ -247,22 +247,25 @@ class Workload:
             replace(call, given=tuple({name: named(value) for name, value in given.items()} for given in call.given))
             for call in self.calls
         )
-        twist = replace(self.twist, beside=tuple(each.through(variant) for each in self.twist.beside))
+        twist = replace(self.twist, beside=tuple(other.through(variant) for other in self.twist.beside))
         return replace(self, config=named(self.config), calls=calls, twist=twist)
 
     def __repr__(self) -> str:
-        """Name it in a line: pytest shows arguments, and tensors would fill pages."""
+        """Return one line, since pytest prints arguments and tensors would fill pages."""
         return f"<workload {self.config.variant}-{self.layout.name}-{self.name}>"
 
 
 @dataclass(frozen=True)
 class Wish:
-    """Sizes to ask for, which may make no layout, and the order of axes; "" is the backend's usual one."""
+    """Sizes for which a backend's groups are requested, and the order of axes; "" is the backend's default order.
+
+    The sizes may be impossible.
+    """
 
     layout: Layout
     order: str = ""
 
     def __str__(self) -> str:
-        """All sizes, and the order."""
+        """Return all sizes, and the order."""
         sizes = ", ".join(f"{name} = {getattr(self.layout, name)}" for name in SIZES)
         return f"{sizes} in the order {self.order}" if self.order else sizes

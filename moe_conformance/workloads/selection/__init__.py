@@ -1,1 +1,1 @@
-"""Which of the workloads a profile runs."""
+"""Select the workloads that a profile runs, and the order and shards in which they run."""

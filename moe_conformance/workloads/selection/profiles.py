@@ -1,4 +1,4 @@
-"""What a profile runs: its layouts, and those of which it runs a few workloads only."""
+"""The layouts of a profile, and further layouts on which it runs a few workloads only."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from moe_conformance.contract.topology import Layout
 
 Profile = Literal["quick", "full"]
 
-# What is tried on more ranks than this is a part of the corpus: the recipes that say `wide`, the golden, and nothing of
-# routers, which do not know of other ranks. Among them are all phases and dtypes, ranks without tokens, uneven ones,
-# padded and bounded ones, several in flight, empty slots, two dimensions, and the backend's own experts.
+# On more ranks than this only a part of the workloads runs: recipes that are `wide` and the golden, but no routers,
+# which do not depend on other ranks. They include all phases and dtypes, ranks without tokens, uneven, padded and
+# bounded tokens, several in flight, empty slots, two dimensions, and the backend's experts.
 USUAL_RANKS = 6
 
 
 def quick_layouts() -> tuple[Layout, ...]:
-    """The layouts of the quick profile, smallest first."""
+    """Return the layouts of the quick profile, smallest first."""
     return (
         Layout(1),
         Layout(2, ep=2),
@@ -28,17 +28,17 @@ def quick_layouts() -> tuple[Layout, ...]:
 
 
 def sampled_layouts() -> tuple[Layout, ...]:
-    """The quick layouts on which variants are tried that share most of what they do with others.
+    """Return the quick layouts for variants in `Backend.sampled`, which share most of their code with others.
 
-    One rank is among them: where nothing is sent, an exchange may take another path, which its variants do not share.
+    One rank is among them: if nothing is sent, an exchange may take another path, which its variants do not share.
     """
     return (Layout(1), Layout(2, ep=2), Layout(4, ep=2, etp=2))
 
 
 def full_layouts() -> tuple[Layout, ...]:
-    """The quick layouts, foldings in which dense and expert axes cross, and sizes that are no powers of two.
+    """Return the layouts of the full profile: quick ones, foldings with crossing axes, sizes that are no power of two.
 
-    Those of 8 ranks are what 4 have no room for: more replicas beside ep and etp, and all axes at once.
+    Layouts of 8 ranks have what 4 ranks have no room for: replicas together with ep and etp, and all axes at once.
     """
     return (
         *quick_layouts(),
@@ -59,7 +59,7 @@ def full_layouts() -> tuple[Layout, ...]:
         Layout(6, ep=3, etp=2),
         Layout(8, ep=8),
         Layout(8, ep=4, etp=2),
-        Layout(8, tp=2, ep=4),  # beside it, every expert has two replicas
+        Layout(8, tp=2, ep=4),  # two replicas of every expert
         Layout(8, tp=2, ep=2, etp=2),
         Layout(8, tp=4, ep=2, etp=2),
         Layout(8, tp=2, cp=2, pp=2, ep=2, etp=2),
@@ -70,16 +70,16 @@ _LIKENED = (Layout(1), Layout(2, ep=2), Layout(4, ep=2), Layout(4, ep=2, etp=2))
 
 
 def likened_layouts(profile: Profile) -> tuple[Layout, ...]:
-    """The layouts on which runs are compared with each other: in the quick profile, one of each kind of exchange."""
+    """Return the layouts on which twins are compared: in the quick profile, one of each kind of exchange."""
     return _LIKENED if profile == "quick" else full_layouts()
 
 
 def beside(profile: Profile) -> dict[Layout, tuple[str, ...]]:
-    """Layouts on which a profile runs a few workloads, and no more: what none of its own can show.
+    """Return further layouts of a profile, with the few workloads that run there and need such a layout.
 
-    Gaps of packed sequences whose rows are shared among context ranks; experts that are cut and copied; and layers,
-    copies, routers, losses and forced biases where groups have the same ranks on all quick layouts, such as tp and ep,
-    or dp and dp x cp; and balance biases and load meters over several pipeline stages.
+    Padding of packed sequences whose rows are split over context ranks; experts that are sharded and replicated;
+    layers, copies, routers, losses and forced biases where two groups, such as tp and ep, or dp and dp x cp, have the
+    same ranks on all quick layouts; balance biases and load meters over several pipeline stages.
     """
     losses = ("losses-auxiliary", "losses-z", "losses-uneven", "losses-per-token")
     some = {
@@ -93,7 +93,7 @@ def beside(profile: Profile) -> dict[Layout, tuple[str, ...]]:
 
 
 def layouts(profile: Profile) -> tuple[Layout, ...]:
-    """The layouts of a profile."""
+    """Return the layouts of a profile."""
     return quick_layouts() if profile == "quick" else full_layouts()
 
 

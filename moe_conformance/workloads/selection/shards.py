@@ -1,4 +1,4 @@
-"""A run divided among machines: every cell belongs to exactly one shard, whatever else is selected."""
+"""Divide a run among machines: every cell belongs to exactly one shard, whatever else is selected."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shard:
-    """Part `index` of `count`, counted from 1."""
+    """Shard `index` of `count`, counted from 1."""
 
     index: int
     count: int
 
     def __str__(self) -> str:
-        """Return it as it is asked for: `2/3`."""
+        """Return the form of the option, such as `2/3`."""
         return f"{self.index}/{self.count}"
 
 
 def parse(text: str, option: str = "--shard") -> Shard:
-    """Return the shard that `2/3` names, given for an option.
+    """Return the shard that the value of an option, such as `2/3`, names.
 
     Raises:
-        ValueError: it names none; says how one is named.
+        ValueError: the value names none; the message says how to name one.
     """
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
@@ -32,9 +32,9 @@ def parse(text: str, option: str = "--shard") -> Shard:
 
 
 def divide(weights: Mapping[str, int], count: int) -> list[frozenset[str]]:
-    """Return the names that each of `count` shards holds, their weights as even as names allow.
+    """Return the names of each of `count` shards, with total weights that are as even as possible.
 
-    The heaviest first, each to the shard that is lightest so far. The same weights give the same shards everywhere.
+    Names are assigned by descending weight, to the shard with the least weight so far. The result is deterministic.
 
     >>> [sorted(names) for names in divide({"a": 5, "b": 3, "c": 3, "d": 1}, 2)]
     [['a', 'd'], ['b', 'c']]
@@ -45,4 +45,4 @@ def divide(weights: Mapping[str, int], count: int) -> list[frozenset[str]]:
         lightest = loads.index(min(loads))
         names[lightest].add(name)
         loads[lightest] += weights[name]
-    return [frozenset(each) for each in names]
+    return [frozenset(shard) for shard in names]

@@ -1,12 +1,12 @@
 """The stored selection: which cases the quick profile runs (docs/decisions/0010).
 
-A file for each backend that has one. A table is a variant, a line of it a workload and the layouts on which it runs:
+A backend may have a file. A table is a variant, a line of it a workload and the layouts on which it runs:
 
     [alltoall]
     even = "single ep2 ep2-edp2"
 
-`python -m tools.select_cases` writes them; they are not edited by hand. What a file never mentions is new, and runs
-wherever it can until the tool is run again.
+`python -m tools.select_cases` writes them; they are not edited by hand. A workload that a file does not mention is
+new, and runs wherever it can until the tool is run again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-GENERAL = "native"  # whose selection serves backends that have none of their own
+GENERAL = "native"  # whose selection is used for backends without a file
 
 Layouts = frozenset[str]
 Stored = Mapping[str, Mapping[str, Layouts]]  # by variant and workload
@@ -26,23 +26,23 @@ Stored = Mapping[str, Mapping[str, Layouts]]  # by variant and workload
 
 @dataclass(frozen=True)
 class Selection:
-    """Names of the layouts on which a workload runs with a variant."""
+    """The names of the layouts on which workloads run, by variant and workload."""
 
     layouts: Stored
-    known: frozenset[str]  # workloads of which it was decided
-    borrowed: bool = False  # from native, for a backend that has none and is not like it
+    known: frozenset[str]  # workloads for which layouts have been selected
+    borrowed: bool = False  # from native, for a backend without a file that has other variants
 
     def holds(self, variant: str, layout: str, workload: str) -> bool:
-        """Whether a case is stored; one of a workload that is not known is not."""
+        """Return whether a case is selected; False for a workload that is not known."""
         return layout in self.layouts.get(variant, {}).get(workload, ())
 
 
 def of(backend: str, variants: Sequence[str]) -> Selection:
     """Return the selection of a backend, given its name and its variants.
 
-    That of its own file, if there is one. Else native's, if the variants are native's: planted bugs are run like it.
-    Any other backend runs with its first variant what native runs with its first, and with the others what native runs
-    with any but its first.
+    It is that of the backend's file, if there is one. Else it is native's, if the variants are native's, as those of
+    planted bugs are. Any other backend runs with its first variant what native runs with its first, and with the others
+    what native runs with any but its first.
     """
     stored = read(backend)
     general = stored or read(GENERAL)
@@ -57,7 +57,7 @@ def of(backend: str, variants: Sequence[str]) -> Selection:
 
 @cache
 def read(backend: str) -> Stored:
-    """Return what is stored for a backend, variants in the order of the file; empty if nothing is."""
+    """Return the stored table of a backend, variants in the order of the file; empty if there is no file."""
     path = FOLDER / f"{backend}.toml"
     if "/" in backend or not path.is_file():
         return {}

@@ -1,7 +1,7 @@
-"""Which layouts take turns in the full profile, and which part of what is left out is whose.
+"""Distribute the workloads of the full profile over layouts with the same number of ranks.
 
-All workloads with all variants on all layouts of the full profile are 50,000 cases of native. Most differ from others
-in the layout alone. So layouts of equally many ranks take turns: each variant runs each workload on one of them.
+All workloads with all variants on all layouts of the full profile are 50,000 cases of native, most of which differ from
+others in the layout only. So every variant runs every workload on one of the layouts with the same number of ranks.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 
-Marks = frozenset[object]  # what a workload shows wherever it runs
+Marks = frozenset[object]  # features of a workload on every layout
 
 
 def taken(cells: Sequence[Mapping[str, Marks]], variant: int) -> list[frozenset[str]]:
-    """Return which of its workloads each cell runs, of cells that take turns.
+    """Return, for every cell, the names of the workloads that it runs.
 
-    cells: of each, the marks of its workloads by name; the cells have one variant and equally many ranks. A workload
-    runs in one of the cells that have it: where most of its marks have not been seen yet, else where least runs, else
-    in the next cell for the next variant, so that variants meet it on different layouts. Then every cell gets what it
-    still lacks, so that it shows each mark that it can.
+    cells: for each, the marks of its workloads by name; all cells have one variant and the same number of ranks. A
+    workload runs in one of the cells that have it: the one in which most of its marks are new, then the one with fewest
+    workloads, then the next cell for the next variant, so that variants run it on different layouts. Then workloads are
+    added to every cell until it has all marks that are possible there.
 
     >>> cells = [{"even": frozenset("x"), "odd": frozenset("x")}] * 2
     >>> [sorted(cell) for cell in taken(cells, 0)], [sorted(cell) for cell in taken(cells, 1)]
@@ -40,9 +40,9 @@ def taken(cells: Sequence[Mapping[str, Marks]], variant: int) -> list[frozenset[
             if marks - seen[index]:
                 runs[index].add(name)
                 seen[index] |= marks
-    return [frozenset(each) for each in runs]
+    return [frozenset(names) for names in runs]
 
 
 def lot(case: str, parts: int) -> int:
-    """Return the part, from 1 on, to which a case falls by its id: a new workload moves no other to another part."""
+    """Return the part of a case, from 1 to `parts`, by a hash of its id: a new workload moves no other case."""
     return zlib.crc32(case.encode()) % parts + 1
