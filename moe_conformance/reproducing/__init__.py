@@ -1,14 +1,14 @@
-"""One check on one case without pytest, for scripts that a failure leaves in the report folder.
+"""Run one check on one case without pytest, for the scripts that a failure leaves in the report folder.
 
 Each process is one rank, in which the backend runs as in any program: a debugger and prints in the adapter work.
 
     __init__.py    what a script calls
-    processes.py   the ranks as processes of one script, where no launcher has started them
-    mailbox.py     how ranks send each other what they saw
-    secrets.py     the secret with which they sign it
-    rank.py        what each rank does
-    looking.py     the thread of a rank that says where it stands
-    gathering.py   rank 0: sends a workload to all ranks, and puts together what came of it
+    processes.py   starts the ranks as processes, if no launcher has
+    mailbox.py     messages between ranks, through a store
+    secrets.py     the secret that signs these messages
+    rank.py        joins the other ranks and runs what rank 0 sends
+    looking.py     a thread of every rank that reports its stack
+    gathering.py   rank 0: sends a workload to all ranks, and collects the results
     checks.py      rank 0: finds case and check by name, and calls the check
 """
 
@@ -36,21 +36,21 @@ def reproduce(
     """Run a workload through a backend, judge it by a check, and end this process.
 
     Under a launcher such as torchrun this process is one rank. Without one it starts all ranks itself, on this machine.
-    Exit status: 1 if the check fails, 0 if it passes, 2 if it cannot run here. The sentence is printed by rank 0.
+    Exit status: 1 if the check fails, 0 if it passes, 2 if it cannot run here. Rank 0 prints the verdict.
 
     Args:
         backend: A registered name or pkg.mod:Class.
         requirement: The id that the check decides.
         check: `test_file:TestClass.test_name`, of moe_conformance/distributed_tests.
-        variant: Of the backend.
+        variant: Variant of the backend.
         layout: For example `ep2-edp2`.
-        workload: Its name in the profile's corpus.
+        workload: Name of a workload of the profile.
         ranks: The number of ranks of the layout.
         device: cpu or cuda.
         profile: quick or full.
         asynchrony: Mode of asynchronous collectives of workloads that name none.
-        deadline_s: Ranks that give no answer for so long hang; None waits for ever, as a debugger needs it. That all
-            ranks wait for each other in collectives is noticed without.
+        deadline_s: A rank without a result after so many seconds counts as hung; None waits for ever, as a debugger
+            needs. A deadlock, in which all ranks wait in collectives, is detected in any case.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as the ranks of a run have it

@@ -1,4 +1,4 @@
-"""Running the twins of a case: those that the backend can run, and why not the others."""
+"""Run the twins of a case that the backend can run, and give the reason for the others."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from moe_conformance.workloads.twins import Twin
 
 @dataclass(frozen=True)
 class Twins:
-    """What a check asks to run twins of its case."""
+    """The object that a check calls to run twins of its case."""
 
     backend: Backend
     device: str
-    run: Callable[[Sequence[Workload]], Sequence[Outcome]]  # of one world, one after the other on the same ranks
-    renew: Callable[[int], None]  # ends all ranks of a world of that size: the next run has new ones
-    taken: dict[str, Ran] = field(default_factory=dict)  # of this case, by how they differ: checks share their runs
-    imported: set[str] = field(default_factory=set)  # backends whose import was looked at
+    run: Callable[[Sequence[Workload]], Sequence[Outcome]]  # workloads of one world, in order, on the same ranks
+    renew: Callable[[int], None]  # ends all ranks of a world of that size; the next run starts new ones
+    taken: dict[str, Ran] = field(default_factory=dict)  # results of this case by `Twin.how`, which checks share
+    imported: set[str] = field(default_factory=set)  # backends whose import has been judged
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -31,11 +31,11 @@ class Twins:
         return self.backend.variants
 
     def __call__(self, twins: Sequence[Twin]) -> list[Ran]:
-        """Run them one after the other; one outside the limits of its variant is not.
+        """Run the twins in order, except those outside the limits of their variant, and return all results.
 
-        One for which something else is built than for the case may be refused. To be refused what was built before is
-        a failure. One that does not finish beside something that does not finish alone, in processes that have run
-        nothing before, says nothing of the two together.
+        A twin for which other surfaces are built than for the case may be refused; a refusal of the same surfaces is a
+        failure. A twin that does not finish together with a workload that does not finish alone on new ranks either
+        gives no result, only a reason.
         """
         if len({twin.how for twin in twins}) != len(twins):
             raise ValueError(f"equivalent runs of one name: {sorted(twin.how for twin in twins)}")
@@ -55,7 +55,7 @@ class Twins:
         ]
 
     def _once(self, workload: Workload) -> Workload:
-        """Leave out the import of a backend that was looked at before: it takes seconds, and no case changes it."""
+        """Return the workload without an import of the backend that has already been judged: it takes seconds."""
         if workload.twist.lifetime != "process" or self.backend.name not in self.imported:
             self.imported.update({self.backend.name} if workload.twist.lifetime else ())
             return workload
@@ -64,13 +64,13 @@ class Twins:
     def _ran(self, twin: Twin, outcome: Outcome) -> Ran:
         if twin.workload.twist.beside and not _finished(outcome) and (why := self._unfinished_alone(twin)):
             return Ran(twin, None, why)
-        if twin.workload.twist.lifetime:  # what it leaves behind is no other run's
+        if twin.workload.twist.lifetime:  # its state must not reach other runs
             self.renew(twin.workload.layout.world)
         refusal = refusal_of(outcome) if twin.anew else None
         return Ran(twin, outcome) if refusal is None else Ran(twin, None, refusal[1])
 
     def _unfinished_alone(self, twin: Twin) -> str:
-        """Say what of that which a twin takes turns with does not finish by itself; nothing if all of it does."""
+        """Return which of the workloads beside a twin does not finish alone, and why; "" if all finish."""
         for other in twin.workload.twist.beside:
             self.renew(other.layout.world)
             (outcome,) = self.run([other])
@@ -81,19 +81,19 @@ class Twins:
 
 
 def limit_of_twin(backend: Backend, device: str, twin: Twin) -> str | None:
-    """Return the reason of the first limit that a twin breaks, or what it takes turns with; None if none does."""
+    """Return the reason of the first limit that a twin, or a workload beside it, breaks; None if there is none."""
     limits = backend.limits(twin.workload.config.variant)
     workloads = (twin.workload, *twin.workload.twist.beside)
-    return next((limit.reason for each in workloads if (limit := broken(limits, each, device))), None)
+    return next((limit.reason for candidate in workloads if (limit := broken(limits, candidate, device))), None)
 
 
 def _alone(twin: Twin) -> bool:
-    """Whether it needs or leaves other processes than those in which others run."""
+    """Return whether a twin must not share its processes with other twins."""
     return bool(twin.fresh or twin.workload.twist.lifetime or twin.workload.twist.beside)
 
 
 def _together(twins: Sequence[Twin]) -> Iterator[list[Twin]]:
-    """Yield stretches of twins that can run on the same ranks: one that needs or leaves other processes is alone."""
+    """Yield consecutive twins that can run on the same ranks; one that must not share its processes is alone."""
     together: list[Twin] = []
     for twin in twins:
         if together and (_alone(twin) or twin.workload.layout.world != together[0].workload.layout.world):

@@ -1,4 +1,4 @@
-"""Finds a case and a check by name, and calls the check on what the ranks saw."""
+"""Find a case and a check by name, and call the check on the outcome of the case."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ RunAll = Callable[[Sequence[Workload]], list[Outcome]]
 
 
 class CannotRun(Exception):
-    """What was asked for cannot run here; one sentence."""
+    """The named case or check cannot run here; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """What a script names."""
+    """The arguments of a script: backend, requirement, check and case, by name."""
 
     backend: str
     requirement: str
@@ -51,7 +51,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The case and the check."""
+    """The case and the check that a script names, found and ready to run."""
 
     named: Named
     backend: Backend
@@ -60,7 +60,7 @@ class Prepared:
     tally: Tally = field(default_factory=Tally)
 
     def verdict(self, outcome: Outcome, run: RunAll | None) -> Verdict:
-        """Call the check on what the ranks saw; `run` runs equivalent workloads for it."""
+        """Call the check on an outcome and return the verdict; `run` runs equivalent workloads for the check."""
         try:
             if refusal := refusal_of(outcome) or refusal_by_limit(self.case, outcome):
                 return 2, f"cannot run: {refusal[1]}"
@@ -87,7 +87,7 @@ class Prepared:
         return f"{self.named.requirement} fails: {sentence}"
 
     def _arguments(self, outcome: Outcome, run: RunAll | None) -> dict[str, Any]:
-        """Return what the check asks for."""
+        """Return the arguments that the check takes, by name."""
         offered: dict[str, Callable[[], Any]] = {
             "outcome": lambda: outcome,
             "reading": lambda: read(outcome),
@@ -98,7 +98,7 @@ class Prepared:
 
 
 def prepared(named: Named, world: int) -> Prepared:
-    """Return what a script names, without starting anything.
+    """Return the case and the check that a script names; nothing is started.
 
     Raises:
         CannotRun: there is no such backend, check or case here, or another number of processes is needed.
@@ -122,7 +122,7 @@ def prepared(named: Named, world: int) -> Prepared:
 
 
 def find(check: str) -> tuple[Callable[..., None], Asked]:
-    """Return a check, of a class bound, and the run that it reads.
+    """Return a check (a method of a class is bound), and the run that it reads.
 
     Raises:
         CannotRun: there is no such check.
@@ -139,7 +139,7 @@ def find(check: str) -> tuple[Callable[..., None], Asked]:
 
 
 def can_call(check: str) -> bool:
-    """Whether there is a check of that name, and a script can give it all that it asks for."""
+    """Return whether a check of that name exists, and a script can pass all its arguments."""
     try:
         return set(inspect.signature(find(check)[0]).parameters) <= ARGUMENTS
     except CannotRun:

@@ -1,4 +1,4 @@
-"""What the outcome of a case decides before any check reads it: the backend refused, or should have."""
+"""Decide, before any check reads an outcome, whether the backend refused the case, or should have refused it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from moe_conformance.workloads.plan import Case
 from moe_conformance.workloads.records.features import broken
 from moe_conformance.workloads.records.runs import ON_SESSION
 
-_SLIPS = ("AttributeError", "NameError", "IndexError", "KeyError")  # mistakes of code, and no refusals
+_SLIPS = ("AttributeError", "NameError", "IndexError", "KeyError")  # programming errors, not refusals
 
 
 def refusal_of(outcome: Outcome) -> tuple[Literal["refused", "not adapted"], str] | None:
-    """Return verdict and reason if building was refused; a rank that went on, failed or hung makes it a failure.
+    """Return verdict and reason if the build was refused on all ranks; None otherwise.
 
-    What an adapter refuses proves nothing about the library.
+    If some rank went on, failed or hung, it is a failure and no refusal. A refusal by an adapter proves nothing about
+    the library.
     """
     refusal = outcome.refusal
     if refusal is None or outcome.blamed or any(rank.status == "ok" for rank in outcome.ranks):
@@ -28,14 +29,14 @@ def refusal_of(outcome: Outcome) -> tuple[Literal["refused", "not adapted"], str
 
 
 def refusal_by_limit(case: Case, outcome: Outcome) -> tuple[Literal["refused"], str] | None:
-    """Return verdict and reason if a case that was built breaks a limit, and every rank raised; None within limits.
+    """Return verdict and reason if a case that was built breaks a limit and every rank raised; None within limits.
 
     Raises:
-        Mismatch: it breaks a limit that is declared as refused, and some rank did not raise by itself, or raised what
-            a mistake of its code raises.
+        Mismatch: the case breaks a limit that is declared as refused, and some rank did not raise by itself, or raised
+            an exception of a programming error.
     """
     limit = broken(case.cell.limits, case.workload, case.cell.device)
-    if limit is None or case.workload.run == ON_SESSION:  # there refusals are answers
+    if limit is None or case.workload.run == ON_SESSION:  # where a refusal is a result
         return None
     ranks = outcome.ranks
     if slips := [rank for rank in ranks if rank.status == "raised" and (rank.error or "").startswith(_SLIPS)]:

@@ -1,4 +1,4 @@
-"""Rank 0: sends a workload to all ranks, puts together what came of it, and has the check judge it."""
+"""The code of rank 0: send a workload to all ranks, collect the results, and call the check on them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from moe_conformance.scenarios.moe_step import job, outcome_of
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records.workload import Workload
 
-_STILL_S = 5.0  # for which all ranks stand in the same collectives before they are given up
-_PARTING_S = 5 * INTERVAL_S  # for others to end by themselves, before a launcher ends them for rank 0's status
-_SILENT_S = 5.0  # for which a rank that was given up may take to say where it stands
+_STILL_S = 5.0  # seconds that all ranks wait in the same collectives before they are given up
+_PARTING_S = 5 * INTERVAL_S  # seconds for other ranks to end, before a launcher ends them because of rank 0's status
+_SILENT_S = 5.0  # seconds for a rank that was given up to report its stack
 
 
 def work(named: Named, deadline_s: float | None) -> NoReturn:
-    """Be the rank that the environment says; rank 0 prints the verdict and ends all."""
+    """Run as the rank that the environment names; rank 0 prints the verdict and ends all ranks."""
     place = Place.here()
     try:
         wanted = prepared(named, place.world)
@@ -49,10 +49,10 @@ def work(named: Named, deadline_s: float | None) -> NoReturn:
 
 
 class Gathering:
-    """What rank 0 does beside being a rank."""
+    """The tasks of rank 0 besides those of a rank: send workloads, collect results, detect hangs, judge."""
 
     def __init__(self, named: Named, wanted: Prepared, rank: Rank, mailbox: Mailbox, deadline_s: float | None) -> None:
-        """Take the rank that this process is, and begin to watch all of them."""
+        """Keep the rank of this process, and start to watch all ranks."""
         self._named, self._wanted, self._rank, self._mailbox = named, wanted, rank, mailbox
         self._deadline_s = deadline_s
         self._running = wanted.case.workload
@@ -60,7 +60,7 @@ class Gathering:
         threading.Thread(target=self._give_up, name="gives ranks up", daemon=True).start()
 
     def judge(self) -> NoReturn:
-        """Run the case, have the check judge it, and end this process."""
+        """Run the case, call the check, print the verdict and end this process."""
         self._end(self._mailbox, *self._wanted.verdict(self._run(self._wanted.case.workload), self._run_all))
 
     def _run_all(self, workloads: Sequence[Workload]) -> list[Outcome]:
@@ -73,20 +73,20 @@ class Gathering:
         if sent.world != self._rank.place.world:
             raise CannotRun(f"the check also runs a layout of {sent.world} ranks")
         self._running = workload
-        for rank, own in enumerate(sent.rank_payloads):
-            self._mailbox.put(f"{number}/job/{rank}", (replace(sent, rank_payloads=()), own))
+        for rank, payload in enumerate(sent.rank_payloads):
+            self._mailbox.put(f"{number}/job/{rank}", (replace(sent, rank_payloads=()), payload))
         self._rank.run(self._mailbox, number)
         return self._outcome(self._mailbox)
 
     def _outcome(self, mailbox: Mailbox) -> Outcome:
-        """Wait for every rank, and return what came of the workload that runs."""
+        """Wait for every rank, and return the outcome of the running workload."""
         findings = [self._finding(mailbox, rank) for rank in range(self._rank.place.world)]
         disagreements = blame.disagreements(findings)
         result = JobResult(blame.assign(findings, disagreements), 0.0, disagreements)
         return outcome_of(self._named.backend, self._running, result)
 
     def _finding(self, mailbox: Mailbox, rank: int) -> Finding:
-        """Wait for a rank, or its end; one that was given up may still say where it stands."""
+        """Wait for the result or the end of a rank; a rank that was given up may still report its stack."""
         number = self._rank.number
         until: float | None = None
         while not mailbox.there(f"{number}/answer/{rank}"):
@@ -103,7 +103,7 @@ class Gathering:
         return finding
 
     def _stuck(self, mailbox: Mailbox) -> None:
-        """Judge in the place of the main thread, which will not come back."""
+        """Judge in this thread, because the main thread hangs."""
         outcome = self._outcome(mailbox)
         if self._rank.number == 1:
             self._end(mailbox, *self._wanted.verdict(outcome, None))
@@ -117,7 +117,7 @@ class Gathering:
         leave(status)
 
     def _give_up(self) -> None:
-        """Say so once all ranks that have not answered stand in collectives and move no more, or time is up."""
+        """Give the ranks up once all that have no result wait in the same collectives, or the deadline has passed."""
         mailbox, number, began = self._rank.place.mailbox(), 0, 0.0
         stood, since = "", 0.0
         while True:
@@ -134,7 +134,7 @@ class Gathering:
                 mailbox.say(f"{number}/given up", f"{NO_ANSWER} {self._deadline_s:.1f} s")
 
     def _standing(self, mailbox: Mailbox, number: int) -> str:
-        """Return where the ranks stand that have not answered; "" if one of them does not wait, or all have."""
+        """Return the stacks of the ranks without a result; "" if one is not in a collective, or there is no such rank."""
         missing = [
             rank
             for rank in range(self._rank.place.world)

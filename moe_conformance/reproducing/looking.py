@@ -1,4 +1,4 @@
-"""The thread of a rank that says where the rank stands, and answers for it once it is given up."""
+"""A thread of every rank that reports the rank's stack, and sends its result once it is given up as hung."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from moe_conformance.engine.blame import Finding
 from moe_conformance.reproducing.mailbox import INTERVAL_S, Mailbox
 from moe_conformance.reproducing.rank import Rank, leave
 
-DONE = "done"  # the key under which rank 0 lets the others go
+DONE = "done"  # the key that rank 0 sets to end the other ranks
 
 
 def look(rank: Rank, stuck: Callable[[Mailbox], None] | None = None) -> None:
-    """Start the thread.
+    """Start the thread that reports the stack of this rank.
 
     Args:
         rank: The rank of this process.
-        stuck: On rank 0: called once its own main thread was given up, and ends the process.
+        stuck: On rank 0 only: called once its main thread has been given up; it ends the process.
     """
     threading.Thread(target=_look, args=(rank, stuck), name="says where the rank stands", daemon=True).start()
 
@@ -50,7 +50,7 @@ def _hung(rank: Rank, why: str, text: str, waits: bool) -> Finding:
 
 
 def stack() -> str:
-    """Return the stacks of all threads but this one, as faulthandler has them; the main thread is the current one."""
+    """Return the stacks of all other threads in the format of faulthandler, with the main thread as the current one."""
     main = threading.main_thread().ident
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
     titles = {ident: "Current thread" if ident == main else "Thread" for ident in frames}

@@ -1,7 +1,7 @@
-"""How ranks send each other what they saw: through the store of their launcher, past the collectives under test.
+"""Messages between ranks through the store of their launcher, independent of the collectives under test.
 
-Whoever reaches the store may write into it, and values are pickled: each is signed with a secret that only the ranks
-know, and none is read whose signature is wrong.
+Any process that reaches the store can write into it, and values are pickled. So every value is signed with a secret
+that only the ranks know, and a value with a wrong signature is not unpickled.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 from moe_conformance.engine import EngineError, store, wire
 
-INTERVAL_S = 0.1  # between two looks
+INTERVAL_S = 0.1  # seconds between two polls
 _CHUNK = 1 << 20  # bytes; a store takes no more than 8 MiB at a time
 _NUMBER = struct.Struct("<Q")
 
 
 class Mailbox:
-    """Values by key, each put once. Every thread needs its own: a store waits for one answer at a time."""
+    """A store of values by key, which are put once. Every thread needs a separate one: calls of a store block."""
 
     def __init__(self, address: str, port: int, secret: bytes) -> None:
         """Connect to the store."""
@@ -28,7 +28,7 @@ class Mailbox:
         self._secret = secret
 
     def put(self, key: str, value: object) -> None:
-        """Leave a value; whoever sees the key can take all of it."""
+        """Store a value; the key is set last, so that the value is complete once the key exists."""
         data = _joined(wire.dumps(value))
         starts = range(0, len(data), _CHUNK)
         for start in starts:
@@ -36,16 +36,16 @@ class Mailbox:
         self._store.set(key, f"{len(starts)} {self._signature(key, data)}")
 
     def there(self, key: str) -> bool:
-        """Tell whether a value was put."""
+        """Return whether a value was put."""
         return bool(self._store.check([key]))
 
     def take(self, key: str) -> Any:
         """Wait for a value and return it.
 
         Raises:
-            EngineError: no rank has put it.
+            EngineError: the value was not put by a rank of this script.
         """
-        while not self.there(key):  # Ctrl-C ends it, as it would not end a wait of the store
+        while not self.there(key):  # Ctrl-C ends this loop, but not a wait of the store
             time.sleep(INTERVAL_S)
         count, _, signature = bytes(self._store.get(key)).decode().partition(" ")
         data = b"".join(self._store.get(f"{key}/{number}") for number in range(int(count)))
@@ -54,23 +54,26 @@ class Mailbox:
         return wire.loads(_parted(data))
 
     def say(self, key: str, words: str) -> None:
-        """Leave a short text in the place of an earlier one."""
+        """Store a short text, replacing an earlier one."""
         self._store.set(key, words)
 
     def _signature(self, key: str, data: bytes) -> str:
         return hmac.digest(self._secret, key.encode() + b"\0" + data, "sha256").hex()
 
     def said(self, key: str) -> str:
-        """Return the latest text, "" if there is none."""
+        """Return the latest text of a key, "" if there is none."""
         return bytes(self._store.get(key)).decode() if self.there(key) else ""
 
 
 def _joined(buffers: Sequence[wire.Buffer]) -> bytes:
-    return b"".join(part for each in buffers for part in (_NUMBER.pack(memoryview(each).nbytes), each))
+    parts: list[wire.Buffer] = []
+    for buffer in buffers:
+        parts += [_NUMBER.pack(memoryview(buffer).nbytes), buffer]
+    return b"".join(parts)
 
 
 def _parted(data: bytes) -> list[bytearray]:
-    """Return the buffers, writable as tensors need them."""
+    """Return the joined buffers as writable buffers, as tensors need them."""
     buffers: list[bytearray] = []
     at = 0
     while at < len(data):

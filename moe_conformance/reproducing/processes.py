@@ -1,4 +1,4 @@
-"""The ranks of a script that no launcher has started: processes forked from it, on loopback alone."""
+"""Start the ranks of a script without a launcher: processes forked from it, on the loopback interface only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def start(ranks: int) -> int | None:
-    """Fork the ranks and wait for them; return rank 0's exit status, or in a rank None.
+    """Fork the ranks and wait for them; return rank 0's exit status, or None in a rank.
 
     No rank outlives this process, however it ends.
     """
@@ -39,7 +39,7 @@ def start(ranks: int) -> int | None:
                 _be(rank, ranks, port, parent)
                 return None
             living[pid] = rank
-        served = store.serve(listener)  # not before: its thread would not be in the ranks
+        served = store.serve(listener)  # after the forks, since threads are not forked
         return _wait(living, Mailbox(ADDRESS, port, secret.encode()), served)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -50,8 +50,8 @@ def start(ranks: int) -> int | None:
 
 
 def _be(rank: int, ranks: int, port: int, parent: int) -> None:
-    """Make a forked process a rank, as torchrun would; it ends with its parent."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all of them: no traceback of each
+    """Set up a forked process as a rank, as torchrun would; it is killed when its parent ends."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches all ranks: no traceback per rank
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -69,7 +69,10 @@ def _be(rank: int, ranks: int, port: int, parent: int) -> None:
 
 
 def _wait(living: dict[int, int], mailbox: Mailbox, served: object) -> int:
-    """Return rank 0's exit status once it has ended; tell it of others that end before. The store is held meanwhile."""
+    """Wait for rank 0 and return its exit status; report ranks that end before it to its mailbox.
+
+    `served` keeps the store alive meanwhile.
+    """
     while True:
         pid, status = os.wait()
         rank, code = living.pop(pid), os.waitstatus_to_exitcode(status)

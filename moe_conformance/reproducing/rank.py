@@ -1,4 +1,4 @@
-"""What each rank does: it joins the others, runs the workloads that rank 0 sends, and says what it saw."""
+"""The code of every rank: join the others, run the workloads that rank 0 sends, and return the results."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from moe_conformance.reproducing.mailbox import Mailbox
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process is among the ranks, as a launcher says it."""
+    """The rank, world size and store address of this process, as set by a launcher."""
 
     rank: int
     world: int
     address: str
     port: int
-    secret: bytes = b""  # of the ranks, once they have agreed on one
+    secret: bytes = b""  # the ranks' secret, once they have agreed on one
 
     @classmethod
     def here(cls) -> Place:
-        """Return that of this process."""
+        """Return the place of this process, from environment variables."""
         given = os.environ
         return cls(int(given["RANK"]), int(given["WORLD_SIZE"]), given["MASTER_ADDR"], int(given["MASTER_PORT"]))
 
     def mailbox(self) -> Mailbox:
-        """Return a mailbox of its own for each thread."""
+        """Return a new mailbox; every thread needs a separate one."""
         return Mailbox(self.address, self.port, self.secret)
 
 
 class Rank:
-    """The rank that this process is."""
+    """The rank of this process: its connection to the others, and the workload that it runs."""
 
     def __init__(self, place: Place, device: str) -> None:
-        """Join the others; all of them have to."""
+        """Join the other ranks; blocks until all have joined."""
         torch.set_num_threads(1)
-        self.number = 0  # of the workload that runs or ran last, from 1
+        self.number = 0  # number of the present or last workload, from 1
         self.answered = True
         self._answering = threading.Lock()
         self._lines: list[bytes] = []
@@ -59,14 +59,14 @@ class Rank:
         self._tap = Tap(self._lines.append)
 
     def run(self, mailbox: Mailbox, number: int) -> None:
-        """Run what was sent to this rank under that number, and put what came of it."""
-        job, own = mailbox.take(f"{number}/job/{self.place.rank}")
+        """Run the workload that was sent to this rank under a number, and put the result into the mailbox."""
+        job, payload = mailbox.take(f"{number}/job/{self.place.rank}")
         self._lines.clear()
         self.number, self.answered = number, False
-        self.answer(mailbox, self._run(job, own))
+        self.answer(mailbox, self._run(job, payload))
 
     def answer(self, mailbox: Mailbox, finding: Finding) -> bool:
-        """Put a finding with the ledger, unless there is one already; tell whether it was."""
+        """Put a finding, with the ledger, into the mailbox unless there is one already; return whether it was put."""
         with self._answering:
             if self.answered:
                 return False
@@ -77,43 +77,43 @@ class Rank:
         return True
 
     def calls(self) -> int:
-        """Return how many collectives the workload has called."""
+        """Return the number of collectives that the workload has called."""
         return self._tap.calls()
 
-    def _run(self, job: Job, own: object) -> Finding:
+    def _run(self, job: Job, rank_payload: object) -> Finding:
         rank = self.place.rank
         try:
-            context = self._home.context(job.groups, self._tap, own)
+            context = self._home.context(job.groups, self._tap, rank_payload)
             with self._tap.recording(job.asynchrony):
                 value = find(job.function)(context, job.payload)
         except (KeyboardInterrupt, bdb.BdbQuit):
             raise
         except BaseException as error:
             fault = describe(error)
-            told = f"lost its peers: {fault.error}" if fault.connection_lost else f"raised\n{fault.traceback}"
-            print(f"rank {rank} {told}", file=sys.stderr, flush=True)
+            words = f"lost its peers: {fault.error}" if fault.connection_lost else f"raised\n{fault.traceback}"
+            print(f"rank {rank} {words}", file=sys.stderr, flush=True)
             return raised(rank, fault)
         return Finding(RankResult(rank, "ok", value))
 
 
 def leave(status: int) -> NoReturn:
-    """End this process; an orderly exit would destroy process groups, in which gloo sometimes aborts."""
+    """End this process at once: a normal exit destroys process groups, in which gloo sometimes aborts."""
     flush()
     os._exit(status)
 
 
 def _station(place: Place, device: str) -> RankSpec:
-    """Return the place of this rank as the engine has it; with fewer GPUs than ranks several share one, over gloo."""
+    """Return the engine's spec of this rank; with fewer GPUs than ranks, ranks share GPUs and use gloo."""
     local = int(os.environ.get("LOCAL_RANK", place.rank))
     count = torch.cuda.device_count() if device == "cuda" else 0
     alone = int(os.environ.get("LOCAL_WORLD_SIZE", place.world)) <= count
-    own = str(device_of(local, device, count))
+    name = str(device_of(local, device, count))
     transport = "cpu:gloo,cuda:nccl" if alone else "gloo"
-    return RankSpec(place.rank, own, place.world, transport, place.address, place.port, "ranks", local_rank=local)
+    return RankSpec(place.rank, name, place.world, transport, place.address, place.port, "ranks", local_rank=local)
 
 
 def _hosted(place: Place) -> object:
-    """Return the store where no launcher has one, on rank 0 alone; it is there as long as what is returned."""
+    """Serve the store on rank 0 if the launcher does not; it is served as long as the returned object lives."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or place.rank > 0:
         return None
     return store.serve(store.listen(place.address, place.port))

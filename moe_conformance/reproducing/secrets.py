@@ -1,4 +1,4 @@
-"""The secret with which ranks sign what they send each other."""
+"""Agree on the secret with which ranks sign their messages."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import os
 from moe_conformance.engine import EngineError, store
 from moe_conformance.engine.remote import secret
 
-VARIABLE = "MOE_CONFORMANCE_TOKEN"  # as for runs under a launcher
+VARIABLE = "MOE_CONFORMANCE_TOKEN"  # the same as in runs under a launcher
 _KEY = "path of the secret"
 
 
 def new() -> str:
-    """Return a new secret, for ranks that are forked from this process."""
+    """Return a new random secret, for ranks that are forked from this process."""
     return os.urandom(32).hex()
 
 
 def agreed(rank: int, world: int, address: str, port: int) -> bytes:
-    """Return the secret of all ranks: that of the environment, or one that rank 0 leaves in a private file.
+    """Return the secret of all ranks: from the environment, or from a private file that rank 0 writes.
 
     Raises:
         EngineError: there are several machines and no secret that they could share, or the file is not private.
