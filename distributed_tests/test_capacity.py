@@ -33,8 +33,6 @@ from moe_conformance.judging.shared.experts.experts import (
 )
 from moe_conformance.judging.shared.router.capacity import (
     judge_capacity,
-    judge_drop_gradients,
-    judge_drop_weights,
     judge_filled_load,
     judge_fit,
     judge_lossless,
@@ -42,6 +40,7 @@ from moe_conformance.judging.shared.router.capacity import (
     judge_own_tokens,
     judge_policy,
 )
+from moe_conformance.judging.shared.router.drop_weights import judge_drop_gradients, judge_drop_weights
 from moe_conformance.judging.verdict import Tally
 from moe_conformance.spec import requirement
 from moe_conformance.spec.row import Row

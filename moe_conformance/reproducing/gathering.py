@@ -134,7 +134,7 @@ class Gathering:
                 mailbox.say(f"{number}/given up", f"{NO_ANSWER} {self._deadline_s:.1f} s")
 
     def _standing(self, mailbox: Mailbox, number: int) -> str:
-        """Return the stacks of the ranks without a result; "" if one is not in a collective, or there is no such rank."""
+        """Return the stacks of ranks without a result; "" if one is not in a collective, or there is no such rank."""
         missing = [
             rank
             for rank in range(self._rank.place.world)

@@ -1,4 +1,4 @@
-"""Judge of the parts of experts: gate, up and down are sharded alike over etp, and a new model's values are distinct."""
+"""Judge of the parts of experts: gate, up and down are sharded alike over etp, and a new model has distinct ones."""
 
 from __future__ import annotations
 

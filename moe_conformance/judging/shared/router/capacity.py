@@ -1,18 +1,16 @@
-"""Judges of routers with a capacity: how many slots an expert keeps, which ones, and the weights after a drop."""
+"""Judges of routers with a capacity: how many slots an expert keeps, and which ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 
-from moe_conformance.judging.compare.bounded import Target, compare
 from moe_conformance.judging.findings import Finding, fail, likeliest, some
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place
-from moe_conformance.judging.shared.router.routers import judge_router_dx, judge_router_gradient
-from moe_conformance.judging.shared.router.rules import explain_weights
-from moe_conformance.judging.shared.router.token_drops import Drops, drops_of, weights_at
+from moe_conformance.judging.shared.router.drop_weights import judge_drop_gradients
+from moe_conformance.judging.shared.router.token_drops import Drops, by_design, drops_of, weights_at
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongCount, WrongSelection, WrongWeight
 from moe_conformance.reference.capacity import drops as capacity_drops
 from moe_conformance.reference.capacity.drops import Policy
@@ -32,9 +30,7 @@ def judge_capacity(reading: Reading, tally: Tally) -> None:
     drops = drops_of(reading)
     findings = likeliest([fault for place in drops.places for fault in _wrong_counts(drops, place)])
     if findings:
-        fail(
-            WrongCount, "route", findings, note=_by_design(drops, lambda other, place: not _wrong_counts(other, place))
-        )
+        fail(WrongCount, "route", findings, note=by_design(drops, lambda other, place: not _wrong_counts(other, place)))
     for place in drops.places:
         crowded = sum(n > drops.capacities(place)[0] for n in drops.loads(place))
         tally.add(pairs=crowded or drops.workload.config.experts, rank=place[1])
@@ -165,15 +161,6 @@ def judge_policy(reading: Reading, tally: Tally) -> None:
     _judge_kept(reading, tally)
 
 
-def _by_design(drops: Drops, holds: Callable[[Drops, Place], bool]) -> str:
-    """Return a note with the first other claim under which everything would hold, "" if there is none."""
-    for rule, note in drops.rule.others():
-        other = drops.by(rule)
-        if all(holds(other, place) for place in drops.places):
-            return note
-    return ""
-
-
 def _judge_kept(reading: Reading, tally: Tally, policy: Policy | None = None) -> None:
     """Judge every place by the oracle; counts the slots of experts that dropped some, else all slots."""
     drops = drops_of(reading)
@@ -183,7 +170,7 @@ def _judge_kept(reading: Reading, tally: Tally, policy: Policy | None = None) ->
             findings += _overtaken(drops, place, policy) or likeliest(_wrong_counts(drops, place))
             findings += [] if findings else [_unlawful(drops, place, policy)]
     if findings:
-        design = _by_design(drops, lambda other, place: _legal(other, place, policy))
+        design = by_design(drops, lambda other, place: _legal(other, place, policy))
         fail(WrongSelection, "route", findings, note=design or _by_another_policy(drops, policy))
     for place in drops.places:
         loads, (room, *_) = drops.loads(place), drops.capacities(place)
@@ -339,69 +326,3 @@ def _repeated(drops: Drops) -> Iterator[tuple[Place, Place]]:
         for rank, is_same in enumerate(same):
             if is_same and not all(same):
                 yield (0, rank), (m, rank)
-
-
-# ---- what becomes of them ------------------------------------------------------------------------------------
-
-
-def judge_drop_weights(reading: Reading, tally: Tally) -> None:
-    """Decide whether kept slots have the weights that they had before the drop, within rounding.
-
-    Raises:
-        WrongForm, WrongSelection: see `drops_of`.
-        WrongWeight: a weight lies outside its bound.
-    """
-    drops = drops_of(reading)
-    actual, targets = {}, {}
-    for place in drops.places:
-        weights_TK, allowed_TK = drops.weights(place)
-        targets[place] = Target(weights_TK, allowed_TK)
-        given_TK = weights_at(reading, place, drops.ids[place])
-        actual[place] = torch.where(drops.kept[place], given_TK.double(), weights_TK)  # dropped slots are not compared
-    with tally.uncounted() as own:
-        worst = [compare(actual[place], *targets[place], own) for place in drops.places]
-    if not all(each.holds for each in worst):
-        _fail_weights(drops, actual, targets)
-    for place, each in zip(drops.places, worst, strict=True):
-        tally.add(elements=drops.ids[place].numel(), rank=place[1], worst=each.ratio)  # without dropped slots
-
-
-def _fail_weights(drops: Drops, actual: dict[Place, torch.Tensor], targets: dict[Place, Target]) -> None:
-    renormalised = {}
-    for place, kept_TK in drops.kept.items():
-        w_TK = targets[place].expected * kept_TK
-        sum_T1 = w_TK.sum(1, keepdim=True)
-        again_TK = w_TK / torch.where(sum_T1 == 0, 1.0, sum_T1) * drops.workload.config.routing.scale
-        renormalised[place] = torch.where(kept_TK, again_TK, targets[place].expected)
-    filled = {place: target.allowed for place, target in targets.items() if target.allowed.numel()}
-    allowed = {place: torch.full_like(each, 4 * float(each.max())) for place, each in filled.items()}
-    again = not drops.rule.renormalises(drops.workload.config)
-    if again and all(compare(actual[place], renormalised[place], allowed[place]).holds for place in allowed):
-        place = max(allowed, key=lambda at: compare(actual[at], *targets[at]).size)
-        example = compare(actual[place], *targets[place])
-        cause = "they were divided again, by the sum of those that were kept"
-        sentence = f"the weights of the kept slots are wrong; likely cause: {cause}; for example {example}"
-        findings = [Finding("cause", sentence, tuple(sorted({at[1] for at in allowed})))]
-        fail(WrongWeight, "route", findings, note=_by_design(drops, _keeps_weights(actual)))
-    findings, ratio = explain_weights(drops, actual, targets)
-    fail(WrongWeight, "route", findings, ratio=ratio, note=_by_design(drops, _keeps_weights(actual)))
-
-
-def _keeps_weights(actual: Mapping[Place, torch.Tensor]) -> Callable[[Drops, Place], bool]:
-    def holds(other: Drops, place: Place) -> bool:
-        target, kept_TK = other.weights(place), other.kept[place]
-        return compare(torch.where(kept_TK, actual[place], target.expected), *target).holds
-
-    return holds
-
-
-def judge_drop_gradients(reading: Reading, tally: Tally) -> None:
-    """Decide whether only kept slots give gradients to tokens and router, through the sum over all selected.
-
-    Raises:
-        NotOffered: the backend finishes no gradients.
-        Uncovered, AbsentGradient, WrongForm, WrongGradient: a gradient is missing or has other values.
-    """
-    drops = drops_of(reading)
-    judge_router_dx(reading, tally, drops)
-    judge_router_gradient(reading, tally, drops)

@@ -6,7 +6,7 @@ Both come from the backend. The selection is judged by the oracle first, so that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -205,3 +205,12 @@ def weights_at(reading: Reading, place: Place, ids_TK: Tensor) -> Tensor:
     token_P = held_TK.nonzero()[:, 0]
     table_TE[token_P, seen.router.ids_TK[held_TK]] = seen.router.weights_TK[held_TK]
     return table_TE.gather(1, ids_TK)
+
+
+def by_design(drops: Drops, holds: Callable[[Drops, Place], bool]) -> str:
+    """Return a note with the first other claim under which everything would hold, "" if there is none."""
+    for rule, note in drops.rule.others():
+        other = drops.by(rule)
+        if all(holds(other, place) for place in drops.places):
+            return note
+    return ""
