@@ -57,7 +57,9 @@ def likeliest(faults: Sequence[Sequence[Finding]]) -> list[Finding]:
     >>> [found.kind for found in likeliest([[twice, other], [other]])]
     ['other', 'other']
     """
-    explained = Counter(kind for fault in faults for kind in {finding.kind for finding in fault})
+    explained: Counter[str] = Counter()
+    for fault in faults:
+        explained.update({finding.kind for finding in fault})
     return [max(fault, key=lambda finding: explained[finding.kind]) for fault in faults]
 
 

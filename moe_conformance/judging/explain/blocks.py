@@ -90,12 +90,10 @@ def _of_one_weight(sheets: Sheets, expert: int, ratio: float) -> bool:
 
     Then the weights, applied twice or not at all, are a likelier cause than the expert.
     """
-    weights = {
-        weight
-        for ranks in sheets.reading.batches
-        for batch in ranks
-        for weight in batch.weights_TK[batch.ids_TK == expert].double().tolist()
-    }
+    weights: set[float] = set()
+    for ranks in sheets.reading.batches:
+        for batch in ranks:
+            weights.update(batch.weights_TK[batch.ids_TK == expert].double().tolist())
     return len(weights) == 1 and ratio in {factor for weight in weights if weight for factor in (weight, 1 / weight)}
 
 

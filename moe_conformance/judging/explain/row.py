@@ -220,14 +220,13 @@ def _alike(piece: _Piece, sheet: Mapping[int, Ranks], actual: Tensor, factor: Te
     """Return the other tokens whose values in a sheet, times the factor, equal the actual ones."""
     if not bool(actual.any()):
         return []
-    own = (piece.row.microbatch, piece.row.rank, piece.row.token)
-    return [
-        (m, rank, token)
-        for m, ranks in sheet.items()
-        for rank, values_TD in enumerate(ranks)
-        for token in (values_TD[:, piece.columns] * factor == actual).all(1).nonzero().flatten().tolist()
-        if (m, rank, token) != own
-    ]
+    here = (piece.row.microbatch, piece.row.rank, piece.row.token)
+    found: list[_Place] = []
+    for m, ranks in sheet.items():
+        for rank, values_TD in enumerate(ranks):
+            equal_T = (values_TD[:, piece.columns] * factor == actual).all(1)
+            found += [(m, rank, token) for token in equal_T.nonzero().flatten().tolist() if (m, rank, token) != here]
+    return found
 
 
 def _names(sheets: Sheets, places: Sequence[_Place]) -> str | None:

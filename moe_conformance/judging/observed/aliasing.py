@@ -17,14 +17,12 @@ def judge_kept_gradients(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongGradient: some bytes differ.
     """
-    findings = [
-        _overwritten(
-            f"the gradient of {name} on rank {rank.rank}, microbatch {m},", rank.rank, "after its backward had returned"
-        )
-        for rank in reading.outcome.ranks
-        for m, microbatch in enumerate(rank.microbatches)
-        for name in microbatch.gradients_changed
-    ]
+    findings = []
+    for rank in reading.outcome.ranks:
+        for m, microbatch in enumerate(rank.microbatches):
+            for name in microbatch.gradients_changed:
+                what = f"the gradient of {name} on rank {rank.rank}, microbatch {m},"
+                findings.append(_overwritten(what, rank.rank, "after its backward had returned"))
     if findings:
         fail(WrongGradient, "gradient", findings)
     for rank in reading.outcome.ranks:
@@ -43,16 +41,14 @@ def judge_kept_outputs(reading: Reading, tally: Tally) -> None:
         WrongOutput: some bytes differ.
     """
     said = {"y": "the output", "rows": "a row delivered to an expert"}
-    findings = [
-        _overwritten(
-            f"{said[name]} of microbatch {m} on rank {rank.rank}",
-            rank.rank,
-            "before its backward had ended" if reading.goes_backward(m) else "later, and no backward followed",
-        )
-        for rank in reading.outcome.ranks
-        for m, microbatch in enumerate(rank.microbatches)
-        for name in microbatch.outputs_changed
-    ]
+    findings = []
+    for rank in reading.outcome.ranks:
+        for m, microbatch in enumerate(rank.microbatches):
+            backward = reading.goes_backward(m)
+            when = "before its backward had ended" if backward else "later, and no backward followed"
+            for name in microbatch.outputs_changed:
+                what = f"{said[name]} of microbatch {m} on rank {rank.rank}"
+                findings.append(_overwritten(what, rank.rank, when))
     if findings:
         fail(WrongOutput, "combine", findings)
     run = reading.outcome.workload.run

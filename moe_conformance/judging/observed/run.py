@@ -196,13 +196,12 @@ class Reading:
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
         """All entries, including padding rows for an expert; rows for no expert are left out."""
-        return tuple(
-            entry
-            for rank in self.ranks
-            for seen in rank.microbatches
-            for call, handed in enumerate(seen.exchange.handed)
-            for entry in _entries(rank, call, handed)
-        )
+        entries: list[Entry] = []
+        for rank in self.ranks:
+            for seen in rank.microbatches:
+                for call, handed in enumerate(seen.exchange.handed):
+                    entries += _entries(rank, call, handed)
+        return tuple(entries)
 
     @cached_property
     def pairs(self) -> tuple[tuple[Pair, ...], ...]:
@@ -385,10 +384,9 @@ def projection(actual_D: Tensor, unit_D: Tensor) -> float:
 
 def tokens_of(reading: Reading, sequence: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[str]]:
     """Return the tensors of all microbatches and ranks as one, (all T, ...), and the name of every row's token."""
-    names = [
-        f"rank {r} token {t}" + (f" of microbatch {m}" if len(reading.batches) > 1 else "")
-        for m, ranks in enumerate(sequence)
-        for r, rows in enumerate(ranks)
-        for t in range(len(rows))
-    ]
+    names: list[str] = []
+    for m, ranks in enumerate(sequence):
+        of = f" of microbatch {m}" if len(reading.batches) > 1 else ""
+        for r, rows in enumerate(ranks):
+            names += [f"rank {r} token {t}{of}" for t in range(len(rows))]
     return torch.cat([rows.double() for ranks in sequence for rows in ranks]), names

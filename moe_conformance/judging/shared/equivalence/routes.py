@@ -159,7 +159,10 @@ def _routes(reading: Reading, place: Place) -> Routes:
 
 def _columns(routes: Sequence[Sequence[Routes]]) -> list[list[list[Tensor]]]:
     """Return for each field of `Routes` its tensors by [microbatch][rank]."""
-    return [[[each[field] for each in ranks] for ranks in routes] for field in range(len(Routes._fields))]
+    columns = []
+    for field in range(len(Routes._fields)):
+        columns.append([[of_rank[field] for of_rank in ranks] for ranks in routes])
+    return columns
 
 
 def _other_choices(now: Routes, was: Routes, rank: int, to_the_bit: bool) -> Iterator[Finding]:

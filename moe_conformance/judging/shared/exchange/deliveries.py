@@ -59,17 +59,13 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
 
 def _judge_rows_dtype(reading: Reading) -> None:
     wanted = reading.outcome.workload.config.dtype
-    findings = [
-        Finding(
-            "dtype",
-            f"rank {rank.rank} receives rows of {handed.rows_RD.dtype} instead of {wanted}, the dtype of the tokens",
-            (rank.rank,),
-        )
-        for rank in reading.ranks
-        for seen in rank.microbatches
-        for handed in seen.exchange.handed
-        if handed.rows_RD.dtype != wanted
-    ]
+    findings = []
+    for rank in reading.ranks:
+        for seen in rank.microbatches:
+            dtypes = [handed.rows_RD.dtype for handed in seen.exchange.handed]
+            for dtype in (dtype for dtype in dtypes if dtype != wanted):
+                sentence = f"rank {rank.rank} receives rows of {dtype} instead of {wanted}, the dtype of the tokens"
+                findings.append(Finding("dtype", sentence, (rank.rank,)))
     if findings:
         fail(WrongForm, "dispatch", findings)
 

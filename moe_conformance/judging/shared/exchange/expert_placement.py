@@ -27,7 +27,9 @@ def judge_placement(outcome: Outcome, tally: Tally) -> None:
     sizes = layout.sizes()
     of_axis = groups(**{axis: sizes[axis] for axis in ("world", "tp", "cp", "pp", "ep", "etp")})
     findings = [finding for ranks in of_axis["ep"] for finding in _spread(ranks, held, experts)]
-    findings += [finding for axis in ("etp", "edp") for ranks in of_axis[axis] for finding in _alike(axis, ranks, held)]
+    for axis in ("etp", "edp"):
+        for ranks in of_axis[axis]:
+            findings += _alike(axis, ranks, held)
     if findings:
         fail(WrongGroups, "groups", findings)
     for rank in held:
@@ -36,8 +38,12 @@ def judge_placement(outcome: Outcome, tally: Tally) -> None:
 
 def _spread(ranks: Sequence[int], held: Mapping[int, tuple[int, ...]], experts: int) -> list[Finding]:
     findings = []
-    places = {expert: [rank for rank in ranks for each in held[rank] if each == expert] for expert in range(experts)}
-    for expert, holders in places.items():
+    places: list[list[int]] = [[] for _ in range(experts)]
+    for rank in ranks:
+        for expert in held[rank]:
+            if 0 <= expert < experts:
+                places[expert].append(rank)
+    for expert, holders in enumerate(places):
         if not holders:
             sentence = f"expert {expert} is on none of the ranks {list(ranks)} of an ep group"
             findings.append(Finding("nowhere", sentence, tuple(ranks)))

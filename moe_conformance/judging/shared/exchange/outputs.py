@@ -87,18 +87,18 @@ def judge_inputs(reading: Reading, tally: Tally) -> None:
     Raises:
         ChangedInput: one of them was changed.
     """
-    findings = [
-        Finding(name, f"the backend changed its input {name} on rank {rank.rank} in microbatch {m}", (rank.rank,))
-        for rank in reading.ranks
-        for m, seen in enumerate(rank.microbatches)
-        for name in seen.inputs_changed
-    ]
+    findings = []
+    for rank in reading.ranks:
+        for m, seen in enumerate(rank.microbatches):
+            for name in seen.inputs_changed:
+                sentence = f"the backend changed its input {name} on rank {rank.rank} in microbatch {m}"
+                findings.append(Finding(name, sentence, (rank.rank,)))
     if findings:
         fail(ChangedInput, "run", findings)
     for ranks in reading.batches:
-        for rank, batch in enumerate(ranks):
+        for number, batch in enumerate(ranks):
             inputs = (batch.x_TD, batch.ids_TK, batch.weights_TK, batch.upstream)
-            tally.add(elements=sum(tensor.numel() for tensor in inputs), rank=rank)
+            tally.add(elements=sum(tensor.numel() for tensor in inputs), rank=number)
 
 
 def _outputs(reading: Reading) -> list[tuple[int, int, torch.Tensor]]:

@@ -79,13 +79,10 @@ def _judge(
         for c in compared:
             tally.add(elements=c.expected_ND.shape[1], pairs=1, rank=c.match.entry.rank)
         return
-    by_rank = {
-        rank: (
-            torch.stack([c.actual_D for c in compared if c.match.entry.rank == rank]),
-            torch.stack([c.expected_D for c in compared if c.match.entry.rank == rank]),
-        )
-        for rank in sorted({c.match.entry.rank for c in compared})
-    }
+    by_rank = {}
+    for rank in sorted({c.match.entry.rank for c in compared}):
+        of_rank = [c for c in compared if c.match.entry.rank == rank]
+        by_rank[rank] = torch.stack([c.actual_D for c in of_rank]), torch.stack([c.expected_D for c in of_rank])
     findings, ratio = ratio_findings(what, by_rank, reading.token_ratios)
     told = {rank for finding in findings for rank in finding.ranks}
     left = [c for c in bad if c.match.entry.rank not in told]
