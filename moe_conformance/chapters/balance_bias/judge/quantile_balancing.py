@@ -97,10 +97,14 @@ def _parts(
     if claims_of(history.outcome.ranks).balance_quantiles == "parts":
         size = history.workload.layout.tp * history.workload.layout.cp
         groups = [ranks[first : first + size] for first in range(0, len(ranks), size)]
-        pairs = [[(place, rank) for rank in group] for place in places for group in groups] or [[]]
-    for each in pairs:
-        found = [_scores(history, call, place, layer, rank) for place, rank in each]
-        masks = [None if how.padding else history.batches(call, rank)[place].padding_T for place, rank in each]
+        pairs = []
+        for place in places:
+            for group in groups:
+                pairs.append([(place, rank) for rank in group])
+        pairs = pairs or [[]]
+    for part in pairs:
+        found = [_scores(history, call, place, layer, rank) for place, rank in part]
+        masks = [None if how.padding else history.batches(call, rank)[place].padding_T for place, rank in part]
         yield found, masks
 
 

@@ -57,8 +57,11 @@ def rows_wanted(reading: Reading, microbatch: int) -> list[list[int]]:
 
     Where several experts share a row, there is one number per rank: a row for each token.
     """
-    handed = [handed for rank in reading.ranks for seen in rank.microbatches for handed in seen.exchange.handed]
-    if any(each.ids_RJ.shape[1] > 1 for each in handed):
+    shared = False  # whether several experts share a row
+    for rank in reading.ranks:
+        for seen in rank.microbatches:
+            shared = shared or any(handed.ids_RJ.shape[1] > 1 for handed in seen.exchange.handed)
+    if shared:
         rows = {(pair.destination, pair.source, pair.token) for pair in reading.pairs[microbatch]}
         of_rank = Counter(destination for destination, _, _ in rows)
         return [[of_rank[rank.rank]] for rank in reading.ranks]

@@ -254,8 +254,12 @@ def _neutral(given: Sequence[Settings], limits: Sequence[tuple[str, str, str | N
 
 def _usual_warnings(examples: Sequence[_Example]) -> frozenset[str]:
     """Return the warnings that valid settings give."""
-    valid = (each for each in examples if not broken(each.neutral) and not each.refusing)
-    return frozenset(text for each in valid for answer in each.answers for text in answer.values["warned"])
+    warnings: set[str] = set()
+    for example in examples:
+        if not broken(example.neutral) and not example.refusing:
+            for answer in example.answers:
+                warnings.update(answer.values["warned"])
+    return frozenset(warnings)
 
 
 def _wrong_builds(example: _Example) -> Iterator[Finding]:

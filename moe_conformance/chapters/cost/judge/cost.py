@@ -272,14 +272,12 @@ def halves(reading: Reading) -> Iterator[Half]:
     """Yield dispatch and combine of every microbatch; as one if the experts were called several times."""
     phases = [by_phase(rank) for rank in reading.ranks]
     for m in range(len(reading.batches)):
-        rows = {
-            half: sum(
-                _rows(reading, phases[rank.rank].get(f"{name}:{m}", ()), rank.rank)
-                for rank in reading.ranks
-                for name in names
-            )
-            for half, names in _HALVES.items()
-        }
+        rows: dict[str, float] = {}
+        for half, names in _HALVES.items():
+            rows[half] = 0
+            for rank in reading.ranks:
+                for name in names:
+                    rows[half] += _rows(reading, phases[rank.rank].get(f"{name}:{m}", ()), rank.rank)
         if all(len(rank.microbatches[m].exchange.handed) == 1 for rank in reading.ranks):
             yield from (Half(m, f"{half}:{m}", 1, moved) for half, moved in rows.items())
         else:
@@ -299,18 +297,15 @@ def require_rows(reading: Reading) -> None:
 
 def _forwards(reading: Reading) -> Mapping[int, Mapping[int, Sequence[Entry]]]:
     """Return the calls of every microbatch's forward, whether split or not, by rank."""
-    return {
-        m: {
-            rank.rank: [
-                entry
-                for phase, calls in by_phase(rank).items()
-                if phase in [f"{name}:{m}" for names in _HALVES.values() for name in names]
-                for entry in calls
-            ]
-            for rank in reading.ranks
-        }
-        for m in range(len(reading.batches))
-    }
+    names = {name for half in _HALVES.values() for name in half}
+    forwards: dict[int, dict[int, list[Entry]]] = {}
+    for m in range(len(reading.batches)):
+        forwards[m] = {rank.rank: [] for rank in reading.ranks}
+        for rank in reading.ranks:
+            for phase, calls in by_phase(rank).items():
+                if phase in {f"{name}:{m}" for name in names}:
+                    forwards[m][rank.rank] += calls
+    return forwards
 
 
 def _rows(reading: Reading, calls: Sequence[Entry], rank: int) -> float:
@@ -331,13 +326,18 @@ def _travelled(reading: Reading) -> dict[str, float]:
     """Return the rows that ranks send in all forwards, and the least: each row once there and once back."""
     config, forwards = reading.outcome.workload.config, _forwards(reading)
     least = 2 * sum(smallest_rows(reading, m) for m in forwards)
-    calls = [(rank, entry) for by_rank in forwards.values() for rank, each in by_rank.items() for entry in each]
+    calls: list[tuple[int, Entry]] = []
+    most = 0
+    for by_rank in forwards.values():
+        for rank, of_rank in by_rank.items():
+            calls += [(rank, entry) for entry in of_rank]
+            most = max(most, len(of_rank))
     return {
         "rows": sum(_rows(reading, [entry], rank) for rank, entry in calls),
         "least_rows": least,
         "bytes": sum(bytes_leaving(entry, rank) for rank, entry in calls),
         "least_bytes": least * config.hidden * config.dtype.itemsize,
-        "calls": max(len(each) for by_rank in forwards.values() for each in by_rank.values()),
+        "calls": most,
     }
 
 

@@ -47,12 +47,12 @@ def _reduces_in_backward(reading: Reading, rank: RankOutcome) -> bool:
     """Return whether a backward of a rank reduces anything with ranks of other exchange groups."""
     groups = reading.outcome.workload.layout.groups()
     near = [set(group) for name in ("ep_etp", "tp") for group in groups[name] if rank.rank in group]
-    return any(
-        entry.reduce is not None and not any(set(entry.ranks) <= group for group in near)
-        for phase, calls in by_phase(rank).items()
-        if phase.startswith("backward:")
-        for entry in calls
-    )
+    for phase, calls in by_phase(rank).items():
+        if phase.startswith("backward:"):
+            for entry in calls:
+                if entry.reduce is not None and not any(set(entry.ranks) <= group for group in near):
+                    return True
+    return False
 
 
 def _wrong(key: ParameterKey, expected: Tensor, seen: Tensor | None) -> str:

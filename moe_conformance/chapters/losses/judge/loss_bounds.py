@@ -53,9 +53,8 @@ def slope_bound(steps: Steps, name: str, part: Part) -> Tensor:
 
 def _valid(steps: Steps, name: str, part: Part) -> int:
     if name == IS_GLOBAL:
-        return min(
-            (sum(each.valid for each in row) for row in steps.parts if any(part is each for each in row)), default=1
-        )
+        rows = [row for row in steps.parts if any(part is other for other in row)]
+        return min((sum(other.valid for other in row) for row in rows), default=1)
     return min(part.valid, *(_of_rank(part, number) for number in range(len(part.ranks))))
 
 
