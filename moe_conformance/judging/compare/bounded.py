@@ -93,8 +93,8 @@ def note_beyond(tally: Tally, actual: Tensor, expected: Tensor, allowed: Tensor)
 
     Elements within their bounds are not counted.
     """
-    with tally.uncounted() as own:
-        compare(actual, expected, allowed, own)
+    with tally.uncounted() as uncounted:
+        compare(actual, expected, allowed, uncounted)
 
 
 def within(actual: Tensor, expected: Tensor, allowed: Tensor) -> bool:
