@@ -34,9 +34,9 @@ def explain(sheets: Sheets) -> tuple[list[Finding], float | None]:
     mixed_up = made_by_another(sheets)
     if mixed_up:
         return mixed_up, None
-    findings += _own_part(sheets, rows)
-    told = {rank for finding in findings for rank in finding.ranks}
-    rows = [row for row in rows if row.rank not in told]
+    findings += _local_part(sheets, rows)
+    explained = {rank for finding in findings for rank in finding.ranks}
+    rows = [row for row in rows if row.rank not in explained]
     for expert, finding in list(_ratios_of_experts(sheets, rows)):
         findings.append(finding)
         rows = [left for row in rows if (left := row.without(expert)).experts]
@@ -53,17 +53,17 @@ def explain(sheets: Sheets) -> tuple[list[Finding], float | None]:
     return sorted(findings, key=lambda finding: finding.kind != PADDING), None  # which explains the others
 
 
-def _own_part(sheets: Sheets, rows: Sequence[WrongRow]) -> list[Finding]:
+def _local_part(sheets: Sheets, rows: Sequence[WrongRow]) -> list[Finding]:
     """Find ranks whose tokens have the contributions of the experts of their rank only, and none from other ranks."""
     found = []
     for rank in sorted({row.rank for row in rows}):
         held = sheets.reading.ranks[rank].local_experts
-        own_D = torch.zeros(sheets.reading.outcome.workload.config.hidden, dtype=torch.bool)
+        local_D = torch.zeros(sheets.reading.outcome.workload.config.hidden, dtype=torch.bool)
         for expert in held:
-            own_D[sheets.columns(expert)] = True
+            local_D[sheets.columns(expert)] = True
         places = [(m, ranks[rank]) for m, ranks in sheets.actual.items()]
-        sides = [(actual_TD, torch.where(own_D, sheets.expected[m][rank], 0.0)) for m, actual_TD in places]
-        if all(not wrong(*side).any() for side in sides) and any(bool(own_TD.any()) for _, own_TD in sides):
+        sides = [(actual_TD, torch.where(local_D, sheets.expected[m][rank], 0.0)) for m, actual_TD in places]
+        if all(not wrong(*side).any() for side in sides) and any(bool(local_TD.any()) for _, local_TD in sides):
             part = f"only this rank's part is in it: the {sheets.noun}s of its own experts {some(map(str, held))}"
             sentence = f"{sheets.name} of rank {rank} lacks every {sheets.noun} from other ranks; likely cause: {part}"
             found.append(Finding("own part", sentence, (rank,)))

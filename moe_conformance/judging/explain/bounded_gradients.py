@@ -94,12 +94,12 @@ def explain_gradients(oracle: Oracle, held: Sequence[Held], names: Mapping[str, 
     ]
     if explained:
         causes = min(explained, key=len)
-        everything = len(causes) == 1 and len({_kind(each) for each in held}) == 1 and causes == explained[0]
+        everything = len(causes) == 1 and len({_kind(gradient) for gradient in held}) == 1 and causes == explained[0]
         return [finding for finding, _ in causes], causes[0][1] if everything else None
-    explainer, wrong = _Explainer(oracle, names), [each for each in held if not each.holds()]
-    findings = likeliest([explainer.explain(each) for each in wrong[:_EXPLAINED]])
-    for each in wrong[_EXPLAINED:]:
-        findings.append(Finding("not explained", f"the gradient of {each.name} is wrong too", (each.rank,)))
+    explainer, wrong = _Explainer(oracle, names), [gradient for gradient in held if not gradient.holds()]
+    findings = likeliest([explainer.explain(gradient) for gradient in wrong[:_EXPLAINED]])
+    for gradient in wrong[_EXPLAINED:]:
+        findings.append(Finding("not explained", f"the gradient of {gradient.name} is wrong too", (gradient.rank,)))
     return findings, None
 
 
@@ -108,8 +108,12 @@ def stage_of(reading: Reading, expected: StageAnswers[Any], wrong: Sequence[Held
 
     Also "finish" where a backend shows no gradients before finishing (they are None, and not zero afterwards).
     """
-    for stage, key, shard in dict.fromkeys((each.stage, each.key, each.shard) for each in wrong):
-        finished = [each.value for each in wrong if (each.stage, each.key, each.shard) == (stage, key, shard)]
+    for stage, key, shard in dict.fromkeys((gradient.stage, gradient.key, gradient.shard) for gradient in wrong):
+        finished = [
+            gradient.value
+            for gradient in wrong
+            if (gradient.stage, gradient.key, gradient.shard) == (stage, key, shard)
+        ]
         grads = [reading.ranks[rank].grads_local.get(key) for rank in expected.stages[stage]]
         parts = [part.double() for grad in grads if grad and (part := _cut(grad, shard)) is not None]
         if not parts:
@@ -117,7 +121,7 @@ def stage_of(reading: Reading, expected: StageAnswers[Any], wrong: Sequence[Held
                 return "gradient"
             continue
         full = expected.parameter(stage, key)
-        target = Target(*(shard_of(each * expected.divisor, shard) for each in full))
+        target = Target(*(shard_of(side * expected.divisor, shard) for side in full))
         if not compare(torch.stack(parts).sum(0), *target).holds:
             return "gradient"
     return "finish"
@@ -130,9 +134,9 @@ def _cut(grad: Grad, shard: Shard) -> Tensor | None:
     if shard is None:
         return None
     dim, index, of = shard
-    own_dim, own_index, own_of = grad.shard or (dim, 0, 1)
-    times = of // own_of
-    if own_dim != dim or of % own_of or index // times != own_index:
+    held_dim, held_index, held_of = grad.shard or (dim, 0, 1)
+    times = of // held_of
+    if held_dim != dim or of % held_of or index // times != held_index:
         return None
     return shard_of(grad.value, (dim, index % times, times))
 
@@ -170,25 +174,25 @@ def _by_group(
     A group of one tensor has a factor only with `alone`.
     """
     groups: dict[str, list[Held]] = {}
-    for each in held:
-        groups.setdefault(group(each), []).append(each)
+    for gradient in held:
+        groups.setdefault(group(gradient), []).append(gradient)
     findings = []
     for what, same in groups.items():
-        if all(each.holds() for each in same):
+        if all(gradient.holds() for gradient in same):
             continue
         ratio = _common(same, names) if alone or len(same) > 1 else None
         if ratio is None:
             return []
-        ranks = tuple(sorted({each.rank for each in same}))
+        ranks = tuple(sorted({gradient.rank for gradient in same}))
         sentence = f"{what} is {ratio_words(ratio, names)}"
         findings.append((Finding(what if alone else "factor", sentence, ranks, abs(ratio - 1)), ratio))
     return findings
 
 
 def _common(held: Sequence[Held], names: Mapping[str, float]) -> float | None:
-    actual = torch.cat([each.value.double().flatten() for each in held])
-    expected = torch.cat([each.target.expected.flatten() for each in held])
-    allowed = torch.cat([each.target.allowed.flatten() for each in held])
+    actual = torch.cat([gradient.value.double().flatten() for gradient in held])
+    expected = torch.cat([gradient.target.expected.flatten() for gradient in held])
+    allowed = torch.cat([gradient.target.allowed.flatten() for gradient in held])
     return factor(actual, expected, allowed, names)
 
 
@@ -216,8 +220,8 @@ class _Explainer:
             found = [Finding(f"factor {first.words}", sentence, (held.rank,), worst.size)]
         else:
             found = [] if causes else [Finding("outside", f"{who} is {worst}", (held.rank,), worst.size)]
-        told = [(cause.words, f"{who} is {worst}; likely cause: {cause.words}") for cause in causes]
-        return found + [Finding(words, sentence, (held.rank,), worst.size) for words, sentence in told]
+        kinds = [(cause.words, f"{who} is {worst}; likely cause: {cause.words}") for cause in causes]
+        return found + [Finding(words, sentence, (held.rank,), worst.size) for words, sentence in kinds]
 
     def _causes(self, held: Held) -> list[Cause]:
         dtype = self.oracle.workload.config.dtype

@@ -45,7 +45,7 @@ def explain_tokens(
     microbatches = {m for m, _ in wrong}
     places = tuple(place for place in actual if place[0] in microbatches)
     ranks = tuple(sorted({rank for _, rank in wrong}))
-    tokens = [each for place in places for each in _wrong_tokens(name, place, actual, targets, note)]
+    tokens = [finding for place in places for finding in _wrong_tokens(name, place, actual, targets, note)]
 
     def explained(of: Sequence[Place], more: Iterable[Candidate]) -> Cause | None:
         value = torch.cat([actual[place].double() for place in of])
@@ -65,7 +65,7 @@ def explain_tokens(
     for cause, alike in causes.items():
         whose = f"rank {alike[0]}" if len(alike) == 1 else f"ranks {alike}"
         who = f"{name} of {whose} only" if cause.ratio is None else f"{name} on {whose}"
-        example = next(each.sentence for each in tokens if each.ranks[0] in alike)
+        example = next(finding.sentence for finding in tokens if finding.ranks[0] in alike)
         findings.append(Finding("cause of a rank", cause.sentence(who, example), tuple(alike), _off(cause)))
     return findings, None
 

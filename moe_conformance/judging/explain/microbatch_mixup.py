@@ -53,13 +53,13 @@ def dispatched_by_another(reading: Reading) -> list[Finding]:
     for entry in reading.entries:
         if entry.kind == tags.TAG and entry.of_microbatch == entry.microbatch:
             found[entry.microbatch].add((entry.rank, entry.expert, entry.source, entry.token))
-    asked = [{(p.destination, p.expert, p.source, p.token) for p in pairs} for pairs in reading.pairs]
+    expected = [{(p.destination, p.expert, p.source, p.token) for p in pairs} for pairs in reading.pairs]
     findings = []
     for m in sorted(matching.wrong_microbatches):
-        used = [other for other in range(len(asked)) if other != m and found[m] and asked[other] == found[m]]
+        used = [other for other in range(len(expected)) if other != m and found[m] and expected[other] == found[m]]
         if not used:
             return []
-        lost = [each.pair for each in matching.lost if each.microbatch == m]
+        lost = [missing.pair for missing in matching.lost if missing.microbatch == m]
         sentence = f"microbatch {m} was dispatched by the routing of microbatch {used[0]}"
         ranks = tuple(sorted({pair.source for pair in lost} | {pair.destination for pair in lost}))
         findings.append(
@@ -85,11 +85,11 @@ def made_by_another(sheets: Sheets) -> list[Finding]:
                     used[m].setdefault(words, other)
     for words in next(iter(used.values()), {}):
         if all(words in ways for ways in used.values()):
-            return [_told(sheets, m, wrong[m], words.format(other=used[m][words])) for m in sorted(wrong)]
+            return [_mixup_finding(sheets, m, wrong[m], words.format(other=used[m][words])) for m in sorted(wrong)]
     return []
 
 
-def _told(sheets: Sheets, m: int, wrong: Mapping[int, Sequence[int]], words: str) -> Finding:
+def _mixup_finding(sheets: Sheets, m: int, wrong: Mapping[int, Sequence[int]], words: str) -> Finding:
     words = words.replace("NOUN", sheets.noun).replace("UNIT", sheets.unit)
     rank, tokens = next(iter(wrong.items()))
     at = f"it is wrong at {count(sum(map(len, wrong.values())), 'token')}, the first is rank {rank} token {tokens[0]}"
@@ -100,13 +100,13 @@ def _told(sheets: Sheets, m: int, wrong: Mapping[int, Sequence[int]], words: str
 
 def _fitting(sheets: Sheets, m: int, rank: int, other: int) -> list[str]:
     """Return the names of the `_ways` that give a rank's actual values."""
-    own, others = sheets.reading.batches[m][rank], sheets.reading.batches[other][rank]
-    if own.ids_TK.shape != others.ids_TK.shape:
+    batch_of_rank, others = sheets.reading.batches[m][rank], sheets.reading.batches[other][rank]
+    if batch_of_rank.ids_TK.shape != others.ids_TK.shape:
         return []
     actual_TD = sheets.actual[m][rank].double()
     return [
         words
-        for words, pairs in _ways(own, others).items()
+        for words, pairs in _ways(batch_of_rank, others).items()
         if len({len(of_P) for of_P in pairs}) == 1  # or the two routings have different numbers of pairs
         and torch.equal(actual_TD, _laid(sheets, pairs, sheets.units[m][rank]))
     ]
@@ -138,11 +138,11 @@ def _pairs(batch: Batch) -> _Pairs:
     return _Pairs(token_P, token_P, slot_P, expert_P[order_P], batch.weights_TK.double()[token_P, slot_P])
 
 
-def _ways(own: Batch, other: Batch) -> Mapping[str, _Pairs]:
+def _ways(batch_of_rank: Batch, other: Batch) -> Mapping[str, _Pairs]:
     """Return the pairs of a rank mixed up with those of another microbatch on it, by a description of the way."""
-    a, b = _pairs(own), _pairs(other)
+    a, b = _pairs(batch_of_rank), _pairs(other)
     weight_aP = other.weights_TK.double()[a.from_P, a.slot_P]
-    weight_bP = own.weights_TK.double()[b.from_P, b.slot_P]
+    weight_bP = batch_of_rank.weights_TK.double()[b.from_P, b.slot_P]
     there = "the routing of microbatch {other} has in its place"
     return {
         f"every NOUN went to the token that {there}": a._replace(to_P=b.to_P),

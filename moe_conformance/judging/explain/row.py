@@ -172,17 +172,17 @@ def _weighted(block: _Piece, slots: Sequence[int]) -> tuple[list[_Held], _Held |
         words = f"is not zero: it holds {weight:g} x the output of expert {expert} for this token"
         return [("not asked for", words)], None
     of_token = reading.weights[row.microbatch][row.rank][row.token]
-    own = sum(of_token[slot] for slot in slots)
-    held, by = [], f"is multiplied by {weight:g} instead of {own:g}"
+    right = sum(of_token[slot] for slot in slots)
+    held, by = [], f"is multiplied by {weight:g} instead of {right:g}"
     if weight in of_token:
         held.append(("another slot's weight", f"{by}; likely cause: the weight of slot {of_token.index(weight)}"))
     if weight == 1:
         held.append(("unweighted", f"{by}; likely cause: the weight was not applied"))
-    if weight == own * own:
+    if weight == right * right:
         held.append(("weighted twice", f"{by}; likely cause: the weight was applied twice"))
-    if weight == 2 * own:
+    if weight == 2 * right:
         held.append(("twice", f"holds the {noun} twice"))
-    factor = f": {ratio_words(weight / own, reading.token_ratios)}" if own else ""
+    factor = f": {ratio_words(weight / right, reading.token_ratios)}" if right else ""
     return held, ("another factor", f"{by}{factor}")
 
 
@@ -211,8 +211,8 @@ def _another_tokens(piece: _Piece) -> str | None:
         return f"that of {same}"
     if not bool((piece.expected != 0).any()) or not bool((piece.unit != 0).all()):
         return None
-    own = piece.expected / piece.unit  # weight * gain in every column, exact since both have few bits
-    made = _names(piece.sheets, _alike(piece, piece.sheets.units, piece.actual, own))
+    factor_D = piece.expected / piece.unit  # weight * gain in every column, exact since both have few bits
+    made = _names(piece.sheets, _alike(piece, piece.sheets.units, piece.actual, factor_D))
     return f"made of the {piece.sheets.unit} of {made}" if made else None
 
 

@@ -64,7 +64,7 @@ def _found(sheets: Sheets, blocks: Mapping[tuple[int, int], Sequence[WrongRow]],
         if held is None:
             return []
         for row, keys in held.items():
-            found[row] += [_told(sheets, row, expert, keys, missing)] if keys else []
+            found[row] += [_block_finding(sheets, row, expert, keys, missing)] if keys else []
     return [finding for row in sheets.wrong_rows() for finding in found[row]]
 
 
@@ -72,7 +72,7 @@ def _assigned(
     options: Mapping[WrongRow, Sequence[tuple[_Key, ...]]], missing: Sequence[_Missing]
 ) -> dict[WrongRow, tuple[_Key, ...]] | None:
     """Choose one option per block, fewest options first, so that each missing contribution is used once."""
-    left, held = Counter(each.key for each in missing), {}
+    left, held = Counter(contribution.key for contribution in missing), {}
     for row in sorted(options, key=lambda row: len(options[row])):
         fitting = next((keys for keys in options[row] if Counter(keys) <= left), None)
         if fitting is None:
@@ -98,11 +98,11 @@ def _options(
     actual = _block(sheets.actual, sheets, row, expert)
     if not bool(actual.any()):
         return [()]
-    own = {weight for weight in sheets.reading.weights[row.microbatch][row.rank][row.token] if weight}
+    weights = {weight for weight in sheets.reading.weights[row.microbatch][row.rank][row.token] if weight}
     parts = {
-        (each.key, weight): torch.tensor(each.key, dtype=torch.float64) * (weight * tags.gain(expert))
-        for each in missing
-        for weight in (own if of_holder else (each.weight,))
+        (contribution.key, weight): torch.tensor(contribution.key, dtype=torch.float64) * (weight * tags.gain(expert))
+        for contribution in missing
+        for weight in (weights if of_holder else (contribution.weight,))
     }
     whole: list[tuple[_Key, ...]] = [(key,) for (key, _), part in parts.items() if torch.equal(part, actual)]
     return whole or [
@@ -112,11 +112,15 @@ def _options(
     ]
 
 
-def _told(sheets: Sheets, row: WrongRow, expert: int, keys: Sequence[_Key], missing: Sequence[_Missing]) -> Finding:
+def _block_finding(
+    sheets: Sheets, row: WrongRow, expert: int, keys: Sequence[_Key], missing: Sequence[_Missing]
+) -> Finding:
     whose = []
     for key in keys:
-        tokens = [each.row for each in missing if each.key == key]
-        names = [sheets.token_name(each.microbatch, each.rank, each.token) for each in tokens]
+        tokens = [contribution.row for contribution in missing if contribution.key == key]
+        names = [
+            sheets.token_name(contribution.microbatch, contribution.rank, contribution.token) for contribution in tokens
+        ]
         whose.append(f"the {sheets.noun} for {' or '.join(names) if len(names) <= 3 else some(names)}")
     order = "rows came back in another order than they were sent"
     if sheets.noun == "gradient":
