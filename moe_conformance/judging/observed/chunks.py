@@ -31,13 +31,13 @@ def solve_in_chunks(
     if len(found) == 1:
         return found[0]
     sums = {key: value.clone() for key, value in found[0].parameters.items()}
-    for each in found[1:]:
-        for key, value in each.parameters.items():
+    for part in found[1:]:
+        for key, value in part.parameters.items():
             sums[key] += value
     return Gradients(
-        torch.cat([each.y_TD for each in found]),
-        torch.cat([each.dx_TD for each in found]),
-        torch.cat([each.dweights_TK for each in found]),
+        torch.cat([part.y_TD for part in found]),
+        torch.cat([part.dx_TD for part in found]),
+        torch.cat([part.dweights_TK for part in found]),
         sums,
     )
 

@@ -19,7 +19,7 @@ def claims_of(ranks: Sequence[RankOutcome]) -> Claims:
         MalformedClaim: two ranks claim different values of another field.
     """
     first = ranks[0]
-    names = [each.name for each in fields(Claims) if each.name not in _OF_A_RANK]
+    names = [claim.name for claim in fields(Claims) if claim.name not in _OF_A_RANK]
     for rank in ranks[1:]:
         for name in names:
             if (other := getattr(rank.claims, name)) != (value := getattr(first.claims, name)):

@@ -29,7 +29,7 @@ class DropRule:
     @classmethod
     def of(cls, claims: Claims) -> DropRule:
         """Return the rule that a backend claims."""
-        return cls(**{each.name: getattr(claims, each.name) for each in fields(cls)})
+        return cls(**{claim.name: getattr(claims, claim.name) for claim in fields(cls)})
 
     def policy(self, config: Config) -> Policy:
         """Return the order in which slots are kept."""
@@ -60,13 +60,13 @@ class DropRule:
 
     def others(self) -> Iterator[tuple[DropRule, str]]:
         """Yield the rules that differ in one field, each with a note for a failure that would be none by that rule."""
-        for each in fields(self):
-            (other,) = {*_WORDS[each.name]} - {getattr(self, each.name)}
-            claims = f"claims {each.name} = {other!r}"
-            if other == each.default:
-                claims = f"does not claim {each.name} = {getattr(self, each.name)!r}"
-            changed: dict[str, Any] = {each.name: other}
-            yield replace(self, **changed), f"; a backend that {_WORDS[each.name][other]} by design {claims}"
+        for claim in fields(self):
+            (other,) = {*_WORDS[claim.name]} - {getattr(self, claim.name)}
+            claims = f"claims {claim.name} = {other!r}"
+            if other == claim.default:
+                claims = f"does not claim {claim.name} = {getattr(self, claim.name)!r}"
+            changed: dict[str, Any] = {claim.name: other}
+            yield replace(self, **changed), f"; a backend that {_WORDS[claim.name][other]} by design {claims}"
 
 
 _WORDS = {

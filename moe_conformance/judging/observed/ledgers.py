@@ -70,10 +70,10 @@ def early_read(reading: Reading, findings: Sequence[Finding]) -> str:
     It is known if the ledger recorded the read, or if outputs of asynchronous collectives are NaN until the wait
     ("poisoned") and a finding is of a value that is not finite.
     """
-    touched = [each for rank in reading.ranks for each in rank.hazards if each.kind == "output touched"]
+    touched = [found for rank in reading.ranks for found in rank.hazards if found.kind == "output touched"]
     if touched:
         return f"; likely cause: {touched[0]}"
-    if reading.outcome.workload.asynchrony == "poisoned" and any(each.kind == "not finite" for each in findings):
+    if reading.outcome.workload.asynchrony == "poisoned" and any(found.kind == "not finite" for found in findings):
         return "; likely cause: the output of an asynchronous collective was read before wait(), until which it is NaN"
     return ""
 

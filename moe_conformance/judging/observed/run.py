@@ -91,7 +91,7 @@ class Matching:
     @property
     def wrong_microbatches(self) -> set[int]:
         """The microbatches in which a pair was not delivered, or a row belongs to no routed pair."""
-        return {each.microbatch for each in self.lost} | {each.microbatch for each in self.extra}
+        return {found.microbatch for found in self.lost} | {found.microbatch for found in self.extra}
 
 
 @dataclass(frozen=True)
@@ -177,16 +177,18 @@ class Reading:
         than 1 are delivered to them. Experts that take weights receive ones where combine applies the weights.
         """
         chosen: list[tuple[Applied, ...]] = []
-        asked = self.outcome.workload.config.weights_applied
+        configured = self.outcome.workload.config.weights_applied
         for rank in self.ranks:
-            told = [seen.exchange.weights_at or rank.weights_at for seen in rank.microbatches]
-            if asked == "input":
-                told = ["input"] * len(told)
-            elif asked == "output":
+            places = [seen.exchange.weights_at or rank.weights_at for seen in rank.microbatches]
+            if configured == "input":
+                places = ["input"] * len(places)
+            elif configured == "output":
                 handed = (call.weights_RJ for seen in rank.microbatches for call in seen.exchange.handed)
                 carried = any(weights_RJ is not None and bool((weights_RJ != 1).any()) for weights_RJ in handed)
-                told = ["expert" if carried else "combine"] * len(told)
-            chosen.append(tuple("input" if at == "input" else "expert" if at == "expert" else "combine" for at in told))
+                places = ["expert" if carried else "combine"] * len(places)
+            chosen.append(
+                tuple("input" if at == "input" else "expert" if at == "expert" else "combine" for at in places)
+            )
         return tuple(chosen)
 
     def applied_to(self, entry: Entry) -> Applied:
@@ -333,10 +335,10 @@ def _match(reading: Reading) -> Matching:
 
     Slots of one token with the same expert are matched by weight, smallest first.
     """
-    asked: dict[_Key, list[Pair]] = defaultdict(list)
+    expected_pairs: dict[_Key, list[Pair]] = defaultdict(list)
     for microbatch, of_microbatch in enumerate(reading.pairs):
         for pair in of_microbatch:
-            asked[microbatch, pair.destination, pair.source, pair.token, pair.expert].append(pair)
+            expected_pairs[microbatch, pair.destination, pair.source, pair.token, pair.expert].append(pair)
     found: dict[_Key, list[Entry]] = defaultdict(list)
     extra: list[Entry] = []
     corrupt: list[Entry] = []
@@ -350,7 +352,7 @@ def _match(reading: Reading) -> Matching:
 
     matches: list[Match] = []
     lost: list[Lost] = []
-    for key, pairs in asked.items():
+    for key, pairs in expected_pairs.items():
         entries = found.pop(key, [])
         if len(pairs) > 1:
             pairs.sort(key=lambda pair: reading.weight(key[0], pair))

@@ -60,7 +60,7 @@ class StageAnswers(ABC, Generic[S]):
         All variants of a backend run the same workloads with the same expected results.
         """
         place: WeightsAt = "input" if weights_at == "input" else "output"
-        elements = sum(each.numel() for each in workload.parameters.values())
+        elements = sum(value.numel() for value in workload.parameters.values())
         kept = _small if elements <= _LARGE else _large
         return cast(Self, kept(cls, Drawn(workload), place, divisor_of(workload, loss_convention)))
 
@@ -125,7 +125,7 @@ class StageAnswers(ABC, Generic[S]):
             for place in places_of(self.workload, ranks):
                 rows = slice(start, start + self._count(place))
                 start = rows.stop
-                found[place] = tuple(Target(each.expected[rows], each.allowed[rows]) for each in targets)
+                found[place] = tuple(Target(target.expected[rows], target.allowed[rows]) for target in targets)
         return found
 
     @cached_property
@@ -135,7 +135,7 @@ class StageAnswers(ABC, Generic[S]):
             tokens = sum(self._count(place) for place in backward_places_of(self.workload, ranks))
             targets = dict[ParameterKey, Target]()
             for keys in _of_one_shape(values.parameters):  # all keys of one shape at once
-                value, error = (torch.stack([each.parameters[key] for key in keys]) for each in (values, errors))
+                value, error = (torch.stack([solved.parameters[key] for key in keys]) for solved in (values, errors))
                 both = value / self.divisor, self._allowed(error, tokens) / self.divisor
                 targets |= {key: Target(*of_key) for key, *of_key in zip(keys, *both, strict=True)}
             found.append(targets)
