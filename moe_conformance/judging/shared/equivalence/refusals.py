@@ -19,15 +19,15 @@ def judge_strided(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
     The rows that the experts receive are equal to the bit. An error counts as a refusal if every rank raised it in
     the first forward, before any collective of that forward.
     """
-    present = those_that_ran([_or_refused(each) for each in ran])
-    for each in present:
-        judge_same_deliveries(reading, each.twin, read_twin(each), tally)
+    present = those_that_ran([_or_refused(twin_run) for twin_run in ran])
+    for twin_run in present:
+        judge_same_deliveries(reading, twin_run.twin, read_twin(twin_run), tally)
     judge_alike(reading, present, tally)
 
 
 def judge_with_a_graph(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
     """Decide `judge_alike` of equivalent runs whose backward keeps its graph, or whether all ranks refuse it."""
-    judge_alike(reading, [_or_raised_backward(each) for each in ran], tally)
+    judge_alike(reading, [_or_raised_backward(twin_run) for twin_run in ran], tally)
 
 
 def _or_raised_backward(ran: Ran) -> Ran:

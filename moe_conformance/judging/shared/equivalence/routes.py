@@ -46,8 +46,8 @@ def judge_same_routes(reading: Reading, ran: Sequence[Ran], tally: Tally, *, to_
     """
     world = range(len(reading.ranks))
     before = [[_routes(reading, (m, rank)) for rank in world] for m in range(len(reading.batches))]
-    for each in those_that_ran(ran):
-        other, origin = read_twin(each), each.twin.origin
+    for twin_run in those_that_ran(ran):
+        other, origin = read_twin(twin_run), twin_run.twin.origin
         chosen, weighed = list[Finding](), list[Finding]()
         for m, ranks in enumerate(origin):
             for rank, rows in enumerate(ranks):
@@ -57,9 +57,9 @@ def judge_same_routes(reading: Reading, ran: Sequence[Ran], tally: Tally, *, to_
                 weighed += _other_weights(now, was, rank, to_the_bit, tally)
                 tally.add(pairs=now.ids_TK.numel(), rank=rank)
         if chosen:
-            fail(WrongSelection, "route", chosen, start=f"run {each.twin.how}, ")
+            fail(WrongSelection, "route", chosen, start=f"run {twin_run.twin.how}, ")
         if weighed:
-            fail(WrongWeight, "route", weighed, start=f"run {each.twin.how}, ")
+            fail(WrongWeight, "route", weighed, start=f"run {twin_run.twin.how}, ")
 
 
 def judge_repeated_routes(ran: Sequence[Ran], tally: Tally) -> None:
@@ -84,9 +84,9 @@ def judge_same_bits(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
         WrongSelection: the experts are the same, in another order.
     """
     judge_same_routes(reading, ran, tally, to_the_bit=True)
-    for each in those_that_ran(ran):
-        if findings := list(_other_slots(reading, read_twin(each))):
-            fail(WrongSelection, "route", findings, start=f"run {each.twin.how}, ")
+    for twin_run in those_that_ran(ran):
+        if findings := list(_other_slots(reading, read_twin(twin_run))):
+            fail(WrongSelection, "route", findings, start=f"run {twin_run.twin.how}, ")
     judge_same_gradients(reading, ran, tally)
 
 
@@ -136,16 +136,16 @@ def judge_same_choices(reading: Reading, ran: Sequence[Ran], tally: Tally) -> No
         WrongForm, WrongSelection: other experts were selected.
     """
     before = expected_of(reading).ids
-    for each in those_that_ran(ran):
+    for twin_run in those_that_ran(ran):
         findings = []
-        for (m, rank), now_TK in expected_of(read_twin(each)).ids.items():
+        for (m, rank), now_TK in expected_of(read_twin(twin_run)).ids.items():
             was_TK = before[m, rank]
             for t in (now_TK.sort(1).values != was_TK.sort(1).values).any(1).nonzero().flatten().tolist():
                 sentence = _selected(rank, t, now_TK, was_TK)
                 findings.append(Finding("choice", sentence, (rank,)))
             tally.add(pairs=now_TK.numel(), rank=rank)
         if findings:
-            fail(WrongSelection, "route", findings, start=f"run {each.twin.how}, ")
+            fail(WrongSelection, "route", findings, start=f"run {twin_run.twin.how}, ")
 
 
 def _routes(reading: Reading, place: Place) -> Routes:

@@ -74,14 +74,14 @@ def judge_alike(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
         WrongForm, WrongDelivery, WrongOutput, AbsentGradient, WrongGradient: something differs.
         Raised, Hung, Died, RunFailed: the equivalent run did not finish, or was refused what the run was built with.
     """
-    for each in those_that_ran(ran):
-        sides = Sides(reading, each.twin, read_twin(each))
+    for twin_run in those_that_ran(ran):
+        sides = Sides(reading, twin_run.twin, read_twin(twin_run))
         _require_left_alone(sides)
-        if each.twin.bits and not each.twin.partial:
+        if twin_run.twin.bits and not twin_run.twin.partial:
             judge_same_deliveries(*sides, tally)
         for judged in _JUDGED:
             _judge_tokens(sides, judged, tally)
-        if each.twin.finals and reading.outcome.workload.parameters:
+        if twin_run.twin.finals and reading.outcome.workload.parameters:
             judge_same_parameters(*sides, tally)
 
 
@@ -123,8 +123,8 @@ def judge_same_answers(reading: Reading, ran: Sequence[Ran], tally: Tally) -> No
         WrongForm, WrongOutput: an element differs.
         Raised, Hung, Died, RunFailed: the equivalent run did not finish, or was refused what the run was built with.
     """
-    for each in those_that_ran(ran):
-        _judge_tokens(Sides(reading, each.twin, read_twin(each)), _JUDGED[0], tally)
+    for twin_run in those_that_ran(ran):
+        _judge_tokens(Sides(reading, twin_run.twin, read_twin(twin_run)), _JUDGED[0], tally)
 
 
 def judge_same_gradients(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
@@ -135,8 +135,8 @@ def judge_same_gradients(reading: Reading, ran: Sequence[Ran], tally: Tally) -> 
         WrongForm, AbsentGradient, WrongGradient: something differs.
         Raised, Hung, Died, RunFailed: the equivalent run did not finish, or was refused what the run was built with.
     """
-    for each in those_that_ran(ran):
-        sides = Sides(reading, each.twin, read_twin(each))
+    for twin_run in those_that_ran(ran):
+        sides = Sides(reading, twin_run.twin, read_twin(twin_run))
         _judge_tokens(sides, _JUDGED[1], tally)
         judge_same_parameters(*sides, tally)
 
@@ -147,10 +147,11 @@ def those_that_ran(ran: Sequence[Ran]) -> list[Ran]:
     Raises:
         NotOffered: no equivalent run has an outcome.
     """
-    present = [each for each in ran if each.outcome is not None]
+    present = [twin_run for twin_run in ran if twin_run.outcome is not None]
     if not present:
         raise NotOffered(
-            "; ".join(f"{each.twin.how}: {each.why_not}" for each in ran) or "there is no run to compare with"
+            "; ".join(f"{twin_run.twin.how}: {twin_run.why_not}" for twin_run in ran)
+            or "there is no run to compare with"
         )
     return present
 
@@ -177,10 +178,10 @@ def judge_across(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
         return any(rank.weights_at == "input" for rank in outcome.ranks)
 
     comparable = [
-        replace(each, outcome=None, why_not="it applies weights at the experts' other end (input or output)")
-        if each.outcome is not None and side(each.outcome) != side(reading.outcome)
-        else each
-        for each in ran
+        replace(twin_run, outcome=None, why_not="it applies weights at the experts' other end (input or output)")
+        if twin_run.outcome is not None and side(twin_run.outcome) != side(reading.outcome)
+        else twin_run
+        for twin_run in ran
     ]
     judge_alike(reading, comparable, tally)
 
@@ -191,9 +192,9 @@ def read_twin(ran: Ran) -> Reading:
     try:
         return read(ran.outcome)
     except Mismatch as mismatch:
-        told = type(mismatch)(mismatch.stage, f"run {ran.twin.how}, {mismatch.sentence}", ranks=mismatch.ranks)
-        told.place = mismatch.place
-        raise told from mismatch
+        failure = type(mismatch)(mismatch.stage, f"run {ran.twin.how}, {mismatch.sentence}", ranks=mismatch.ranks)
+        failure.place = mismatch.place
+        raise failure from mismatch
 
 
 # ---- what is left alone --------------------------------------------------------------------------------------------
@@ -261,8 +262,8 @@ def _judge_tokens(sides: Sides, judged: _Judged, tally: Tally) -> None:
     findings = list(_differences(sides, judged, tally))
     if not findings:
         return
-    own = bool(sides.original.outcome.workload.parameters)
-    stage: Stage = "gradient" if judged.backward else "experts" if own else "combine"
+    bounded = bool(sides.original.outcome.workload.parameters)
+    stage: Stage = "gradient" if judged.backward else "experts" if bounded else "combine"
     fail(judged.error, stage, findings, start=f"run {sides.twin.how}, ")
 
 
@@ -370,13 +371,13 @@ def _finding(
     if name != "dweights" and all(value is not None for ranks in known for value in ranks):
         rows, names = tokens_of(sides.original, known)  # type: ignore[arg-type]  # no element is None
         said = likeness(actual[t], rows, names)
-        own = f"rank {source[1]} token {source[2]}"
-        if own not in said and not said.startswith("no token's"):
+        name_of_source = f"rank {source[1]} token {source[2]}"
+        if name_of_source not in said and not said.startswith("no token's"):
             sentence += f": it is {said}"
     return Finding(f"{name} differs", sentence, (rank,), float(off[worst]))
 
 
-def _number(value: Tensor, beside: Tensor) -> str:
+def _number(value: Tensor, other_value: Tensor) -> str:
     """Return a number as text that differs from the text of the other number, if the numbers differ."""
-    one, other = float(value), float(beside)
+    one, other = float(value), float(other_value)
     return f"{one:.{6 if f'{one:.6g}' != f'{other:.6g}' else 17}g}"
