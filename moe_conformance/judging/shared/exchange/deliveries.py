@@ -44,7 +44,7 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
     findings = []
     for entry in (*reading.matching.corrupt, *reading.matching.extra):
         if entry.kind == tags.CORRUPT or not _exists(reading, entry):
-            findings.append(Finding("row of no token", f"{entry.place} is {_told(reading, entry)}", (entry.rank,)))
+            findings.append(Finding("row of no token", f"{entry.place} is {_row_words(reading, entry)}", (entry.rank,)))
     for entry in reading.entries:
         if entry.kind == tags.TAG and reading.applied_to(entry) != "input" and entry.scale != 1:
             sentence = f"{entry.place} is {entry.scale:g} x {entry.token_name}"
@@ -80,7 +80,7 @@ def _exists(reading: Reading, entry: Entry) -> bool:
     )
 
 
-def _told(reading: Reading, entry: Entry) -> str:
+def _row_words(reading: Reading, entry: Entry) -> str:
     rows_ND, names = tokens_of(reading, [[batch.x_TD for batch in ranks] for ranks in reading.batches])
     row_D = reading.handed(entry).rows_RD[entry.row]
     return likeness(row_D, rows_ND, names)
@@ -116,7 +116,7 @@ def _misdelivered(reading: Reading) -> Iterator[Finding]:
     for entry in extra:
         yield _superfluous(entry, delivered[_where(entry)])
     for missing in lost:
-        yield _told_lost(reading, missing)
+        yield _lost_finding(reading, missing)
 
 
 def _exchanged(lost: list[Lost], extra: list[Entry]) -> Iterator[Finding]:
@@ -151,7 +151,7 @@ def _superfluous(entry: Entry, times: int) -> Finding:
     return Finding("not routed", sentence, (entry.rank,))
 
 
-def _told_lost(reading: Reading, missing: Lost) -> Finding:
+def _lost_finding(reading: Reading, missing: Lost) -> Finding:
     """Return a finding for a pair that was not delivered, with the rows on that rank that may be its remains."""
     pair = missing.pair
     handed = [e for e in reading.entries if e.rank == pair.destination and e.microbatch == missing.microbatch]

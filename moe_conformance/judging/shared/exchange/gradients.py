@@ -78,8 +78,8 @@ def judge_dweights(reading: Reading, tally: Tally) -> None:
     what = "the gradients of the routing weights"
     sides = {rank: tuple(map(torch.cat, zip(*pairs, strict=True))) for rank, pairs in by_rank.items()}
     ratios, ratio = ratio_findings(what, sides, reading.token_ratios)  # type: ignore[arg-type]  # pairs of tensors
-    told = {rank for finding in ratios for rank in finding.ranks}
-    left = [finding for finding in findings if not set(finding.ranks) & told]
+    explained = {rank for finding in ratios for rank in finding.ranks}
+    left = [finding for finding in findings if not set(finding.ranks) & explained]
     before, (start, note) = before_experts(reading), flight_words(reading, wrong)
     note = (f"; {before}" if before else "") + note
     fail(WrongGradient, "gradient", ratios + left, ratio=ratio, start=start, note=note)
@@ -119,10 +119,10 @@ def _wrong_weights(reading: Reading, m: int, rank: int, actual_TK: Tensor, allow
         value = float(actual_TK.flatten()[0])
         sentence = f"the gradient of every routing weight on rank {rank} is {value:g}; expected values that differ"
         return [Finding("constant", sentence, (rank,))]
-    return [_told(reading, m, rank, token, actual_TK, bad_TK[token]) for token in bad]
+    return [_weights_finding(reading, m, rank, token, actual_TK, bad_TK[token]) for token in bad]
 
 
-def _told(reading: Reading, m: int, rank: int, token: int, actual_TK: Tensor, bad_K: Tensor) -> Finding:
+def _weights_finding(reading: Reading, m: int, rank: int, token: int, actual_TK: Tensor, bad_K: Tensor) -> Finding:
     expected_TK = reading.expected.dweights[m][rank]
     actual_K, expected_K = actual_TK[token], expected_TK[token]
     ids_K = reading.batches[m][rank].ids_TK[token]

@@ -118,8 +118,8 @@ def _judge(
                 sentence = (
                     f"{name} of rank {rank} token {t}{of} in column {column} is {values}, with experts that return "
                 )
-                told = f"{sentence}the tensor that they received; {count(int(wrong.any(1).sum()), 'token')} wrong"
-                findings.append(Finding(name, told, (rank,)))
+                words = f"{sentence}the tensor that they received; {count(int(wrong.any(1).sum()), 'token')} wrong"
+                findings.append(Finding(name, words, (rank,)))
             if not bool(wrong.any()):
                 tally.add(elements=actual.numel(), rank=rank)
     if findings:

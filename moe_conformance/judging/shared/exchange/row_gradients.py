@@ -84,9 +84,9 @@ def _judge(
         of_rank = [c for c in compared if c.match.entry.rank == rank]
         by_rank[rank] = torch.stack([c.actual_D for c in of_rank]), torch.stack([c.expected_D for c in of_rank])
     findings, ratio = ratio_findings(what, by_rank, reading.token_ratios)
-    told = {rank for finding in findings for rank in finding.ranks}
-    left = [c for c in bad if c.match.entry.rank not in told]
-    findings += [_told(reading, c, what) for c in left[:_EXPLAINED]]
+    explained = {rank for finding in findings for rank in finding.ranks}
+    left = [c for c in bad if c.match.entry.rank not in explained]
+    findings += [_row_finding(reading, c, what) for c in left[:_EXPLAINED]]
     findings += [
         Finding("not explained", "the gradient of another row is wrong", (c.match.entry.rank,))
         for c in left[_EXPLAINED:]
@@ -98,10 +98,10 @@ def _judge(
 
 def _moved(bad: Sequence[Compared]) -> bool:
     """Return whether wrong rows have the expected gradients of other wrong rows, each once, up to their weights."""
-    sides = [(_unweighted(each.actual_D), _unweighted(each.expected_D)) for each in bad]
-    held, asked = Counter(actual for actual, _ in sides), Counter(expected for _, expected in sides)
-    of_other_tokens = sum(actual != own for actual, own in sides)  # equal: of another slot of the token
-    return None not in held and held == asked and 2 * of_other_tokens > len(sides)
+    sides = [(_unweighted(row.actual_D), _unweighted(row.expected_D)) for row in bad]
+    held, expected_rows = Counter(actual for actual, _ in sides), Counter(expected for _, expected in sides)
+    of_other_tokens = sum(actual != right for actual, right in sides)  # equal: of another slot of the token
+    return None not in held and held == expected_rows and 2 * of_other_tokens > len(sides)
 
 
 def _unweighted(row_D: Tensor) -> tuple[float, ...] | None:
@@ -111,7 +111,7 @@ def _unweighted(row_D: Tensor) -> tuple[float, ...] | None:
     return tuple((row_D / largest).tolist()) if bool(largest) and bool(row_D.isfinite().all()) else None
 
 
-def _told(reading: Reading, compared: Compared, what: str) -> Finding:
+def _row_finding(reading: Reading, compared: Compared, what: str) -> Finding:
     pair, entry = compared.match
     upstream_ND, names = tokens_of(reading, [[batch.upstream for batch in ranks] for ranks in reading.batches])
     if what.endswith("input"):  # only the columns of the row's experts matter
@@ -119,10 +119,10 @@ def _told(reading: Reading, compared: Compared, what: str) -> Finding:
         upstream_ND = upstream_ND * inside_D * tags.gain(entry.expert) * reading.parts[entry.rank]
     of = f" of microbatch {entry.microbatch}" if len(reading.batches) > 1 else ""
     held = likeness(compared.actual_D, upstream_ND, names)
-    asked = likeness(compared.expected_D, upstream_ND, names)
+    expected = likeness(compared.expected_D, upstream_ND, names)
     sentence = (
         f"{what}, rank {pair.source} token {pair.token} slot {pair.slot}{of} (expert {entry.expert} on rank "
-        f"{entry.rank}, row {entry.row}), in terms of upstream gradients: {held}; expected: {asked}"
+        f"{entry.rank}, row {entry.row}), in terms of upstream gradients: {held}; expected: {expected}"
     )
     off = float(torch.nan_to_num(compared.actual_D.double() - compared.expected_D, nan=torch.inf).abs().max())
     return Finding("row", sentence, (entry.rank,), off)

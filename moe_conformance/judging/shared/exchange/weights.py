@@ -28,20 +28,22 @@ def judge_weights(reading: Reading, tally: Tally) -> None:
     travelling, wrong = _travelling(reading), wrong_weights(reading)
     if wrong:
         carried = torch.tensor([_carried(reading, match.entry) for match in travelling], dtype=torch.float64)
-        own = torch.tensor([_own(reading, match) for match in travelling], dtype=torch.float64)
-        ratio = common_ratio(carried, own) if len(travelling) > 1 else None
+        expected = torch.tensor([_expected_weight(reading, match) for match in travelling], dtype=torch.float64)
+        ratio = common_ratio(carried, expected) if len(travelling) > 1 else None
         ranks = tuple(match.entry.rank for match in wrong)
         if ratio is not None:
             sentence = f"every routing weight at the experts is {ratio_words(ratio, reading.token_ratios)}"
             fail(WrongWeight, "dispatch", [Finding("ratio", sentence, ranks)], ratio=ratio)
-        fail(WrongWeight, "dispatch", likeliest([_told(reading, match) for match in wrong]))
+        fail(WrongWeight, "dispatch", likeliest([_weight_findings(reading, match) for match in wrong]))
     for match in travelling:
         tally.add(pairs=1, rank=match.entry.rank)
 
 
 def wrong_weights(reading: Reading) -> list[Match]:
     """Return the delivered pairs that have a weight delivered with them other than their own."""
-    return [match for match in _travelling(reading) if _carried(reading, match.entry) != _own(reading, match)]
+    return [
+        match for match in _travelling(reading) if _carried(reading, match.entry) != _expected_weight(reading, match)
+    ]
 
 
 def _travelling(reading: Reading) -> list[Match]:
@@ -53,7 +55,7 @@ def _carried(reading: Reading, entry: Entry) -> float:
     return entry.scale if reading.applied_to(entry) == "input" else entry.weight or 0.0
 
 
-def _own(reading: Reading, match: Match) -> float:
+def _expected_weight(reading: Reading, match: Match) -> float:
     return reading.weight(match.entry.microbatch, match.pair)
 
 
@@ -74,14 +76,14 @@ def _misplaced(reading: Reading) -> list[Finding]:
     return findings
 
 
-def _told(reading: Reading, match: Match) -> list[Finding]:
+def _weight_findings(reading: Reading, match: Match) -> list[Finding]:
     """Return one finding per likely cause of a wrong weight, for `findings.likeliest`."""
-    carried, own = _carried(reading, match.entry), _own(reading, match)
+    carried, expected = _carried(reading, match.entry), _expected_weight(reading, match)
     pair, entry = match.pair, match.entry
     whose = f"{entry.token_name} slot {pair.slot} at expert {pair.expert} on rank {entry.rank}"
-    sentence = f"{whose} has the weight {carried:g} instead of {own:g}"
+    sentence = f"{whose} has the weight {carried:g} instead of {expected:g}"
     return [
-        Finding(kind, f"{sentence}{cause and f'; likely cause: {cause}'}", (entry.rank,), abs(carried - own))
+        Finding(kind, f"{sentence}{cause and f'; likely cause: {cause}'}", (entry.rank,), abs(carried - expected))
         for kind, cause in _whose(reading, match, carried) or [("another weight", "")]
     ]
 
@@ -89,7 +91,7 @@ def _told(reading: Reading, match: Match) -> list[Finding]:
 def _whose(reading: Reading, match: Match, carried: float) -> list[tuple[str, str]]:
     """Return the likely causes of a wrong weight, each with its kind, likeliest first."""
     pair, microbatch = match.pair, match.entry.microbatch
-    own, of_token = _own(reading, match), reading.weights[microbatch][pair.source][pair.token]
+    expected, of_token = _expected_weight(reading, match), reading.weights[microbatch][pair.source][pair.token]
     found = []
     if carried in of_token:
         found.append(("another slot's weight", f"the weight of slot {of_token.index(carried)}"))
@@ -98,7 +100,7 @@ def _whose(reading: Reading, match: Match, carried: float) -> list[tuple[str, st
     if carried == 0:
         found.append(("zero weight", ""))
     for factor, word in ((2.0, "twice"), (0.5, "half")):
-        if carried == factor * own:
+        if carried == factor * expected:
             found.append((word, f"{word} its own weight"))
     others = [
         f"the weight of rank {r} token {t} slot {weights_K.index(carried)}"
