@@ -77,8 +77,8 @@ class OwnExpected(StageAnswers[Gradients]):
 
 def function_of(config: Config) -> Function:
     """Return the activation function of the experts of a config."""
-    asked = config.activation
-    return Function(asked.function, asked.gated, asked.limit, asked.slope, asked.offset)
+    activation = config.activation
+    return Function(activation.function, activation.gated, activation.limit, activation.slope, activation.offset)
 
 
 def experts_of(config: Config) -> Callable[[Parameters], Expert]:

@@ -69,8 +69,8 @@ def judge_weight_place(reading: Reading, tally: Tally) -> None:
         WrongForm, WrongOutput: as `judge_own_outputs`.
     """
     expected = expected_of(reading)
-    with tally.uncounted() as own:
-        judge_own_outputs(reading, own)
+    with tally.uncounted() as uncounted:
+        judge_own_outputs(reading, uncounted)
     other = OwnExpected.told(expected.workload, "output" if expected.weights_at == "input" else "input", "sum")
     for at in expected.places:
         ours, theirs = expected.y(at), other.y(at)
@@ -120,7 +120,7 @@ def _judge_tokens(reading: Reading, tally: Tally, judged: _Judged) -> None:
         if judged.stage == "experts" or reading.goes_backward(m):
             actual[m, rank] = _formed(reading, (m, rank), judged)
     worst = {place: compare(value, *judged.target(place), tally, place[1]) for place, value in actual.items()}
-    if all(each.holds for each in worst.values()):
+    if all(element.holds for element in worst.values()):
         return
     targets = {place: judged.target(place) for place in actual}
     findings, ratio = explain_tokens(
@@ -167,11 +167,11 @@ def judge_expert_gradients(reading: Reading, tally: Tally, *, free: frozenset[in
         AbsentGradient: a gradient is None, or some ranks finish none while others do.
         WrongForm, WrongGradient: another shape than the shard's; an element outside its bound.
     """
-    held = [each for each in once(reading, _finished) if not each.idle and each.key[1] not in free]
-    absent = [_absent(each, "has no gradient (None)") for each in held if each.actual is None]
+    held = [gradient for gradient in once(reading, _finished) if not gradient.idle and gradient.key[1] not in free]
+    absent = [_absent(gradient, "has no gradient (None)") for gradient in held if gradient.actual is None]
     if absent:
         fail(AbsentGradient, "finish", absent)
-    wrong = [each for each in held if not each.holds(tally)]
+    wrong = [gradient for gradient in held if not gradient.holds(tally)]
     if wrong:
         findings, ratio = explain_gradients(gradients_of(expected_of(reading)), held, reading.expert_ratios)
         fail(WrongGradient, stage_of(reading, expected_of(reading), wrong), findings, ratio=ratio)
@@ -187,17 +187,17 @@ def judge_idle_expert_gradients(reading: Reading, tally: Tally) -> None:
         AbsentGradient: the gradient is None, or some ranks finish none while others do.
         WrongForm, WrongGradient: another shape than the shard's; an element is not zero.
     """
-    held = [each for each in once(reading, _finished) if each.idle]
+    held = [gradient for gradient in once(reading, _finished) if gradient.idle]
     why = "received no token and has the gradient None instead of zeros"
-    absent = [_absent(each, why) for each in held if each.actual is None]
+    absent = [_absent(gradient, why) for gradient in held if gradient.actual is None]
     if absent:
         fail(AbsentGradient, "finish", absent)
     findings = []
-    for each in held:
-        if not each.holds(tally):
-            worst = compare(each.value, *each.target)
-            sentence = f"{each.name} received no token and has the gradient {worst}"
-            findings.append(Finding("leftover", sentence, (each.rank,), abs(worst.actual)))
+    for gradient in held:
+        if not gradient.holds(tally):
+            worst = compare(gradient.value, *gradient.target)
+            sentence = f"{gradient.name} received no token and has the gradient {worst}"
+            findings.append(Finding("leftover", sentence, (gradient.rank,), abs(worst.actual)))
     if findings:
         fail(WrongGradient, "finish", findings)
 
@@ -211,8 +211,8 @@ def judge_replicas(reading: Reading, tally: Tally) -> None:
         WrongGradient: two replicas differ.
     """
     groups: dict[tuple[int, ParameterKey, Shard], list[Held]] = {}
-    for each in once(reading, _finished):
-        groups.setdefault((each.stage, each.key, each.shard), []).append(each)
+    for gradient in once(reading, _finished):
+        groups.setdefault((gradient.stage, gradient.key, gradient.shard), []).append(gradient)
     if all(len(holders) == 1 for holders in groups.values()):
         raise NotOffered("the backend has no replicas: every shard of every expert is on one rank")
     findings = []

@@ -138,15 +138,15 @@ def _built(hide: _Hide) -> Build:
 
 def other_biases(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run]:
     """Yield runs of the oracle with biases that are left out, weighted wrongly or added too often."""
-    workload, at, own = expected.workload, expected.weights_at, parameters_of(expected.workload)
-    names = {name for name, _ in own}
+    workload, at, parameters = expected.workload, expected.weights_at, parameters_of(expected.workload)
+    names = {name for name, _ in parameters}
     if "bias" not in names:
         return
     whole = solve(workload, places, at)
 
     def without(*left_out: str) -> layer.Gradients:
         """Return the gradients of a run in which some biases are left out and have no gradient."""
-        kept = {key: torch.zeros_like(value) if key[0] in left_out else value for key, value in own.items()}
+        kept = {key: torch.zeros_like(value) if key[0] in left_out else value for key, value in parameters.items()}
         run = solve(workload, places, at, kept)
         none = {key: torch.zeros_like(value) for key, value in run.parameters.items() if key[0] in left_out}
         return replace(run, parameters={**run.parameters, **none})
@@ -163,8 +163,8 @@ def other_biases(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run
             yield f"the output bias was added {times} times", _times(bare, whole, times)
     for by in (1, workload.config.experts - 1):
         moved: dict[Key, Tensor] = {
-            (name, e): own[name, (e + by) % workload.config.experts] if name == "bias" else value
-            for (name, e), value in own.items()
+            (name, e): parameters[name, (e + by) % workload.config.experts] if name == "bias" else value
+            for (name, e), value in parameters.items()
         }
         words = f"expert e had the output bias of expert (e + {by}) modulo {workload.config.experts}"
         yield words, solve(workload, places, at, moved)
@@ -173,13 +173,13 @@ def other_biases(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run
 def _weighed_otherwise(expected: OwnExpected, places: Sequence[Place]) -> layer.Gradients:
     """Return the results of the biases alone, with weights where none belong, and without where they belong."""
     workload, batch = expected.workload, batch_of(expected.workload, places)
-    own = parameters_of(workload)
+    right = parameters_of(workload)
 
     def build(parameters: Parameters) -> Expert:
         return lambda rows_RD, e: parameters["bias", e] + 0 * rows_RD
 
     weights_TK = batch.weights_TK if expected.weights_at == "input" else torch.ones_like(batch.weights_TK)
-    run = layer.gradients(*batch._replace(weights_TK=weights_TK), build, own)
+    run = layer.gradients(*batch._replace(weights_TK=weights_TK), build, right)
     return run if expected.weights_at == "input" else replace(run, dweights_TK=torch.zeros_like(run.dweights_TK))
 
 

@@ -54,14 +54,14 @@ def gradients_of(expected: OwnExpected) -> Oracle:
 
 def other_runs(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run]:
     """Yield runs of the oracle on the tokens of some places, with one mistake each."""
-    workload, at, own = expected.workload, expected.weights_at, parameters_of(expected.workload)
+    workload, at, parameters = expected.workload, expected.weights_at, parameters_of(expected.workload)
     other: WeightsAt = "output" if at == "input" else "input"
     yield f"the weights were applied at the experts' {other}", solve(workload, places, other)
     for words, build in _builds(workload.config):
         yield words, solve(workload, places, at, build=build)
     yield from other_biases(expected, places)
     for words, roles in _other_roles(workload):
-        played = {role: own[key] for role, key in roles.items()}
+        played = {role: parameters[key] for role, key in roles.items()}
         result = solve(workload, places, at, played)
         yield words, replace(result, parameters={key: result.parameters[role] for role, key in roles.items()})
     yield from _other_shards(expected, places)
@@ -128,19 +128,19 @@ def _other_roles(workload: Workload) -> Iterator[tuple[str, Mapping[Key, Key]]]:
 
 def _other_shards(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run]:
     """Yield runs of the oracle in which the hidden units F are cut wrongly into etp shards."""
-    workload, at, own = expected.workload, expected.weights_at, parameters_of(expected.workload)
+    workload, at, parameters = expected.workload, expected.weights_at, parameters_of(expected.workload)
     etp, width = workload.layout.etp, workload.config.ffn // workload.layout.etp
     if etp == 1:
         return
     for i in range(etp):
-        part = {key: _only_part(key[0], value, i, etp) for key, value in own.items()}
+        part = {key: _only_part(key[0], value, i, etp) for key, value in parameters.items()}
         yield f"only the output of etp shard {i} was used", solve(workload, places, at, part)
     for by in range(1, etp):
 
         def shifted(values: Parameters, by: int) -> Parameters:
             return {k: v.roll(by * width, 1) if k[0] == "down" else v for k, v in values.items()}
 
-        result = solve(workload, places, at, shifted(own, by))
+        result = solve(workload, places, at, shifted(parameters, by))
         words = f"etp shard i of gate and up met shard (i - {by}) modulo {etp} of down"
         yield words, replace(result, parameters=shifted(result.parameters, -by))
 
@@ -157,21 +157,21 @@ def _only_part(name: str, value: Tensor, index: int, of: int) -> Tensor:
 def _other_routings(workload: Workload) -> Iterator[tuple[str, Workload]]:
     K = workload.config.top_k
     if workload.layout.ep > 1:
-        yield OWN_PART, _own_part(workload)
-    yield "all weights were 1", _each(workload, weights=torch.ones_like)
-    yield "the weights were applied twice", _each(workload, weights=torch.square)
+        yield OWN_PART, _local_part(workload)
+    yield "all weights were 1", _with_routing(workload, weights=torch.ones_like)
+    yield "the weights were applied twice", _with_routing(workload, weights=torch.square)
     for by in dict.fromkeys((1, K - 1)):
         if by % K:
             words = f"slot k had the weight of slot (k + {by}) modulo {K}"
-            yield words, _each(workload, weights=partial(torch.roll, shifts=-by, dims=1))
+            yield words, _with_routing(workload, weights=partial(torch.roll, shifts=-by, dims=1))
     for k in range(K) if K > 1 else ():
-        yield f"slot {k} was empty", _each(workload, ids=partial(_emptied, slots=[k]))
+        yield f"slot {k} was empty", _with_routing(workload, ids=partial(_emptied, slots=[k]))
     for k in range(K) if K > 2 else ():
         others = [slot for slot in range(K) if slot != k]
-        yield f"all slots but slot {k} were empty", _each(workload, ids=partial(_emptied, slots=others))
+        yield f"all slots but slot {k} were empty", _with_routing(workload, ids=partial(_emptied, slots=others))
 
 
-def _own_part(workload: Workload) -> Workload:
+def _local_part(workload: Workload) -> Workload:
     """Return a workload in which the slots of experts on other ranks are empty."""
 
     def emptied(rank: int, batch: Batch) -> Batch:
@@ -183,7 +183,7 @@ def _own_part(workload: Workload) -> Workload:
     return replace(workload, batches=tuple(tuple(map(emptied, range(len(ranks)), ranks)) for ranks in workload.batches))
 
 
-def _each(
+def _with_routing(
     workload: Workload,
     *,
     ids: Callable[[Tensor], Tensor] = lambda ids_TK: ids_TK,
