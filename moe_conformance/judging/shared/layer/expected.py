@@ -44,8 +44,8 @@ class LayerExpected(StageAnswers[LayerGradients]):
 
     def computed_in(self, dtype: torch.dtype | None) -> LayerExpected:
         """Return the results with the bounds of a dtype, if it is narrower than that of the tokens."""
-        own = self.workload.config.dtype
-        narrower = dtype is not None and torch.finfo(dtype).eps > torch.finfo(own).eps
+        dtype_of_tokens = self.workload.config.dtype
+        narrower = dtype is not None and torch.finfo(dtype).eps > torch.finfo(dtype_of_tokens).eps
         return replace(self, narrow=dtype) if narrower and dtype != self.narrow else self
 
     @property

@@ -66,7 +66,7 @@ def judge_layer_outputs(reading: Reading, tally: Tally) -> None:
         actual[place], targets[place] = seen.y, target
     if wrong := _wrong_microbatches(actual, targets, tally):
         findings, ratio = _explain(reading, "y", actual, targets)
-        note = _asked_without_gradients(workload, wrong) + early_read(reading, findings)
+        note = _without_gradients_note(workload, wrong) + early_read(reading, findings)
         note += _in_float32(reading, lambda narrow: all(within(y, *narrow.y(place)) for place, y in actual.items()))
         fail(WrongOutput, "combine", findings, ratio=ratio, note=note)
 
@@ -112,8 +112,8 @@ def judge_shared_unrouted(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongOutput: as `judge_layer_outputs`.
     """
-    with tally.uncounted() as own:
-        judge_layer_outputs(reading, own)
+    with tally.uncounted() as uncounted:
+        judge_layer_outputs(reading, uncounted)
     expected, scale = expected_of(reading), reading.outcome.workload.config.routing.scale
     for times in (scale, 1 / scale):
         for place in expected.places:
@@ -130,8 +130,8 @@ def judge_lone_bias(reading: Reading, tally: Tally) -> None:
         WrongOutput: an element is not equal to the bias.
         WrongForm, WrongOutput: as `judge_layer_outputs`.
     """
-    with tally.uncounted() as own:
-        judge_layer_outputs(reading, own)
+    with tally.uncounted() as uncounted:
+        judge_layer_outputs(reading, uncounted)
     bias_D = reading.outcome.workload.parameters["shared_bias", 0].double()
     findings = []
     for m, rank in expected_of(reading).places:
@@ -148,7 +148,7 @@ def judge_lone_bias(reading: Reading, tally: Tally) -> None:
 
 def _wrong_microbatches(actual: Mapping[Place, Tensor], targets: Mapping[Place, Target], tally: Tally) -> set[int]:
     holds = {place: compare(value, *targets[place], tally, place[1]).holds for place, value in actual.items()}
-    return {m for (m, _), each in holds.items() if not each}
+    return {m for (m, _), right in holds.items() if not right}
 
 
 def _explain(reading: Reading, name: str, actual: Mapping[Place, Tensor], targets: Mapping[Place, Target]) -> Found:
@@ -173,9 +173,9 @@ def _kept_words(kept_K: Tensor) -> str:
     return f", which kept {int(kept_K.sum())} of {len(kept_K)} slots,"
 
 
-def _asked_without_gradients(workload: Workload, wrong: set[int]) -> str:
+def _without_gradients_note(workload: Workload, wrong: set[int]) -> str:
     """Return a note if all wrong microbatches ran without gradients, while another ran with them."""
-    without = {each.microbatch for each in operations(workload.schedule) if each.name in FORWARD_ALONE}
+    without = {operation.microbatch for operation in operations(workload.schedule) if operation.name in FORWARD_ALONE}
     trained = executes(workload.schedule, "forward")
     return " (only in forwards without gradients)" if wrong <= without and trained else ""
 
@@ -206,9 +206,9 @@ def judge_layer_gradients(reading: Reading, tally: Tally, names: Sequence[str] =
     """
     expected = expected_of(reading)
     held = _held(reading, names)
-    for each in held:
-        _formed(each.actual, each.target, f"the gradient of {each.name}", each.rank, "finish")
-    wrong = [each for each in held if not each.holds(tally)]
+    for gradient in held:
+        _formed(gradient.actual, gradient.target, f"the gradient of {gradient.name}", gradient.rank, "finish")
+    wrong = [gradient for gradient in held if not gradient.holds(tally)]
     if wrong:
         findings, ratio = explain_gradients(gradients_of(expected), held, reading.router_ratios)
         fail(WrongGradient, stage_of(reading, expected, wrong), findings, ratio=ratio)
@@ -225,8 +225,8 @@ def judge_layer_replicas(reading: Reading, tally: Tally, names: Sequence[str]) -
         WrongGradient: two replicas differ.
     """
     groups: dict[tuple[int, ParameterKey, Shard], list[Held]] = {}
-    for each in _held(reading, names):
-        groups.setdefault((each.stage, each.key, each.shard), []).append(each)
+    for gradient in _held(reading, names):
+        groups.setdefault((gradient.stage, gradient.key, gradient.shard), []).append(gradient)
     findings = []
     for first, *others in groups.values():
         for other in others:
@@ -256,6 +256,6 @@ def _held(reading: Reading, names: Sequence[str]) -> list[Held]:
                 raise Uncovered("finish", sentence, ranks=ranks)
             full, idle = expected.parameter(at, key), expected.idle(at, key)
             for rank, grad in grads.items():
-                target = Target(*(shard_of(each, grad.shard) for each in full))
+                target = Target(*(shard_of(tensor, grad.shard) for tensor in full))
                 found.append(Held(rank, at, key, grad.shard, grad.value, target, idle))
     return found

@@ -53,21 +53,21 @@ def _other_runs(
         if backward or words == NO_DROP:
             yield words, expected.solve(places, drop=drop)
     if expected.workload.layout.ep > 1:
-        yield OWN_PART, expected.solve(places, drop=_own_part(expected, places))
+        yield OWN_PART, expected.solve(places, drop=_local_part(expected, places))
 
 
-def _own_part(expected: LayerExpected, places: Sequence[Place]) -> Drop:
+def _local_part(expected: LayerExpected, places: Sequence[Place]) -> Drop:
     """Return a drop that also removes the slots of experts on other ranks."""
     workload = expected.workload
-    own_TK = torch.cat(
+    local_TK = torch.cat(
         [is_held(workload.layout, place[1], expected.ids(place), workload.config.experts) for place in places]
     )
     rule = expected.rule.after_drop(workload.config)
-    return lambda ids, w, kept: _emptied(rule(ids, w, kept), own_TK)
+    return lambda ids, w, kept: _emptied(rule(ids, w, kept), local_TK)
 
 
-def _emptied(routed: Routed, own_TK: torch.Tensor) -> Routed:
-    return Routed(torch.where(own_TK, routed.ids_TK, -1), torch.where(own_TK, routed.weights_TK, 0.0))
+def _emptied(routed: Routed, local_TK: torch.Tensor) -> Routed:
+    return Routed(torch.where(local_TK, routed.ids_TK, -1), torch.where(local_TK, routed.weights_TK, 0.0))
 
 
 def mixes(expected: LayerExpected) -> Iterator[tuple[str, Mix]]:
