@@ -44,8 +44,8 @@ def judge_minimum(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongSelection, WrongCount: as `judge_capacity`.
     """
-    with tally.uncounted() as own:
-        judge_capacity(reading, own)
+    with tally.uncounted() as uncounted:
+        judge_capacity(reading, uncounted)
     drops = drops_of(reading)
     for place in drops.places:
         if drops.capacities(place) == (drops.workload.config.capacity.minimum,):
@@ -75,8 +75,8 @@ def _wrong_counts(drops: Drops, place: Place) -> list[list[Finding]]:
         sentence = f"rank {rank}{of} has the capacity {bound}{full} instead of {right}"
         causes = [words for words, C in _other_capacities(drops, place) if C == full or (nobody_dropped and C > full)]
         size = abs(full - legal[0])
-        told = [Finding(words, f"{sentence}; likely cause: {words}", (rank,), size) for words in causes]
-        return [[*told, Finding("capacity", sentence, (rank,), size)]]
+        found = [Finding(words, f"{sentence}; likely cause: {words}", (rank,), size) for words in causes]
+        return [[*found, Finding("capacity", sentence, (rank,), size)]]
     wrong = [e for e in range(len(loads)) if kept[e] not in {min(loads[e], C) for C in legal}] or [kept.index(full)]
     words = [f"expert {e} keeps {kept[e]} of {loads[e]} slots; expected capacity: {right}" for e in wrong]
     return [[Finding("count", f"rank {rank}{of} {each}", (rank,))] for each in words]
@@ -111,8 +111,8 @@ def judge_fit(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongSelection, WrongCount: an expert keeps other slots.
     """
-    with tally.uncounted() as own:
-        judge_capacity(reading, own)
+    with tally.uncounted() as uncounted:
+        judge_capacity(reading, uncounted)
     _judge_kept(reading, tally, "any")
 
 
@@ -133,11 +133,11 @@ def judge_filled_load(reading: Reading, tally: Tally) -> None:
     findings = []
     for place, counts_E in reported.items():
         m, rank = place
-        told = None if counts_E is None else counts_E.tolist()
+        found = None if counts_E is None else counts_E.tolist()
         chosen, kept = drops.loads(place), drops.kept_loads(place)
-        if told not in (chosen, kept):
+        if found not in (chosen, kept):
             of = f" of microbatch {m}" if m else ""
-            says = "no load" if told is None else f"the load {told}"
+            says = "no load" if found is None else f"the load {found}"
             sentence = (
                 f"rank {rank}{of} reports {says}; expected {chosen} (selected by its tokens) or {kept} (kept of these)"
             )
@@ -189,10 +189,10 @@ def _unlawful(drops: Drops, place: Place, policy: Policy | None) -> Finding:
 
 def _by_another_policy(drops: Drops, policy: Policy | None) -> str:
     """Return a note if everything agrees with the policy that is not configured, else ""."""
-    asked, others = policy or drops.rule.policy(drops.workload.config), dict[Policy, str]()
+    configured, others = policy or drops.rule.policy(drops.workload.config), dict[Policy, str]()
     others |= {"weight": "weights", "position": "position", "choice": "position, first choices first"}
     for other, words in others.items():
-        if asked not in (other, "any") and all(_legal(drops, place, other) for place in drops.places):
+        if configured not in (other, "any") and all(_legal(drops, place, other) for place in drops.places):
             return f"; likely cause: slots are kept as by {words}"
     return ""
 
@@ -229,8 +229,8 @@ def _overtaken(drops: Drops, place: Place, policy: Policy | None) -> list[Findin
             continue
         if policy in ("position", "choice"):
             first = "tokens" if policy == "position" else "choices"
-            out, stays = (each(slots, key=_turn(policy)) for each, slots in ((min, dropped), (max, kept)))
-            wrong, told = (
+            out, stays = (choose(slots, key=_turn(policy)) for choose, slots in ((min, dropped), (max, kept)))
+            wrong, note = (
                 _turn(policy)(out) < _turn(policy)(stays),
                 f"; expected: by position, the first {first} are kept",
             )
@@ -239,10 +239,10 @@ def _overtaken(drops: Drops, place: Place, policy: Policy | None) -> list[Findin
             stays = min(kept, key=lambda slot: float(weights_TK[slot]))
             apart = float(weights_TK[out] - weights_TK[stays])
             wrong = apart > float(errors_TK[out] + errors_TK[stays])
-            told = f"; the dropped token has the {ranked} {weights_TK[out]:.4g}, the kept one {weights_TK[stays]:.4g}"
+            note = f"; the dropped token has the {ranked} {weights_TK[out]:.4g}, the kept one {weights_TK[stays]:.4g}"
         if wrong:
             of = f" of microbatch {m}" if m else ""
-            sentence = f"rank {rank}{of} expert {e} keeps token {stays[0]} and drops token {out[0]}{told}"
+            sentence = f"rank {rank}{of} expert {e} keeps token {stays[0]} and drops token {out[0]}{note}"
             findings.append(Finding("overtaken", sentence, (rank,)))
     return findings
 
@@ -269,8 +269,8 @@ def judge_lossless(reading: Reading, tally: Tally) -> None:
             continue
         lost = (~drops.kept[place]).nonzero().tolist()
         if lost:
-            told = some(f"token {t} for expert {int(drops.ids[place][t, k])}" for t, k in lost)
-            sentence = f"rank {place[1]} drops {told}, although no expert exceeds the capacity"
+            words = some(f"token {t} for expert {int(drops.ids[place][t, k])}" for t, k in lost)
+            sentence = f"rank {place[1]} drops {words}, although no expert exceeds the capacity"
             findings.append(Finding("dropped", sentence, (place[1],), len(lost)))
         seen = reading.seen(*place)
         assert seen.router.undropped_ids_TK is not None
@@ -288,8 +288,8 @@ def judge_lossless(reading: Reading, tally: Tally) -> None:
     if findings:
         dropped = any(finding.kind == "dropped" for finding in findings)
         fail(WrongSelection if dropped else WrongWeight, "route", findings)
-    with tally.uncounted() as own:
-        judge_drop_gradients(reading, own)
+    with tally.uncounted() as uncounted:
+        judge_drop_gradients(reading, uncounted)
     for rank, slots in compared:
         tally.add(pairs=slots, rank=rank)
 
@@ -303,15 +303,15 @@ def judge_own_tokens(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongSelection, WrongCount: another number is kept.
     """
-    with tally.uncounted() as own:
-        judge_fit(reading, own)
+    with tally.uncounted() as uncounted:
+        judge_fit(reading, uncounted)
     drops, findings = drops_of(reading), []
     for first, second in _repeated(drops):
         moved = (drops.kept[first] != drops.kept[second]).nonzero().tolist()
         if moved:
-            told = some(f"token {t} for expert {int(drops.ids[first][t, k])}" for t, k in moved)
+            words = some(f"token {t} for expert {int(drops.ids[first][t, k])}" for t, k in moved)
             sentence = f"rank {first[1]} has equal tokens in microbatches {first[0]} and {second[0]}, but drops"
-            findings.append(Finding("moved", f"{sentence} or keeps {told} in one of them only", (first[1],)))
+            findings.append(Finding("moved", f"{sentence} or keeps {words} in one of them only", (first[1],)))
     if findings:
         fail(WrongSelection, "route", findings)
     for first, _ in _repeated(drops):

@@ -30,12 +30,12 @@ def judge_drop_weights(reading: Reading, tally: Tally) -> None:
         targets[place] = Target(weights_TK, allowed_TK)
         given_TK = weights_at(reading, place, drops.ids[place])
         actual[place] = torch.where(drops.kept[place], given_TK.double(), weights_TK)  # dropped slots are not compared
-    with tally.uncounted() as own:
-        worst = [compare(actual[place], *targets[place], own) for place in drops.places]
-    if not all(each.holds for each in worst):
+    with tally.uncounted() as uncounted:
+        worst = [compare(actual[place], *targets[place], uncounted) for place in drops.places]
+    if not all(element.holds for element in worst):
         _fail_weights(drops, actual, targets)
-    for place, each in zip(drops.places, worst, strict=True):
-        tally.add(elements=drops.ids[place].numel(), rank=place[1], worst=each.ratio)  # without dropped slots
+    for place, element in zip(drops.places, worst, strict=True):
+        tally.add(elements=drops.ids[place].numel(), rank=place[1], worst=element.ratio)  # without dropped slots
 
 
 def _fail_weights(drops: Drops, actual: dict[Place, torch.Tensor], targets: dict[Place, Target]) -> None:
@@ -46,7 +46,7 @@ def _fail_weights(drops: Drops, actual: dict[Place, torch.Tensor], targets: dict
         again_TK = w_TK / torch.where(sum_T1 == 0, 1.0, sum_T1) * drops.workload.config.routing.scale
         renormalised[place] = torch.where(kept_TK, again_TK, targets[place].expected)
     filled = {place: target.allowed for place, target in targets.items() if target.allowed.numel()}
-    allowed = {place: torch.full_like(each, 4 * float(each.max())) for place, each in filled.items()}
+    allowed = {place: torch.full_like(errors_TK, 4 * float(errors_TK.max())) for place, errors_TK in filled.items()}
     again = not drops.rule.renormalises(drops.workload.config)
     if again and all(compare(actual[place], renormalised[place], allowed[place]).holds for place in allowed):
         place = max(allowed, key=lambda at: compare(actual[at], *targets[at]).size)

@@ -148,7 +148,7 @@ class RouterExpected:
             kept_TK=self._summed(places),
         )
         both = self.solve(places)[1], self._allowed(measured, tokens=len(x_TD))
-        return Target(*(self.part(each, key) / self.divisor for each in both))
+        return Target(*(self.part(side, key) / self.divisor for side in both))
 
     def part(self, of_weight: Tensor, key: ParameterKey) -> Tensor:
         """Return the part of `_weight` that belongs to a parameter: (E, D) of the router, (E,) of the gate bias."""
@@ -305,7 +305,7 @@ class ForcedExpected(RouterExpected):
         """Return gradients as `RouterExpected.solve`, with the forced logits' gradient passed to the router's own."""
         rule = weigh or self.weigh
         forced_TE = self._of_all(places)
-        return super().solve(places, lambda own_TE, ids_TK: rule(straight_through(own_TE, forced_TE), ids_TK))
+        return super().solve(places, lambda logits_TE, ids_TK: rule(straight_through(logits_TE, forced_TE), ids_TK))
 
     def _forced(self, places: Sequence[Place]) -> Measured:
         return exact(self._of_all(places))

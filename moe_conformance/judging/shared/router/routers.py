@@ -112,8 +112,8 @@ def judge_selection(reading: Reading, tally: Tally, expected: RouterExpected | N
 def _noise_words(reading: Reading, expected: RouterExpected) -> str:
     """Return a note with the claim of noise if all selections are legal for the returned logits, else ""."""
     for place in expected.places:
-        logits_TE, own_TE = reading.seen(*place).router.logits_TE, expected.logits(place)
-        if logits_TE is None or logits_TE.shape != own_TE.shape or not bool(logits_TE.isfinite().all()):
+        logits_TE, expected_TE = reading.seen(*place).router.logits_TE, expected.logits(place)
+        if logits_TE is None or logits_TE.shape != expected_TE.shape or not bool(logits_TE.isfinite().all()):
             return ""
         score = expected.weighing["score"]
         scores_TE = routes.selection_scores(logits_TE.double(), score=score, bias_E=expected.bias_E)
@@ -157,11 +157,11 @@ def _judge_decisive(
     weights: bool = True,
 ) -> None:
     """Judge the selection, and count only the tokens whose choice would not be legal without the rule."""
-    with tally.uncounted() as own:
-        judge_selection(reading, own)
+    with tally.uncounted() as uncounted:
+        judge_selection(reading, uncounted)
     if weights:
-        with tally.uncounted() as own:
-            judge_router_weights(reading, own)
+        with tally.uncounted() as uncounted:
+            judge_router_weights(reading, uncounted)
     expected = expected_of(reading)
     for place in expected.places:
         decided = int((~legal_without(expected, place)).sum())
@@ -193,8 +193,8 @@ def judge_load(reading: Reading, tally: Tally) -> None:
             continue
         right_E = loads(expected.ids[m, rank], E)
         if counts_E.tolist() != right_E.tolist():
-            told = f"{counts_E.tolist()}; expected {right_E.tolist()}, as its tokens selected"
-            sentence = f"rank {rank} reports the load {told}"
+            words = f"{counts_E.tolist()}; expected {right_E.tolist()}, as its tokens selected"
+            sentence = f"rank {rank} reports the load {words}"
             findings.append(Finding("load", sentence, (rank,)))
         compared.append((rank, E))
     if findings:
@@ -281,13 +281,13 @@ def judge_finished_gradient(reading: Reading, tally: Tally, expected: RouterExpe
         held = []
         for rank in ranks:
             if (grad := finals[rank].get(key)) is not None:
-                cut = Target(*(shard_of(each, grad.shard) for each in target))
-                each = Held(rank, stage, key, grad.shard, grad.value, cut)
-                _formed(grad.value, cut, f"the gradient of {each.name}", rank, AbsentGradient, "finish")
-                held.append(each)
+                cut = Target(*(shard_of(side, grad.shard) for side in target))
+                gradient = Held(rank, stage, key, grad.shard, grad.value, cut)
+                _formed(grad.value, cut, f"the gradient of {gradient.name}", rank, AbsentGradient, "finish")
+                held.append(gradient)
         _require_whole(key, ranks, [rank.grads_local for rank in reading.ranks], "route")
         _require_whole(key, ranks, finals, "finish")
-        if [each for each in held if not each.holds(tally)]:
+        if [gradient for gradient in held if not gradient.holds(tally)]:
             _fail_gradient(reading, expected, ranks, held)
 
 
@@ -333,4 +333,4 @@ def _formed(
 def _all_hold(actual: dict[Place, Tensor], targets: dict[Place, Target], tally: Tally) -> bool:
     """Return whether every tensor is within its bounds; if so, count all elements."""
     worst = [compare(value, *targets[at], tally, at[1]) for at, value in actual.items()]
-    return all(each.holds for each in worst)
+    return all(element.holds for element in worst)

@@ -174,7 +174,7 @@ def _kept(reading: Reading, place: Place, chosen_TK: Tensor) -> tuple[Tensor, li
     seen, padded = reading.seen(m, rank), reading.outcome.workload.config.capacity.padded
     ids, weights = seen.router.ids_TK, seen.router.weights_TK
     if ids is None or weights is None or ids.dim() != 2 or ids.shape != weights.shape or len(ids) != len(chosen_TK):
-        shapes = " and ".join("missing" if each is None else str(tuple(each.shape)) for each in (ids, weights))
+        shapes = " and ".join("missing" if value is None else str(tuple(value.shape)) for value in (ids, weights))
         sentence = f"ids and weights of rank {rank} are {shapes}; expected (T, K) with T = {len(chosen_TK)} tokens"
         raise WrongForm("route", sentence, ranks=(rank,))
     kept_TK, findings = torch.zeros_like(chosen_TK, dtype=torch.bool), list[Finding]()
