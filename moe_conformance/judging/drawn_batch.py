@@ -59,7 +59,7 @@ class Judgement(NamedTuple):
 
     def violated(self, config: Config) -> str:
         """Return the requirement that a violation under this configuration is attributed to."""
-        return next((each.requirement for each in self.special if each.applies(config)), self.requirement)
+        return next((extra.requirement for extra in self.special if extra.applies(config)), self.requirement)
 
 
 def _judge_agreement(reading: Reading, tally: Tally) -> None:
@@ -105,7 +105,7 @@ def decided_by(judgements: tuple[Judgement, ...]) -> tuple[str, ...]:
     >>> decided_by(ROUTE)[:3]
     ('ROUTE-01', 'ROUTE-02', 'ROUTE-03')
     """
-    special = {each.requirement for judgement in judgements for each in judgement.special}
+    special = {extra.requirement for judgement in judgements for extra in judgement.special}
     return tuple(sorted(special | {judgement.requirement for judgement in judgements}))
 
 
@@ -118,14 +118,14 @@ def judge_batch(outcome: Outcome, tally: Tally) -> None:
     config = outcome.workload.config
     probe = outcome.workload.run == ExchangeStep()
     try:
-        with _told(read, "EXCH-09" if probe else None):
+        with _typed_mismatch(read, "EXCH-09" if probe else None):
             reading = read(outcome)
     except NotOffered:
         return  # the rows of this example cannot be identified, those of other examples can
     judgements = PROBE if probe else ROUTE
     for judgement in judgements:
         # one rank calls no collective, weights that are applied in combine do not travel, loads need not be reported
-        with suppress(NotOffered), _told(judgement.judge, judgement.violated(config)):
+        with suppress(NotOffered), _typed_mismatch(judgement.judge, judgement.violated(config)):
             _count(judgement.requirement, judgement.judge, reading, tally)
     for special in dict.fromkeys(special for judgement in judgements for special in judgement.special):
         if special.applies(config):
@@ -133,23 +133,23 @@ def judge_batch(outcome: Outcome, tally: Tally) -> None:
 
 
 def _count(requirement: str, judge: Judge, reading: Reading, tally: Tally) -> None:
-    own = Tally()
+    counted = Tally()
     try:
-        judge(reading, own)
+        judge(reading, counted)
     except Mismatch as mismatch:
-        mismatch.size = own.beyond or None
+        mismatch.size = counted.beyond or None
         raise
-    tally.include(own)
-    if not own.vacuous:
+    tally.include(counted)
+    if not counted.vacuous:
         tally.decided.add(requirement)
 
 
 @contextmanager
-def _told(judge: Callable[..., object], requirement: str | None) -> Iterator[None]:
+def _typed_mismatch(judge: Callable[..., object], requirement: str | None) -> Iterator[None]:
     """Raise a mismatch of the block in its own type (see `mismatch_types`), with the requirement that it violates."""
     try:
         yield
     except Mismatch as mismatch:
-        own = of_its_own_kind(mismatch, judge.__name__)
-        own.requirement = "EXCH-04" if isinstance(mismatch, MalformedClaim) else requirement
-        raise own from mismatch
+        typed = of_its_own_kind(mismatch, judge.__name__)
+        typed.requirement = "EXCH-04" if isinstance(mismatch, MalformedClaim) else requirement
+        raise typed from mismatch

@@ -41,11 +41,11 @@ def tell(findings: Sequence[Finding]) -> str:
 
 def _tell_kind(same: Sequence[Finding]) -> str:
     first, worst = same[0], max(same, key=lambda finding: finding.size)
-    told = [first.sentence]
+    sentences = [first.sentence]
     if worst.size > first.size:
-        told.append(f"largest error: {worst.sentence}")
-    rest = len(same) - len(told)
-    return "; ".join([*told, f"{rest} more of the same kind"] if rest else told)
+        sentences.append(f"largest error: {worst.sentence}")
+    rest = len(same) - len(sentences)
+    return "; ".join([*sentences, f"{rest} more of the same kind"] if rest else sentences)
 
 
 def likeliest(faults: Sequence[Sequence[Finding]]) -> list[Finding]:
@@ -209,8 +209,8 @@ def ratio_findings(
         return [Finding("ratio", sentence, ranks, abs(ratio - 1))], ratio
     findings = []
     for rank, (actual, expected) in by_rank.items():
-        own = common_ratio(actual, expected, tolerance)
-        if own is not None and own != 1:
-            sentence = f"every element of {what} on rank {rank} is {ratio_words(own, names)}"
-            findings.append(Finding("ratio of a rank", sentence, (rank,), abs(own - 1)))
+        ratio_of_rank = common_ratio(actual, expected, tolerance)
+        if ratio_of_rank is not None and ratio_of_rank != 1:
+            sentence = f"every element of {what} on rank {rank} is {ratio_words(ratio_of_rank, names)}"
+            findings.append(Finding("ratio of a rank", sentence, (rank,), abs(ratio_of_rank - 1)))
     return findings, None

@@ -50,11 +50,11 @@ class Tally:
     @contextmanager
     def uncounted(self) -> Iterator[Tally]:
         """Return a context with a tally that counts nothing here, except how far wrong elements are off."""
-        own = Tally()
+        apart = Tally()
         try:
-            yield own
+            yield apart
         finally:
-            self.beyond = max(self.beyond, own.beyond)
+            self.beyond = max(self.beyond, apart.beyond)
 
     def include(self, other: Tally) -> None:
         """Add the counts of another tally."""
