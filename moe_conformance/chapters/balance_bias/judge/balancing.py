@@ -53,7 +53,9 @@ def _wrong_update(history: History, rank: int, layer: int, tally: Tally) -> Find
         bias_E = _observed(history, point, rank, layer)
         worst = _held(bias_E, point, tally, rank)
         if not worst.holds:
-            return Finding("update", _told(history, point, before_E, bias_E, worst, rank, layer), (rank,), worst.size)
+            return Finding(
+                "update", _update_sentence(history, point, before_E, bias_E, worst, rank, layer), (rank,), worst.size
+            )
         before_E = bias_E
     return None
 
@@ -74,7 +76,9 @@ def _held(bias_E: Tensor, point: Point, tally: Tally | None = None, rank: int | 
     return compare(without_constant(bias_E), expected_E, torch.full_like(expected_E, allowed), tally, rank)
 
 
-def _told(history: History, point: Point, before_E: Tensor, bias_E: Tensor, worst: Worst, rank: int, layer: int) -> str:
+def _update_sentence(
+    history: History, point: Point, before_E: Tensor, bias_E: Tensor, worst: Worst, rank: int, layer: int
+) -> str:
     """Return a sentence about the expert whose bias is the most wrong after an update, with the likely cause."""
     e = worst.at[0]
     free_E, was_E = without_constant(bias_E), without_constant(before_E)
@@ -91,7 +95,7 @@ def _cause(history: History, point: Point, bias_E: Tensor, e: int, rank: int, la
     for words, rule in mistakes(history.outcome):
         points = history.points(rank, layer, rule)
         if _held(bias_E, points[point.updates - 1]).holds:
-            explained[words] = sum(_held(_observed(history, each, rank, layer), each).holds for each in points)
+            explained[words] = sum(_held(_observed(history, other, rank, layer), other).holds for other in points)
     if not explained and len(bias_E) * point.loads_E[e] == point.loads_E.sum():
         return "; likely cause: an expert at the mean load is moved"
     still = bool((bias_E == history.bias(point.call, rank, layer).double()).all())
@@ -181,7 +185,7 @@ def _wrong_counter(history: History, rank: int, layer: int, rule: Rule, tally: T
             if torch.equal(counter_E, total_E):
                 tally.add(elements=len(counter_E), rank=rank)
                 continue
-            said = _counter_told(history, (call, place, layer, rank), rule, reach, before_E, total_E)
+            said = _counter_sentence(history, (call, place, layer, rank), rule, reach, before_E, total_E)
             return Finding("counter", said, (rank,))
         for number, seen in enumerate(history.seen(call, "updates")[rank]):
             total_E = torch.zeros_like(total_E)
@@ -193,11 +197,11 @@ def _wrong_counter(history: History, rank: int, layer: int, rule: Rule, tally: T
 
 
 def _of_forward(history: History, call: int, place: int, layer: int, rank: int, rule: Rule, reach: str) -> Tensor:
-    ranks = [rank] if reach == "rank" else next(each for each in history.routers() if rank in each)
-    return torch.stack([history.load(call, place, layer, each, rule) for each in ranks]).sum(0).double()
+    ranks = [rank] if reach == "rank" else next(other for other in history.routers() if rank in other)
+    return torch.stack([history.load(call, place, layer, other, rule) for other in ranks]).sum(0).double()
 
 
-def _counter_told(
+def _counter_sentence(
     history: History, at: tuple[int, int, int, int], rule: Rule, reach: str, before_E: Tensor, total_E: Tensor
 ) -> str:
     """Return a sentence about a wrong counter after a forward, with the likely cause."""
@@ -227,7 +231,7 @@ def _counter_told(
 
 
 def _whole(loads_E: Tensor) -> list[int | float]:
-    return [int(each) if each == int(each) else each for each in loads_E.tolist()]
+    return [int(load) if load == int(load) else load for load in loads_E.tolist()]
 
 
 def judge_forced(outcome: Outcome, tally: Tally) -> None:
@@ -258,5 +262,5 @@ def judge_forced(outcome: Outcome, tally: Tally) -> None:
 def _uneven(history: History, call: int, rank: int, layer: int) -> bool:
     """Return whether the loads of a step would have moved the bias."""
     forwards = history.of_step(call, layer, rank, Rule())
-    total_E = torch.stack([each.loads_E for each in forwards]).sum(0)
+    total_E = torch.stack([forward.loads_E for forward in forwards]).sum(0)
     return bool((total_E != total_E[0]).any())

@@ -175,7 +175,7 @@ def judge_untrained(outcome: Outcome, tally: Tally) -> None:
                 findings.append(Finding("gradient", f"{said}; expected none", (rank,)))
     if findings:
         fail(WrongGradient, "gradient", findings)
-    call = [each.method for each in history.workload.calls].index("optimise")
+    call = [entry.method for entry in history.workload.calls].index("optimise")
     for rank in history.ranks:
         findings += _optimised(history, call, rank, tally)
     if findings:

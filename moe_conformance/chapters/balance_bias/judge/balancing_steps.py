@@ -34,7 +34,7 @@ class Rule:
     forced: Literal["ignored", "counted"] = "ignored"
     microbatches: Literal["all", "first", "last"] = "all"
     over: Literal["router", "rank", "world", "tp", "dp x cp"] = "router"
-    layer: int = 0  # the load is that of the layer with this number more
+    layer: int = 0  # offset between the layer of a bias and that of its load
     kept: bool = False  # counters are not set to zero after an update
     towards: bool = False  # the bias follows the load instead of going against it
 
@@ -159,7 +159,7 @@ class History:
             places = [place for place in places if place not in training or place == only]
         found: list[Forward] = []
         for place in places:
-            loads = [self.load(call, place, layer, each, rule) for each in self.ranks]
+            loads = [self.load(call, place, layer, other, rule) for other in self.ranks]
             load_E = router_loads(loads, self._parts(rule))[rank]
             kind = self.kind(self.batches(call, rank)[place].mode, rule)
             found.append(Forward(kind, load_E))

@@ -48,7 +48,7 @@ def judge_quantiles(outcome: Outcome, tally: Tally) -> None:
     history, findings = history_of(outcome), []
     for ranks in history.routers():
         for rank in ranks:
-            findings += [each for layer in history.layers for each in _wrong(history, ranks, rank, layer, tally)]
+            findings += [finding for layer in history.layers for finding in _wrong(history, ranks, rank, layer, tally)]
     if findings:
         fail(WrongBias, "finish", findings)
 
@@ -81,7 +81,7 @@ def _off(history: History, ranks: Sequence[int], rank: int, at: tuple[int, int],
     bounds = []
     for parts, padding in _parts(history, (rank,) if how.alone else ranks, at, how):
         bounds.append(quantile_bounds(parts, bias_E, top_k=history.workload.config.top_k, padding=padding))
-    low_E, high_E = (torch.stack(each).mean(0) for each in zip(*bounds, strict=True))
+    low_E, high_E = (torch.stack(sides).mean(0) for sides in zip(*bounds, strict=True))
     return outside(-history.seen(call, "updates")[rank][0]["now"][layer].double(), low_E, high_E)
 
 
