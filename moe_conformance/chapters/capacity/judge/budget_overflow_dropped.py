@@ -32,14 +32,14 @@ def judge_flags(reading: Reading, tally: Tally) -> None:
         WrongCount: a flag although all rows fit, or no flag although some did not.
     """
     findings = []
-    lost = Counter((each.microbatch, each.pair.destination) for each in reading.matching.lost)
+    lost = Counter((missing.microbatch, missing.pair.destination) for missing in reading.matching.lost)
     for m in range(len(reading.batches)):
         for rank, rows in enumerate(rows_wanted(reading, m)):
             flagged = any(handed.overflowed for handed in reading.seen(m, rank).exchange.handed)
             if flagged != _over(reading, rows):
                 dropped = count(lost[m, rank], "row") if lost[m, rank] else "nothing"
                 says = "reports an overflow" if flagged else "reports no overflow"
-                wants = f"it would receive {_told(reading, rows)}; the receive buffer has"
+                wants = f"it would receive {_rows_words(reading, rows)}; the receive buffer has"
                 sentence = f"rank {rank} {says} in microbatch {m} and drops {dropped}: {wants} "
                 sentence += f"{_budget(reading)}{_earlier_overflow(reading, m, rank) if flagged else ''}"
                 findings.append(Finding(says, sentence, (rank,)))
@@ -59,14 +59,14 @@ def judge_dropped_rows(reading: Reading, tally: Tally) -> None:
             although it fits; rows that are not routed.
         WrongOutput, WrongForm, AbsentGradient, WrongGradient: not exactly the values of the delivered slots.
     """
-    with tally.uncounted() as own:
-        judge_rows(reading, own)
+    with tally.uncounted() as uncounted:
+        judge_rows(reading, uncounted)
     findings = [*_too_many(reading), *_split(reading), *_without_need(reading)]
     if findings:
         fail(WrongDelivery, "dispatch", findings)
     rest = _of_the_kept(reading)
-    with tally.uncounted() as own:
-        judge_deliveries(rest, own)
+    with tally.uncounted() as uncounted:
+        judge_deliveries(rest, uncounted)
     for m in range(len(reading.batches)):
         delivered, budgets, multiple = _delivered(reading, m), _budgets(reading), reading.claims.multiple
         legal = receive_budget.legal_deliveries(delivered, reading.pairs[m], budgets, alignment=multiple)
@@ -76,8 +76,8 @@ def judge_dropped_rows(reading: Reading, tally: Tally) -> None:
             raise WrongDelivery("dispatch", f"{received} {_budget(reading)} rows", ranks=(rank,))
     _require_finite(reading, rest)
     for judge in (judge_lost_tokens, judge_outputs, judge_dropped_gradients):
-        with tally.uncounted() as own:
-            judge(rest, own)
+        with tally.uncounted() as uncounted:
+            judge(rest, uncounted)
     for ranks in reading.batches:
         for rank, batch in enumerate(ranks):
             tally.add(elements=2 * batch.x_TD.numel() + batch.ids_TK.numel(), rank=rank)
@@ -104,8 +104,8 @@ def judge_room_left(reading: Reading, tally: Tally) -> None:
                 f"{rows[ranks[0]]} rows in a receive buffer of {_budget(reading)}"
             )
             findings.append(Finding("room", sentence, ranks))
-        for rank, each in enumerate(rows_wanted(reading, m)):
-            tally.add(elements=1, rank=rank, pairs=_over(reading, each))
+        for rank, rows_N in enumerate(rows_wanted(reading, m)):
+            tally.add(elements=1, rank=rank, pairs=_over(reading, rows_N))
     if findings:
         fail(WrongDelivery, "dispatch", findings)
 
@@ -118,7 +118,7 @@ def judge_reported(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongCount: rows are missing, and no overflow was reported.
     """
-    lost = Counter((each.microbatch, each.pair.destination) for each in reading.matching.lost)
+    lost = Counter((missing.microbatch, missing.pair.destination) for missing in reading.matching.lost)
     findings = []
     for (m, rank), number in lost.items():
         seen = reading.seen(m, rank)
@@ -141,10 +141,8 @@ def _too_many(reading: Reading) -> Iterator[Finding]:
         for rank in reading.ranks:
             rows_N = [handed[m, rank.rank, expert] for expert in rank.local_experts]
             if _over(reading, rows_N):
-                sentence = (
-                    f"rank {rank.rank} receives {_told(reading, rows_N)} in microbatch {m}; its receive buffer has "
-                )
-                yield Finding("too many", f"{sentence}{_budget(reading)}", (rank.rank,))
+                sentence = f"rank {rank.rank} receives {_rows_words(reading, rows_N)} in microbatch {m}"
+                yield Finding("too many", f"{sentence}; its receive buffer has {_budget(reading)}", (rank.rank,))
 
 
 def _split(reading: Reading) -> Iterator[Finding]:
@@ -166,7 +164,7 @@ def _without_need(reading: Reading) -> Iterator[Finding]:
             over = any(_over(reading, rows[rank]) for rank in ranks)
             if not reached[slot] and not over:
                 dropped = f"{_name(m, *slot)} is dropped, but the receive buffer of rank {ranks[0]} is not exceeded"
-                received = f"it would receive {_told(reading, rows[ranks[0]])} of {_budget(reading)}"
+                received = f"it would receive {_rows_words(reading, rows[ranks[0]])} of {_budget(reading)}"
                 yield Finding("needless", f"{dropped}: {received}", ranks)
 
 
@@ -197,7 +195,7 @@ def _over(reading: Reading, rows_N: Sequence[int]) -> bool:
     return receive_budget.over_budget(rows_N, _budget(reading), alignment=reading.claims.multiple)
 
 
-def _told(reading: Reading, rows_N: Sequence[int]) -> str:
+def _rows_words(reading: Reading, rows_N: Sequence[int]) -> str:
     return told_rows(rows_N, reading.claims.multiple)
 
 

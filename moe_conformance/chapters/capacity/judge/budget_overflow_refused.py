@@ -91,8 +91,8 @@ def judge_after_overflow(reading: Reading, tally: Tally) -> None:
         fail(WrongCount, "dispatch", findings)
     rest = _without_refused(reading, kept)
     for judge in (judge_outputs, judge_dx, judge_dweights):
-        with tally.uncounted() as own:
-            judge(rest, own)
+        with tally.uncounted() as uncounted:
+            judge(rest, uncounted)
     for m, rank in kept:
         batch = reading.batches[m][rank]
         tally.add(elements=2 * batch.x_TD.numel() + batch.ids_TK.numel(), rank=rank)

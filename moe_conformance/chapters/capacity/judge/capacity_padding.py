@@ -86,18 +86,20 @@ def judge_reduced_once(reading: Reading, tally: Tally) -> None:
     groups, hidden, found = reading.outcome.workload.layout.groups(), reading.outcome.workload.config.hidden, []
     allowed = 2 if reading.claims.handed == "static" else 1
     for rank in reading.ranks:
-        own = next(group for group in groups["ep_etp"] if rank.rank in group)
+        group_of_rank = next(group for group in groups["ep_etp"] if rank.rank in group)
         for phase, calls in dispatches(rank):
             before, _ = parted(calls, hidden)
             reduced = [entry for entry in before if entry.reduce == "MAX" and not carries_rows(entry, hidden)]
             forms = Counter((entry.op, entry.shapes_in, entry.dtype) for entry in reduced)
-            told = f"before the rows of {phase} are sent, rank {rank.rank} all-reduces (MAX)"
+            sentence = f"before the rows of {phase} are sent, rank {rank.rank} all-reduces (MAX)"
             if (times := max(forms.values(), default=0)) > allowed:
                 times_words = f"{times} times instead of {allowed}"
-                found.append(f"{told} numbers of one shape and dtype {times_words} ({reduced[-1].where})")
-            if reduced and all(set(entry.ranks) != set(own) for entry in reduced):
+                found.append(f"{sentence} numbers of one shape and dtype {times_words} ({reduced[-1].where})")
+            if reduced and all(set(entry.ranks) != set(group_of_rank) for entry in reduced):
                 among = group_words(reduced[0].ranks)
-                found.append(f"{told} over {among} instead of {group_words(own)}, in which its rows are exchanged")
+                found.append(
+                    f"{sentence} over {among} instead of {group_words(group_of_rank)}, in which its rows are exchanged"
+                )
             tally.add(pairs=1, rank=rank.rank)
     if found:
         raise WrongCollectives("dispatch", some(found))
@@ -125,21 +127,21 @@ def _wrong_rows(reading: Reading, claims: Claims) -> tuple[list[Finding], Counte
                     got = handed[m, rank, expert]
                     rows[rank] += got
                     if not sum(fewest) <= got <= sum(most):
-                        findings.append(_told(m, rank, expert, got, fewest, most))
+                        findings.append(_count_finding(m, rank, expert, got, fewest, most))
                     for place, source in enumerate(group):
                         if (tokens := tagged[m, rank, expert, source]) > most[place]:
                             sentence = f"rank {rank} receives {tokens} tokens of rank {source} for expert {expert}"
-                            told = f"{sentence}; the capacity for a rank is {most[place]}"
-                            findings.append(Finding("source", told, (rank,)))
+                            words = f"{sentence}; the capacity for a rank is {most[place]}"
+                            findings.append(Finding("source", words, (rank,)))
     return findings, rows
 
 
-def _told(m: int, rank: int, expert: int, got: int, fewest: list[int], most: list[int]) -> Finding:
+def _count_finding(m: int, rank: int, expert: int, got: int, fewest: list[int], most: list[int]) -> Finding:
     of = f" in microbatch {m}" if m else ""
     right = f"{sum(most)}" if fewest == most else f"{sum(fewest)} to {sum(most)}"
     same = len(set(most)) == 1
-    each = f"{most[0]} of each rank" if same else f"{' + '.join(map(str, most))} of the ranks of its group"
-    sentence = f"rank {rank} receives {got} rows for expert {expert}{of} instead of {right}, {each}"
+    capacities = f"{most[0]} of each rank" if same else f"{' + '.join(map(str, most))} of the ranks of its group"
+    sentence = f"rank {rank} receives {got} rows for expert {expert}{of} instead of {right}, {capacities}"
     return Finding("rows", sentence, (rank,), abs(got - sum(most)))
 
 
@@ -177,8 +179,8 @@ def judge_lost_tokens(reading: Reading, tally: Tally) -> None:
             y = reading.seen(m, rank).y
             if y is None or len(y) != len(batch.x_TD):
                 got = "is None" if y is None else f"has {len(y)} rows"
-                told = f"y of rank {rank}{_of(reading, m)} {got} instead of {count(len(batch.x_TD), 'row')}"
-                findings.append(Finding("missing", told, (rank,)))
+                shape_sentence = f"y of rank {rank}{_of(reading, m)} {got} instead of {count(len(batch.x_TD), 'row')}"
+                findings.append(Finding("missing", shape_sentence, (rank,)))
                 continue
             lost = _without_slots(batch.ids_TK)
             for t in lost:
@@ -220,14 +222,16 @@ def judge_dropped_gradients(reading: Reading, tally: Tally) -> None:
             for t, k in ((batch.ids_TK < 0) & (dweights != 0)).nonzero().tolist():
                 value = float(dweights[t, k])
                 whose = f"rank {rank} token {t} slot {k}{_of(reading, m)}"
-                told = f"the gradient of the routing weight of {whose} is {value:g} instead of 0; the slot was dropped"
-                findings.append(Finding("dropped slot", told, (rank,), min(abs(value), 1e300)))
+                sentence = (
+                    f"the gradient of the routing weight of {whose} is {value:g} instead of 0; the slot was dropped"
+                )
+                findings.append(Finding("dropped slot", sentence, (rank,), min(abs(value), 1e300)))
     if findings:
         fail(WrongGradient, "gradient", findings)
-    with tally.uncounted() as own:
-        judge_dx(reading, own)
-    with tally.uncounted() as own:
-        judge_dweights(reading, own)
+    with tally.uncounted() as uncounted:
+        judge_dx(reading, uncounted)
+    with tally.uncounted() as uncounted:
+        judge_dweights(reading, uncounted)
     for m, ranks in enumerate(reading.batches):
         for rank, batch in enumerate(ranks):
             tally.add(pairs=int((batch.ids_TK < 0).sum()) * reading.goes_backward(m), rank=rank)
@@ -255,7 +259,7 @@ def judge_worst_case(reading: Reading, tally: Tally) -> None:
     """
     workload = reading.outcome.workload
     findings, full = [], list[tuple[int, int]]()
-    lost = Counter((each.microbatch, each.pair.destination) for each in reading.matching.lost)
+    lost = Counter((undelivered.microbatch, undelivered.pair.destination) for undelivered in reading.matching.lost)
     received = Counter((e.microbatch, e.rank) for e in reading.entries if e.kind == tags.TAG)
     wanted = Counter((m, pair.destination) for m, pairs in enumerate(reading.pairs) for pair in pairs)
     for m, ranks in enumerate(reading.batches):

@@ -47,7 +47,7 @@ def judge_budget(reading: Reading, tally: Tally) -> None:
     group_of = {rank: group for group in layout.groups()["ep_etp"] for rank in group}
     findings = []
     for rank, m, rows in _sizes(reading):
-        tokens = [len(reading.batches[m][each].x_TD) for each in group_of[rank]]
+        tokens = [len(reading.batches[m][member].x_TD) for member in group_of[rank]]
         held = len(reading.ranks[rank].local_experts)
         sizes = {"ep": layout.ep, "etp": layout.etp, "held": held, "multiple": multiple}
         least = least_budget(tokens, config.top_k, factor=config.receive_buffer.factor, **sizes)
@@ -57,8 +57,10 @@ def judge_budget(reading: Reading, tally: Tally) -> None:
             words = f"{config.receive_buffer.factor:g} times its balanced load is {least}{padded}"
             if most < least:
                 words += f", and no routing sends more rows than {most}"
-            told = f"the receive buffer of rank {rank} has {rows} rows instead of at least {min(least, most)}: {words}"
-            findings.append(Finding("small", told, (rank,)))
+            sentence = (
+                f"the receive buffer of rank {rank} has {rows} rows instead of at least {min(least, most)}: {words}"
+            )
+            findings.append(Finding("small", sentence, (rank,)))
         tally.add(pairs=1, rank=rank)
     if findings:
         fail(WrongForm, "dispatch", findings)
