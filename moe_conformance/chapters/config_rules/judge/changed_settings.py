@@ -33,11 +33,11 @@ def judge_changed_later(outcome: Outcome, tally: Tally) -> None:
 def _wrong_layers(outcome: Outcome, number: int, tally: Tally) -> Iterator[Finding]:
     """Yield a finding for each layer that has wrong settings after one change."""
     built, change, fresh = (answers(outcome, number + call) for call in (0, 2, 5))
-    if problem := next((each for each in (*built, *change) if each.error_by == "adapter"), None):
+    if problem := next((answer for answer in (*built, *change) if answer.error_by == "adapter"), None):
         raise NotOffered(problem.error)
     before, after = values(outcome, number + 1), values(outcome, number + 3)
     to = words_of(outcome.workload.calls[number + 2].given[0]["to"])
-    raised = any(each.raised for each in change)
+    raised = any(answer.raised for answer in change)
     expected = "as before, since the change raised" if raised else "as in a layer that is built with them"
     for rank, layers in enumerate(after):
         old = before[rank][0]
@@ -51,4 +51,6 @@ def _wrong_layers(outcome: Outcome, number: int, tally: Tally) -> Iterator[Findi
 
 
 def _differing(seen: Mapping[str, Any], due: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} = {each!r} instead of {due[name]!r}" for name, each in seen.items() if each != due[name])
+    return ", ".join(
+        f"{name} = {value!r} instead of {due[name]!r}" for name, value in seen.items() if value != due[name]
+    )

@@ -44,14 +44,14 @@ def judge_packed(outcome: Outcome, tally: Tally) -> None:
     dispatcher = _dispatcher(plain)
     refusing = tuple(rank for rank, answer in enumerate(packed) if answer.raised)
     if refusing:
-        told = f"on {some([f'rank {rank}' for rank in refusing])}: {packed[refusing[0]].error!r}"
+        where = f"on {some([f'rank {rank}' for rank in refusing])}: {packed[refusing[0]].error!r}"
         if "refused" not in outcomes(Settings(packed=True, dispatcher=dispatcher)):
             must = "refuses packed sequences (T differs between ranks), which it must accept,"
-            sentence = f"{_KINDS[dispatcher]} {must} {told}"
+            sentence = f"{_KINDS[dispatcher]} {must} {where}"
             raise Refused("run", sentence, ranks=refusing)
         if len(refusing) < len(packed):
             building = some([f"rank {rank}" for rank in range(len(packed)) if rank not in refusing])
-            sentence = f"{_KINDS[dispatcher]} for packed sequences is built on {building} and refused {told}"
+            sentence = f"{_KINDS[dispatcher]} for packed sequences is built on {building} and refused {where}"
             raise Refused("run", sentence, ranks=refusing)
     for rank in range(len(packed)):
         tally.add(pairs=1, rank=rank)

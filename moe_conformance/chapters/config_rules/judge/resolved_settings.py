@@ -126,7 +126,7 @@ def judge_refusals(outcome: Outcome, tally: Tally) -> None:
     examples, reasons = _examples(outcome)
     refused = [example for example in examples if example.refusing]
     for example in refused:
-        errors = [(each.error_type, each.error) if each.raised else None for each in example.answers]
+        errors = [(answer.error_type, answer.error) if answer.raised else None for answer in example.answers]
         _judge_no_slip(example)
         if not lawful_refusal(errors):
             _tell_refusal(example, errors)
@@ -145,7 +145,11 @@ def judge_changes(outcome: Outcome, tally: Tally) -> None:
     """
     examples, _ = _examples(outcome)
     usual = _usual_warnings(examples)
-    changed = [each for each in examples if not each.refusing and any(map(each.changed, range(len(each.answers))))]
+    changed = [
+        resolved
+        for resolved in examples
+        if not resolved.refusing and any(map(resolved.changed, range(len(resolved.answers))))
+    ]
     for example in changed:
         _judge_shown(example, usual)
         for rank in range(len(example.answers)):
@@ -195,14 +199,14 @@ def judge_unknown(outcome: Outcome, tally: Tally) -> None:
         raise NotOffered(reasons[0] if reasons else "no unknown option could be asked for")
 
 
-def _unknown(asked: Settings) -> tuple[str, ...]:
+def _unknown(settings: Settings) -> tuple[str, ...]:
     """Return the options, and the names in them, that must be refused."""
-    named: dict[str, object] = {name: value for name, value in _options(asked).items() if name not in _NAMES}
+    named: dict[str, object] = {name: value for name, value in _options(settings).items() if name not in _NAMES}
     known: dict[str, Any] = {**dict.fromkeys(named), **_KNOWN}
     for option, names in _NAMES.items():
-        parts = {f"{option} {name!r}": name for name in _of(asked, option) or ()}
+        parts = {f"{option} {name!r}": name for name in _of(settings, option) or ()}
         named, known = {**named, **parts}, {**known, **dict.fromkeys(parts, names)}
-    return unknown({**named, **dict(asked.extra)}, known, defaults=_DEFAULTS)
+    return unknown({**named, **dict(settings.extra)}, known, defaults=_DEFAULTS)
 
 
 def _examples(outcome: Outcome) -> tuple[list[_Example], list[str]]:
@@ -211,10 +215,10 @@ def _examples(outcome: Outcome) -> tuple[list[_Example], list[str]]:
     reasons: list[str] = []
     for number in range(0, len(outcome.workload.calls), 2):
         limits, resolved = answers(outcome, number), answers(outcome, number + 1)
-        if adapters := [each.error for each in (*limits, *resolved) if each.error_by == "adapter"]:
+        if adapters := [answer.error for answer in (*limits, *resolved) if answer.error_by == "adapter"]:
             reasons.append(adapters[0])
             continue
-        if untold := next((each for each in limits if each.raised), None):
+        if untold := next((answer for answer in limits if answer.raised), None):
             raise Raised("run", f"limits of settings raised {untold.error_type}: {untold.error}")
         given = [call["asked"] for call in outcome.workload.calls[number + 1].given]
         found.append(_Example(given[0], _neutral(given, limits[0].values[""]), resolved))
@@ -245,7 +249,7 @@ def _neutral(given: Sequence[Settings], limits: Sequence[tuple[str, str, str | N
             "dtype": str(settings.dtype).removeprefix("torch."),
             "recompute_modules": frozenset(settings.recompute_modules),
             "capture": None if settings.capture is None else frozenset(settings.capture),
-            "kernel_present": tuple(each.kernel != "absent" for each in given),
+            "kernel_present": tuple(of_rank.kernel != "absent" for of_rank in given),
             "kernel_frees_input": settings.kernel == "freeing",
             "versions": tuple(tuple(limit) for limit in limits),
         }
@@ -309,13 +313,13 @@ def _tell_refusal(example: _Example, errors: Sequence[tuple[str, str] | None]) -
     refusing = example.refusing
     error_type, error = example.answers[refusing[0]].error_type, example.answers[refusing[0]].error
     if building:
-        told = f"is built on {some(building)} and refused on {some([f'rank {rank}' for rank in refusing])}: {error!r}"
-        raise Refused("run", f"{example.words} {told}", ranks=refusing)
+        words = f"is built on {some(building)} and refused on {some([f'rank {rank}' for rank in refusing])}: {error!r}"
+        raise Refused("run", f"{example.words} {words}", ranks=refusing)
     if not error.strip():
         raise WrongForm("run", f"{example.words} is refused by {error_type} without a message", ranks=refusing)
-    others = {(each.error_type, each.error) for each in example.answers}
-    told = " and ".join(f"{kind}: {text!r}" for kind, text in sorted(others))
-    raise WrongForm("run", f"{example.words} is refused differently on its ranks: {told}", ranks=refusing)
+    others = {(answer.error_type, answer.error) for answer in example.answers}
+    words = " and ".join(f"{kind}: {text!r}" for kind, text in sorted(others))
+    raise WrongForm("run", f"{example.words} is refused differently on its ranks: {words}", ranks=refusing)
 
 
 def _warned(example: _Example, usual: frozenset[str]) -> bool:
