@@ -186,9 +186,9 @@ def judge_handed(reading: Reading, tally: Tally) -> None:
         if uneven := _uneven(reading):
             raise Costly("dispatch", f"the backend claims handed = 'static', and {uneven}; expected: equally many")
         raise NotOffered("the backend claims handed = 'static', a fixed number of delivered rows")
-    excess = [each for each in _handed(reading, handed) if each.rows > each.allowed]
+    excess = [delivered for delivered in _handed(reading, handed) if delivered.rows > delivered.allowed]
     if excess:
-        raise Costly("dispatch", some(each.sentence for each in excess) + _by_design(reading, excess))
+        raise Costly("dispatch", some(delivered.sentence for delivered in excess) + _by_design(reading, excess))
     for rank in reading.ranks:
         tally.add(pairs=len(reading.batches), rank=rank.rank)
 
@@ -201,12 +201,12 @@ class _Handed(NamedTuple):
     rows: int
     claimed: int
     allowed: int
-    what: str  # that the limit includes
+    what: str  # the reason of the limit, such as "24 routed pairs"
 
     @property
     def sentence(self) -> str:
-        told = f"rank {self.rank} delivers {self.rows} rows to its experts in microbatch {self.m}"
-        return f"{told} instead of at most {self.allowed}, for {self.what}"
+        start = f"rank {self.rank} delivers {self.rows} rows to its experts in microbatch {self.m}"
+        return f"{start} instead of at most {self.allowed}, for {self.what}"
 
 
 def _handed(reading: Reading, claimed: str) -> Iterator[_Handed]:
@@ -231,15 +231,17 @@ _DESIGNS = {"tokens": "delivers all tokens", "batched": "pads its experts to the
 
 def _by_design(reading: Reading, excess: Sequence[_Handed]) -> str:
     """Return a note with the claims under which the delivered rows are right, "" if there are none."""
-    told, places = "", {(each.m, each.rank) for each in excess}
+    note, places = "", {(delivered.m, delivered.rank) for delivered in excess}
     for claim, design in _DESIGNS.items():
         handed = list(_handed(reading, claim))
-        full = all(each.rows == each.claimed for each in handed if (each.m, each.rank) in places)
-        if full and all(each.rows <= each.allowed for each in handed):
-            told += f"; a backend that {design} claims handed = {claim!r}"
+        full = all(
+            delivered.rows == delivered.claimed for delivered in handed if (delivered.m, delivered.rank) in places
+        )
+        if full and all(delivered.rows <= delivered.allowed for delivered in handed):
+            note += f"; a backend that {design} claims handed = {claim!r}"
     if not _uneven(reading):
-        told += "; a backend that delivers a fixed number of rows claims handed = 'static'"
-    return told
+        note += "; a backend that delivers a fixed number of rows claims handed = 'static'"
+    return note
 
 
 def _uneven(reading: Reading) -> str:
@@ -315,11 +317,11 @@ def _rows(reading: Reading, calls: Sequence[Entry], rank: int) -> float:
 
 def _moved(reading: Reading, calls_by_rank: Mapping[int, Sequence[Entry]]) -> cost_calls.Moved:
     """Return the rows and the other bytes that ranks send by calls of dispatch and combine."""
-    hidden, rows, beside = reading.outcome.workload.config.hidden, 0.0, 0.0
+    hidden, rows, other_bytes = reading.outcome.workload.config.hidden, 0.0, 0.0
     for rank, calls in calls_by_rank.items():
         rows += _rows(reading, calls, rank)
-        beside += sum(bytes_leaving(entry, rank) for entry in calls if not carries_rows(entry, hidden))
-    return cost_calls.Moved(math.ceil(rows), 0, math.ceil(beside))
+        other_bytes += sum(bytes_leaving(entry, rank) for entry in calls if not carries_rows(entry, hidden))
+    return cost_calls.Moved(math.ceil(rows), 0, math.ceil(other_bytes))
 
 
 def _travelled(reading: Reading) -> dict[str, float]:

@@ -49,8 +49,8 @@ def _of_half(reading: Reading, half: Half) -> list[str]:
         return [f"{half.name} moves {half.rows:g} rows; needed: {smallest}"] if half.rows > smallest else []
     claimed, pairs = (half.times * rows(reading, half.m) for rows in (needed_rows, pair_rows))
     if half.rows > claimed or (half.times == 1 and pairs < half.rows < claimed):
-        told = f"the backend claims wire = {wire!r}, which is {claimed} rows in {half.name}"
-        return [f"{told}, and it moves {half.rows:g}; the routed pairs are {pairs}"]
+        sentence = f"the backend claims wire = {wire!r}, which is {claimed} rows in {half.name}"
+        return [f"{sentence}, and it moves {half.rows:g}; the routed pairs are {pairs}"]
     return []
 
 
@@ -65,21 +65,23 @@ def _of_gathered(reading: Reading, tally: Tally) -> list[str]:
             names = (f"{name}:{m}" for name in ("forward", "dispatch", "combine", "answered"))
             calls = [entry for name in names for entry in phases[rank].get(name, ())]
             group = tensor_group[rank]
-            sizes = {tokens[rank], max(tokens[each] for each in group)}  # blocks may be padded to the largest block
-            gathers = [each for each in calls if _gathers(reading, each, group, sizes)]
+            sizes = {tokens[rank], max(tokens[member] for member in group)}  # blocks may be padded to the largest block
+            gathers = [member for member in calls if _gathers(reading, member, group, sizes)]
             if len(group) == 1 or not gathers:
-                told = f"the backend claims wire = 'copies', and rank {rank} gathers its tokens {len(gathers)} times"
-                found.append(f"{told} over {len(group)} tp ranks in microbatch {m}; expected: over 2 or more")
+                sentence = (
+                    f"the backend claims wire = 'copies', and rank {rank} gathers its tokens {len(gathers)} times"
+                )
+                found.append(f"{sentence} over {len(group)} tp ranks in microbatch {m}; expected: over 2 or more")
             sent += _rows(reading, calls, rank) - _rows(reading, gathers[:1], rank)  # the first is the adapter's
             tally.add(pairs=1, rank=rank)
-        ids = [torch.cat([batches[each].ids_TK for each in tensor_group[rank]]) for rank in range(len(batches))]
+        ids = [torch.cat([batches[member].ids_TK for member in tensor_group[rank]]) for rank in range(len(batches))]
         held = [rank.local_experts for rank in reading.ranks]
         pairs = int(cost.pair_rows(ids, groups["ep_etp"], held).sum())
-        reduced = 2 * int(cost.all_gather_rows([len(each) for each in ids], groups["ep_etp"]).sum())
+        reduced = 2 * int(cost.all_gather_rows([len(member) for member in ids], groups["ep_etp"]).sum())
         allowed = pairs + max(pairs, reduced)
         if sent > allowed:
-            told = f"microbatch {m} moves {sent:g} rows beside the gather over tp"
-            found.append(f"{told}; allowed: {allowed}, for dispatch and combine of the gathered tokens")
+            sentence = f"microbatch {m} moves {sent:g} rows beside the gather over tp"
+            found.append(f"{sentence}; allowed: {allowed}, for dispatch and combine of the gathered tokens")
     return found
 
 

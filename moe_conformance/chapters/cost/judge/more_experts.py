@@ -25,11 +25,11 @@ def judge_calls_of_sizes(reading: Reading, ran: Sequence[Ran], tally: Tally) -> 
     """
     config, calls = reading.outcome.workload.config, _numbers(reading)
     found = []
-    for each in those_that_ran(ran):
-        others = _numbers(read_twin(each))
+    for twin_run in those_that_ran(ran):
+        others = _numbers(read_twin(twin_run))
         for phase, by_rank in calls.items():
             if not cost_calls.same_calls([by_rank, others[phase]]):
-                sizes = f"with {config.experts} experts and {config.top_k} slots, {others[phase]} {each.twin.how}"
+                sizes = f"with {config.experts} experts and {config.top_k} slots, {others[phase]} {twin_run.twin.how}"
                 found.append(f"{phase} takes {by_rank} collectives on the ranks {sizes}; expected: as many")
             tally.add(pairs=len(by_rank))
     if found:

@@ -44,7 +44,7 @@ def judge_kept_memory(reading: Reading, tally: Tally) -> None:
         Costly: some rank keeps more after every one of them.
         NotOffered: no rank can count what is allocated.
     """
-    if all(each is None for rank in reading.ranks for each in rank.bytes_in_use):
+    if all(number is None for rank in reading.ranks for number in rank.bytes_in_use):
         raise NotOffered("the C library of the ranks does not tell how many bytes are allocated")
     if found := [said for rank in reading.ranks for said in _kept_bytes(reading, rank, tally)]:
         raise Costly("run", some(found))
@@ -57,13 +57,13 @@ def _other_calls(rank: RankOutcome, tally: Tally) -> Iterator[str]:
     for kind, calls_by_step in steps.items():
         if not cost_calls.settled(calls_by_step):
             numbers = [len(calls) for calls in calls_by_step]
-            told = f"makes different calls in equal {kind} passes of one batch"
-            yield f"rank {rank.rank} {told}: {numbers} calls"
+            sentence = f"makes different calls in equal {kind} passes of one batch"
+            yield f"rank {rank.rank} {sentence}: {numbers} calls"
         tally.add(pairs=len(calls_by_step) - 1, rank=rank.rank)
 
 
 def _kept_bytes(reading: Reading, rank: RankOutcome, tally: Tally) -> Iterator[str]:
-    in_use = [each for each in rank.bytes_in_use if each is not None]
+    in_use = [number for number in rank.bytes_in_use if number is not None]
     if not in_use:  # allocated bytes cannot be counted in this process
         return
     x_TD = reading.batches[0][rank.rank].x_TD

@@ -39,15 +39,15 @@ def require_maps(calls: Sequence[Entry], rank: int, whole: Map, hidden: int, pha
     given = [entry for entry in calls if _to_all(entry, rank, whole)]
     marks = [entry for entry in given if "float" not in entry.dtype and _size(entry) == _MARK_BYTES]
     weights = [entry for entry in given if "float" in entry.dtype and _size(entry) <= _WEIGHT_BYTES]
-    told = whole.E != hidden
-    wanted = [("marks", marks), ("weights", weights)][: 1 + told]
+    separate = whole.E != hidden
+    wanted = [("marks", marks), ("weights", weights)][: 1 + separate]
     wrong = [f"{len(found) or 'no'} maps of {name}" for name, found in wanted if len(found) != 1]
     if whole.T and wrong:
         sent = f"rank {rank} sends {' and '.join(wrong)} instead of 1 each"
         sentence = f"the backend claims routing = 'maps', and {sent}"
         gave = some([f"{entry.dtype} {entry.shapes_in} by {entry.op}" for entry in calls])
         raise WrongForm("dispatch", f"{sentence}, of shape ({whole.T}, {whole.E}), in {phase}: {gave}", ranks=(rank,))
-    return _MARK_BYTES + told * _WEIGHT_BYTES
+    return _MARK_BYTES + separate * _WEIGHT_BYTES
 
 
 def _to_all(entry: Entry, rank: int, whole: Map) -> bool:
