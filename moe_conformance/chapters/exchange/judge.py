@@ -32,10 +32,10 @@ def judge_every_bit_of_rows(reading: Reading, tally: Tally) -> None:
             x_TD = torch.cat([batches[source].x_TD for source in group])
             for handed in reading.seen(m, rank).exchange.handed:
                 for row in _rows_of_experts(handed):
-                    told = _told(handed.rows_RD[row], x_TD, names)
-                    if told:
+                    words = _row_words(handed.rows_RD[row], x_TD, names)
+                    if words:
                         of = f" of microbatch {m}" if len(reading.batches) > 1 else ""
-                        sentence = f"row {row}{of} delivered to rank {rank} is {told}"
+                        sentence = f"row {row}{of} delivered to rank {rank} is {words}"
                         findings.append(Finding("other bits", sentence, (rank,)))
                     tally.add(elements=x_TD.shape[1], pairs=1, rank=rank)
     if findings:
@@ -48,7 +48,7 @@ def _rows_of_experts(handed: Handed) -> list[int]:
     return meant_R.nonzero().flatten().tolist()
 
 
-def _told(row_D: Tensor, x_TD: Tensor, names: list[str]) -> str:
+def _row_words(row_D: Tensor, x_TD: Tensor, names: list[str]) -> str:
     """Return a description of a row that does not equal a token, "" if it equals one."""
     if not len(x_TD):
         return "of no token: there are none"
