@@ -104,13 +104,13 @@ def forwards(outcome: Outcome) -> Iterator[Forward]:
     """Yield every forward of a script, by rank and in the order of the calls."""
     workload = outcome.workload
     for rank in range(workload.layout.world):
-        present: Parameters = {key: each.double() for key, each in workload.parameters.items()}  # type: ignore[misc]
+        present: Parameters = {key: value.double() for key, value in workload.parameters.items()}  # type: ignore[misc]
         before, way = None, ""
         for number, call in enumerate(workload.calls):
             if call.method == "change":
                 given = call.given[rank]
                 before, way = present, given["way"]
-                present = {**present, **{key: each.double() for key, each in given["values"].items()}}
+                present = {**present, **{key: value.double() for key, value in given["values"].items()}}
             if call.method == "forward":
                 given = call.given[rank]
                 yield Forward(number, rank, call, given, _held(workload, rank), present, before, way)
@@ -136,21 +136,23 @@ def judge_present(outcome: Outcome, tally: Tally) -> None:
     """
     scale: dict[int, float] = {}
     findings = []
-    for each in forwards(outcome):
-        y_RD, target = _formed(outcome, each), each.target()
+    for forward in forwards(outcome):
+        y_RD, target = _formed(outcome, forward), forward.target()
         worst = compare(y_RD, *target)
-        if each.before is None:
-            scale[each.rank] = _scale(each, worst, tally)
+        if forward.before is None:
+            scale[forward.rank] = _scale(forward, worst, tally)
             continue
-        allowed = Target(target.expected, target.allowed * scale[each.rank])
+        allowed = Target(target.expected, target.allowed * scale[forward.rank])
         if not (worst := compare(y_RD, *allowed)).holds:
             tally.beyond = max(tally.beyond, worst.size)
-            sentence = f"{_called(each)} behind {each.way} gives {worst}{_cause_of_values(each, y_RD, allowed)}"
-            findings.append(Finding(each.way, f"rank {each.rank}: {sentence}", (each.rank,), worst.size))
+            sentence = (
+                f"{_called(forward)} behind {forward.way} gives {worst}{_cause_of_values(forward, y_RD, allowed)}"
+            )
+            findings.append(Finding(forward.way, f"rank {forward.rank}: {sentence}", (forward.rank,), worst.size))
             continue
-        old = each.solved(each.before).y_TD
-        told = int(((old - allowed.expected).abs() > 2 * allowed.allowed).sum())
-        tally.add(elements=told, rank=each.rank, worst=worst.ratio)
+        old = forward.solved(forward.before).y_TD
+        differing = int(((old - allowed.expected).abs() > 2 * allowed.allowed).sum())
+        tally.add(elements=differing, rank=forward.rank, worst=worst.ratio)
     if findings:
         fail(WrongOutput, "experts", findings)
 
@@ -180,33 +182,33 @@ def _judge_counts(outcome: Outcome, tally: Tally, *, equal: bool | None) -> None
     """Judge all forwards, or those with equal or unequal counts; the first one with gradients sets the bounds."""
     scale: dict[int, float] = {}
     findings = []
-    for each in forwards(outcome):
-        if answers(outcome, each.number)[each.rank].raised and _may_be_refused(outcome, each, tally):
+    for forward in forwards(outcome):
+        if answers(outcome, forward.number)[forward.rank].raised and _may_be_refused(outcome, forward, tally):
             continue
-        y_RD, target = _formed(outcome, each), each.target()
+        y_RD, target = _formed(outcome, forward), forward.target()
         worst = compare(y_RD, *target)
-        if each.rank not in scale and not each.call.modes and len(y_RD):
-            scale[each.rank] = _scale(each, worst, tally)
-        counts = each.given["counts_N"] if each.given.get("known", True) else None
+        if forward.rank not in scale and not forward.call.modes and len(y_RD):
+            scale[forward.rank] = _scale(forward, worst, tally)
+        counts = forward.given["counts_N"] if forward.given.get("known", True) else None
         if equal is not None and equal_counts(counts, len(y_RD)) != equal:
             continue
-        allowed = Target(target.expected, target.allowed * scale.get(each.rank, 1.0))
-        worst = compare(y_RD, *allowed, tally, each.rank)
-        tally.add(pairs=1, rank=each.rank)
+        allowed = Target(target.expected, target.allowed * scale.get(forward.rank, 1.0))
+        worst = compare(y_RD, *allowed, tally, forward.rank)
+        tally.add(pairs=1, rank=forward.rank)
         if not worst.holds:
-            sentence = f"{_called(each)} gives {worst}{_cause_of_rows(each, y_RD, allowed)}"
-            findings.append(Finding("counts", f"rank {each.rank}: {sentence}", (each.rank,), worst.size))
+            sentence = f"{_called(forward)} gives {worst}{_cause_of_rows(forward, y_RD, allowed)}"
+            findings.append(Finding("counts", f"rank {forward.rank}: {sentence}", (forward.rank,), worst.size))
     if findings:
         fail(WrongOutput, "experts", findings)
 
 
-def _may_be_refused(outcome: Outcome, each: Forward, tally: Tally) -> bool:
-    answer = answers(outcome, each.number)[each.rank]
-    judge_no_slip(outcome, each.number)
-    if not each.call.may_raise:
-        sentence = f"rank {each.rank}: {_called(each)} raised {answer.error_type}: {answer.error}"
-        raise Raised("experts", sentence, ranks=(each.rank,))
-    tally.add(pairs=1, rank=each.rank)
+def _may_be_refused(outcome: Outcome, forward: Forward, tally: Tally) -> bool:
+    answer = answers(outcome, forward.number)[forward.rank]
+    judge_no_slip(outcome, forward.number)
+    if not forward.call.may_raise:
+        sentence = f"rank {forward.rank}: {_called(forward)} raised {answer.error_type}: {answer.error}"
+        raise Raised("experts", sentence, ranks=(forward.rank,))
+    tally.add(pairs=1, rank=forward.rank)
     return True
 
 
@@ -222,26 +224,30 @@ def judge_gradients(outcome: Outcome, tally: Tally) -> None:
     """
     absent, wrong = [], []
     scale: dict[int, float] = {}
-    for each in forwards(outcome):
-        if answers(outcome, each.number)[each.rank].raised and _may_be_refused(outcome, each, tally):
+    for forward in forwards(outcome):
+        if answers(outcome, forward.number)[forward.rank].raised and _may_be_refused(outcome, forward, tally):
             continue
-        y_RD = _formed(outcome, each)
-        if each.rank not in scale and len(y_RD):
-            scale[each.rank] = _scale(each, compare(y_RD, *each.target()), tally)
-        if not each.call.upstream:
+        y_RD = _formed(outcome, forward)
+        if forward.rank not in scale and len(y_RD):
+            scale[forward.rank] = _scale(forward, compare(y_RD, *forward.target()), tally)
+        if not forward.call.upstream:
             continue
-        found = _gradients_of(outcome, each)
-        targets = {name: target for name, target in each.gradient_targets().items() if name in found}
+        found = _gradients_of(outcome, forward)
+        targets = {name: target for name, target in forward.gradient_targets().items() if name in found}
         for name, (expected, allowed) in targets.items():
-            what, value = f"the gradient of {name or 'the rows'} behind {_called(each)}", found[name]
+            what, value = f"the gradient of {name or 'the rows'} behind {_called(forward)}", found[name]
             if value is None:
                 absent.append(
-                    Finding("absent", f"rank {each.rank}: {what} is None{_cause_of_none(each, outcome)}", (each.rank,))
+                    Finding(
+                        "absent",
+                        f"rank {forward.rank}: {what} is None{_cause_of_none(forward, outcome)}",
+                        (forward.rank,),
+                    )
                 )
                 continue
-            worst = compare(value, expected, allowed * scale[each.rank], tally, each.rank)
+            worst = compare(value, expected, allowed * scale[forward.rank], tally, forward.rank)
             if not worst.holds:
-                wrong.append(Finding("wrong", f"rank {each.rank}: {what} is {worst}", (each.rank,), worst.size))
+                wrong.append(Finding("wrong", f"rank {forward.rank}: {what} is {worst}", (forward.rank,), worst.size))
     if absent:
         fail(AbsentGradient, "gradient", absent)
     if wrong:
@@ -261,20 +267,20 @@ def judge_strided(outcome: Outcome, tally: Tally) -> None:
     judge_gradients(outcome, tally)
 
 
-def _gradients_of(outcome: Outcome, each: Forward) -> dict[str, Tensor | None]:
+def _gradients_of(outcome: Outcome, forward: Forward) -> dict[str, Tensor | None]:
     """Return the gradients of the rows, under "", and of the parameters that have a window on this rank."""
-    answer = answers(outcome, each.number)[each.rank]
-    told = values(outcome, each.number + 1)[each.rank] if _own(outcome, each) else {}
-    return {"": answer.gradients["rows_RD"], **told}
+    answer = answers(outcome, forward.number)[forward.rank]
+    read_later = values(outcome, forward.number + 1)[forward.rank] if _unreduced(outcome, forward) else {}
+    return {"": answer.gradients["rows_RD"], **read_later}
 
 
-def _own(outcome: Outcome, each: Forward) -> bool:
+def _unreduced(outcome: Outcome, forward: Forward) -> bool:
     """Return whether the parameter gradients are of this rank's tokens only, not reduced over replicas in backward."""
     return outcome.workload.layout.edp == 1
 
 
-def _cause_of_none(each: Forward, outcome: Outcome) -> str:
-    earlier = outcome.workload.calls[: each.number]
+def _cause_of_none(forward: Forward, outcome: Outcome) -> str:
+    earlier = outcome.workload.calls[: forward.number]
     without = any(call.method == "forward" and call.modes for call in earlier)
     return (
         "; likely cause: weights that a forward without gradients derived and kept have no path to it"
@@ -294,10 +300,10 @@ def judge_memory(outcome: Outcome, tally: Tally) -> None:
     Raises:
         WrongOutput: there are more tensors with the old values than before.
     """
-    asked = [number for number, call in enumerate(outcome.workload.calls) if call.method == "remains"]
+    numbers = [number for number, call in enumerate(outcome.workload.calls) if call.method == "remains"]
     findings = []
-    for rank, at_first in enumerate(values(outcome, asked[0])):
-        for number, when in zip(asked[1:], ("the weights were replaced", "the experts were deleted"), strict=True):
+    for rank, at_first in enumerate(values(outcome, numbers[0])):
+        for number, when in zip(numbers[1:], ("the weights were replaced", "the experts were deleted"), strict=True):
             found = values(outcome, number)[rank]
             if found > at_first:
                 sentence = f"{found - at_first} tensors hold values of the old weights after {when} and one forward"
@@ -311,52 +317,54 @@ def judge_memory(outcome: Outcome, tally: Tally) -> None:
 # ---- words ---------------------------------------------------------------------------------------------------
 
 
-def _formed(outcome: Outcome, each: Forward) -> Tensor:
-    y_RD: Tensor = values(outcome, each.number)[each.rank]
-    if y_RD.shape != each.rows.shape or y_RD.dtype != each.rows.dtype:
-        form = f"{y_RD.dtype} {tuple(y_RD.shape)} instead of {each.rows.dtype} {tuple(each.rows.shape)}"
-        raise WrongForm("experts", f"rank {each.rank}: {_called(each)} gives {form}", ranks=(each.rank,))
+def _formed(outcome: Outcome, forward: Forward) -> Tensor:
+    y_RD: Tensor = values(outcome, forward.number)[forward.rank]
+    if y_RD.shape != forward.rows.shape or y_RD.dtype != forward.rows.dtype:
+        form = f"{y_RD.dtype} {tuple(y_RD.shape)} instead of {forward.rows.dtype} {tuple(forward.rows.shape)}"
+        raise WrongForm("experts", f"rank {forward.rank}: {_called(forward)} gives {form}", ranks=(forward.rank,))
     return y_RD
 
 
-def _scale(each: Forward, worst: Worst, tally: Tally) -> float:
+def _scale(forward: Forward, worst: Worst, tally: Tally) -> float:
     """Return the factor of the bounds in the precision that explains the first forward.
 
     Raises:
         WrongOutput: no precision explains it.
     """
-    own = bounds.unit_roundoff(each.rows.dtype)
-    for roundoff in (own, _TF32, bounds.unit_roundoff(torch.bfloat16)):
-        if roundoff >= own and worst.ratio <= roundoff / own:
-            return roundoff / own
+    of_rows = bounds.unit_roundoff(forward.rows.dtype)
+    for roundoff in (of_rows, _TF32, bounds.unit_roundoff(torch.bfloat16)):
+        if roundoff >= of_rows and worst.ratio <= roundoff / of_rows:
+            return roundoff / of_rows
     tally.beyond = max(tally.beyond, worst.size)
-    raise WrongOutput("experts", f"rank {each.rank}: {_called(each)}, the first, gives {worst}", ranks=(each.rank,))
+    raise WrongOutput(
+        "experts", f"rank {forward.rank}: {_called(forward)}, the first, gives {worst}", ranks=(forward.rank,)
+    )
 
 
-def _called(each: Forward) -> str:
-    counts = list(each.given["counts_N"]) if each.given.get("known", True) else "no counts"
-    stride = each.given.get("stride")
+def _called(forward: Forward) -> str:
+    counts = list(forward.given["counts_N"]) if forward.given.get("known", True) else "no counts"
+    stride = forward.given.get("stride")
     laid = f", rows as {_LAID[stride]} of a tensor" if stride else ""
-    return f"forward {each.number} {each.modes} on {counts}{laid}"
+    return f"forward {forward.number} {forward.modes} on {counts}{laid}"
 
 
-def _cause_of_values(each: Forward, y_RD: Tensor, allowed: Target) -> str:
+def _cause_of_values(forward: Forward, y_RD: Tensor, allowed: Target) -> str:
     """Return which parameters have their previous values, if that explains the output, else ""."""
-    assert each.before is not None  # a change precedes this forward
+    assert forward.before is not None  # a change precedes this forward
     for size in (1, 2, 3):  # the fewest parameters that explain it
         for names in combinations(_NAMES, size):
-            mixed = {key: (each.before if key[0] in names else each.present)[key] for key in each.present}
-            if within(y_RD, each.solved(mixed).y_TD, allowed.allowed):
+            mixed = {key: (forward.before if key[0] in names else forward.present)[key] for key in forward.present}
+            if within(y_RD, forward.solved(mixed).y_TD, allowed.allowed):
                 return f"; likely cause: the values of {', '.join(names)} are those of before the change"
-    return _cause_of_rows(each, y_RD, allowed)
+    return _cause_of_rows(forward, y_RD, allowed)
 
 
-def _cause_of_rows(each: Forward, y_RD: Tensor, allowed: Target) -> str:
-    R, N = len(y_RD), len(each.experts)
+def _cause_of_rows(forward: Forward, y_RD: Tensor, allowed: Target) -> str:
+    R, N = len(y_RD), len(forward.experts)
     swapped = {"gate": "up", "up": "gate", "down": "down"}
-    exchanged = {(swapped[name], e): value for (name, e), value in each.present.items()}
-    if within(y_RD, each.solved(exchanged).y_TD, allowed.allowed):
+    exchanged = {(swapped[name], e): value for (name, e), value in forward.present.items()}
+    if within(y_RD, forward.solved(exchanged).y_TD, allowed.allowed):
         return "; likely cause: gate and up are swapped"
-    if R and R % N == 0 and within(y_RD, each.solved(ids_R=each.ids([R // N] * N)).y_TD, allowed.allowed):
+    if R and R % N == 0 and within(y_RD, forward.solved(ids_R=forward.ids([R // N] * N)).y_TD, allowed.allowed):
         return f"; likely cause: every expert was given R / N = {R // N} rows"
     return ""

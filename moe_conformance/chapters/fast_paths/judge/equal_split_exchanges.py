@@ -19,8 +19,8 @@ def judge_equal_splits(reading: Reading, tally: Tally) -> None:
         WrongCount: the splits of a rank differ within a call.
         WrongCollectives: the ledgers of two ranks do not fit together.
     """
-    with tally.uncounted() as own:
-        judge_agreement(reading.outcome, own)
+    with tally.uncounted() as uncounted:
+        judge_agreement(reading.outcome, uncounted)
     hidden, findings = reading.outcome.workload.config.hidden, []
     for rank in reading.ranks:
         for phase, calls in exchange_phases(rank):

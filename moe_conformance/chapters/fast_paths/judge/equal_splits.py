@@ -34,8 +34,8 @@ def judge_sizes(outcome: Outcome, tally: Tally) -> None:
             sizes = [int(found[rank]) for rank in ranks]
             if not lawful_splits(sizes, splits_WW):
                 least = smallest_split(splits_WW)
-                own = sizes == splits_WW.max(dim=1).values.tolist()
-                cause = "; likely cause: every rank takes the largest of its own pieces" if own else ""
+                largest_of_rank = sizes == splits_WW.max(dim=1).values.tolist()
+                cause = "; likely cause: every rank takes the largest of its own pieces" if largest_of_rank else ""
                 said = f"ranks {', '.join(map(str, ranks))} pad the pieces of call {number} to {sizes} rows instead of "
                 findings.append(Finding("size", f"{said}one number, {least} or more{cause}", tuple(ranks)))
             for rank in ranks:

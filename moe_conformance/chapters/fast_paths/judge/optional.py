@@ -16,7 +16,7 @@ def judge_optional_named(reading: Reading, tally: Tally) -> None:
     """
     findings = []
     for rank in reading.ranks:
-        used = {name.strip() for each in rank.optional for name in each.split(",")} - {"none"}
+        used = {name.strip() for names in rank.optional for name in names.split(",")} - {"none"}
         for name in sorted(used & {*rank.hidden}):
             sentence = f"rank {rank.rank} was built without {name}, and names it in resolved['optional']"
             findings.append(Finding("hidden", sentence, (rank.rank,)))

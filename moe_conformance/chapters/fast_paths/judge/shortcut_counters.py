@@ -102,8 +102,8 @@ def _of_look_ups(segment: _Segment, look_ups: Mapping[str, Pair], decisions: Map
         if not (segment.forward.modes and segment.taken):
             allowed = {(0, 0), (1, 0), (0, 1)}  # a path that uses the cache nevertheless
         if hits_misses not in allowed:
-            told = " or ".join(f"{hits} and {misses}" for hits, misses in sorted(allowed, reverse=True))
-            yield f"{name} has {hits_misses[0]} hits and {hits_misses[1]} misses; expected {told}"
+            words = " or ".join(f"{hits} and {misses}" for hits, misses in sorted(allowed, reverse=True))
+            yield f"{name} has {hits_misses[0]} hits and {hits_misses[1]} misses; expected {words}"
 
 
 def _segments(outcome: Outcome) -> Iterator[_Segment]:
@@ -154,9 +154,9 @@ def judge_unchanged(outcome: Outcome, tally: Tally) -> None:
         for (_, modes, counts), found in seen.items():
             off = [results for counted, results in found if not counted]
             for counted, results in found:
-                if not counted or not off or not all(_equal(each, off[0]) for each in off):
+                if not counted or not off or not all(_equal(tensors, off[0]) for tensors in off):
                     continue
-                tally.add(elements=sum(each.numel() for each in results), rank=rank)
+                tally.add(elements=sum(tensors.numel() for tensors in results), rank=rank)
                 if not _equal(results, off[0]):
                     mode = f"under {modes[-1]}" if modes else "with gradients"
                     said = f"a forward {mode}, counts {list(counts)}, gives other bits while it is counted"
@@ -168,10 +168,10 @@ def judge_unchanged(outcome: Outcome, tally: Tally) -> None:
 def _results(outcome: Outcome, number: int, rank: int) -> tuple[Tensor, ...]:
     """Return the output of a forward, the gradient of its rows, and the parameter gradients read after it."""
     answer, call = answers(outcome, number)[rank], outcome.workload.calls[number]
-    found = [values(outcome, number)[rank], *(each for each in answer.gradients.values() if each is not None)]
+    found = [values(outcome, number)[rank], *(tensor for tensor in answer.gradients.values() if tensor is not None)]
     if call.upstream:
-        told = values(outcome, number + 1)[rank]
-        found += [each for each in told.values() if each is not None]
+        gradients = values(outcome, number + 1)[rank]
+        found += [tensor for tensor in gradients.values() if tensor is not None]
     return tuple(found)
 
 
