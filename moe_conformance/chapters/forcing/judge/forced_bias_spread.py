@@ -27,23 +27,25 @@ def judge_spread(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
         WrongCount: the means do not rise.
     """
     if len(those_that_ran(ran)) < len(ran):
-        raise NotOffered("; ".join(f"{each.twin.how}: {each.why_not}" for each in ran if each.outcome is None))
+        raise NotOffered(
+            "; ".join(f"{twin_run.twin.how}: {twin_run.why_not}" for twin_run in ran if twin_run.outcome is None)
+        )
     experts = reading.outcome.workload.config.experts
     blocks = [range(first, first + experts // _RANKS) for first in range(0, experts, experts // _RANKS)]
     for rank in reading.ranks:
-        draws = [_loads(each, rank.rank) for each in (reading, *map(read_twin, ran))]
+        draws = [_loads(twin_run, rank.rank) for twin_run in (reading, *map(read_twin, ran))]
         if not imbalance_rises(draws, blocks):
-            said = ", ".join(f"{mean_overload(each, blocks):.4g}" for each in draws)
+            said = ", ".join(f"{mean_overload(twin_run, blocks):.4g}" for twin_run in draws)
             sentence = (
                 f"with forced biases of deviation 0, 0.5 and 2 the largest load of {_RANKS} ranks over their mean load "
                 f"is {said} on rank {rank.rank}; expected it to rise and to stay below {_RANKS}; likely cause: the "
                 "deviation does not reach the bias"
             )
             raise WrongCount("route", sentence, ranks=(rank.rank,))
-        tally.add(pairs=sum(int(loads_E.sum()) for each in draws for loads_E in each), rank=rank.rank)
+        tally.add(pairs=sum(int(loads_E.sum()) for twin_run in draws for loads_E in twin_run), rank=rank.rank)
 
 
 def _loads(reading: Reading, rank: int) -> list[Tensor]:
     """Return the loads (E,) of each forward of a rank."""
-    own = expected_of(reading)
-    return [loads(own.ids[place], own.workload.config.experts) for place in own.places if place[1] == rank]
+    router = expected_of(reading)
+    return [loads(router.ids[place], router.workload.config.experts) for place in router.places if place[1] == rank]

@@ -38,28 +38,28 @@ def judge_random(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongCount, WrongSelection, WrongWeight: routes or weights are others.
     """
-    own = expected_of(reading)
-    findings = [finding for place in own.places for finding in _uneven(own, place)]
+    router = expected_of(reading)
+    findings = [finding for place in router.places for finding in _uneven(router, place)]
     if findings:
         fail(WrongCount, "route", findings)
-    if findings := [*_alike_in_turn(own), *_alike_on_ranks(own)]:
+    if findings := [*_alike_in_turn(router), *_alike_on_ranks(router)]:
         fail(WrongSelection, "route", findings)
-    if findings := [finding for place in own.places for finding in chosen_by_own(own, place)]:
+    if findings := [finding for place in router.places for finding in chosen_by_own(router, place)]:
         fail(WrongSelection, "route", findings)
     if (expected := forced_expected_of(reading)) is not None:
-        if findings := [finding for place in own.places for finding in _not_normal(expected, place)]:
+        if findings := [finding for place in router.places for finding in _not_normal(expected, place)]:
             fail(WrongSelection, "route", findings)
-        if findings := [finding for rank in _ranks(own) for finding in following(expected, own, rank)]:
+        if findings := [finding for rank in _ranks(router) for finding in following(expected, router, rank)]:
             fail(WrongSelection, "route", findings)
         with tally.uncounted() as uncounted:
             expect_forced_weights(reading, expected, uncounted)
-    for place in own.places:
-        tally.add(pairs=own.ids[place].numel(), rank=place[1])
+    for place in router.places:
+        tally.add(pairs=router.ids[place].numel(), rank=place[1])
 
 
-def _uneven(own: RouterExpected, place: Place) -> list[Finding]:
-    config, tokens, rank = own.workload.config, len(own.ids[place]), place[1]
-    loads_E = loads(own.ids[place], config.experts)
+def _uneven(router: RouterExpected, place: Place) -> list[Finding]:
+    config, tokens, rank = router.workload.config, len(router.ids[place]), place[1]
+    loads_E = loads(router.ids[place], config.experts)
     if bool(legal_random_loads(loads_E, config.top_k).all()):
         return []
     margin, mean = load_margin(tokens, config.top_k, config.experts), tokens * config.top_k / config.experts
@@ -70,12 +70,12 @@ def _uneven(own: RouterExpected, place: Place) -> list[Finding]:
     return [Finding("loads", sentence, (rank,))]
 
 
-def _alike_in_turn(own: RouterExpected) -> list[Finding]:
+def _alike_in_turn(router: RouterExpected) -> list[Finding]:
     """Return findings for ranks whose forwards select the same experts for the same tokens."""
     findings = []
-    for (m, rank), ids_TK in own.ids.items():
+    for (m, rank), ids_TK in router.ids.items():
         before = m - 1, rank
-        if m and _same_tokens(own, before, (m, rank)) and _agree(own, before, (m, rank)):
+        if m and _same_tokens(router, before, (m, rank)) and _agree(router, before, (m, rank)):
             sentence = (
                 f"rank {rank} selects the same experts for all {len(ids_TK)} tokens in two forwards; expected new "
                 "random logits in each forward"
@@ -84,18 +84,19 @@ def _alike_in_turn(own: RouterExpected) -> list[Finding]:
     return findings
 
 
-def _alike_on_ranks(own: RouterExpected) -> list[Finding]:
+def _alike_on_ranks(router: RouterExpected) -> list[Finding]:
     """Return findings for ranks that draw the same for different tokens, or differently for copies."""
-    copies = own.workload.config.token_copies
-    stage = {rank: ranks for ranks in stages(own.workload.layout) for rank in ranks}  # other stages have other layers
+    copies = router.workload.config.token_copies
+    # other stages have other layers
+    stage = {rank: ranks for ranks in stages(router.workload.layout) for rank in ranks}
     findings = []
-    for (m, rank), ids_TK in own.ids.items():
-        for other in (each for each in stage[rank] if each < rank):
-            if copies and _same_tokens(own, (m, other), (m, rank)):
-                if not torch.equal(own.ids[m, other].sort(1).values, ids_TK.sort(1).values):
+    for (m, rank), ids_TK in router.ids.items():
+        for other in (lower for lower in stage[rank] if lower < rank):
+            if copies and _same_tokens(router, (m, other), (m, rank)):
+                if not torch.equal(router.ids[m, other].sort(1).values, ids_TK.sort(1).values):
                     sentence = f"tp ranks {other} and {rank} hold the same tokens and select different experts"
                     findings.append(Finding("copies", sentence, (other, rank)))
-            elif _agree(own, (m, other), (m, rank)):
+            elif _agree(router, (m, other), (m, rank)):
                 sentence = (
                     f"ranks {other} and {rank} hold different tokens and select the same experts; likely cause: both "
                     "drew random logits from the same seed"
@@ -104,15 +105,15 @@ def _alike_on_ranks(own: RouterExpected) -> list[Finding]:
     return findings
 
 
-def _same_tokens(own: RouterExpected, one: Place, other: Place) -> bool:
-    batches = own.workload.batches
+def _same_tokens(router: RouterExpected, one: Place, other: Place) -> bool:
+    batches = router.workload.batches
     return torch.equal(batches[one[0]][one[1]].x_TD, batches[other[0]][other[1]].x_TD)
 
 
-def _agree(own: RouterExpected, one: Place, other: Place) -> bool:
+def _agree(router: RouterExpected, one: Place, other: Place) -> bool:
     """Return whether two places select the same experts for all tokens, where that is unlikely by chance."""
-    first_TK, second_TK = own.ids[one], own.ids[other]
-    tokens, config = min(len(first_TK), len(second_TK)), own.workload.config
+    first_TK, second_TK = router.ids[one], router.ids[other]
+    tokens, config = min(len(first_TK), len(second_TK)), router.workload.config
     if chance_alike(tokens, config.top_k, config.experts) > _CHANCE:
         return False
     return torch.equal(first_TK[:tokens].sort(1).values, second_TK[:tokens].sort(1).values)
@@ -128,7 +129,7 @@ def _not_normal(expected: RouterExpected, place: Place) -> list[Finding]:
     said = [f"the means over its tokens {of_experts}"] if of_experts else []
     said += [f"the logits {of_all}"] if of_all else []
     sentence = f"the forced logits of rank {place[1]} are not standard normal: "
-    return [Finding("normal", sentence + each, (place[1],)) for each in said]
+    return [Finding("normal", sentence + words, (place[1],)) for words in said]
 
 
 def _outside(draws: list[Tensor], deviation: float) -> str:
@@ -149,25 +150,25 @@ def judge_bias_draws(reading: Reading, tally: Tally) -> None:
         NotOffered: not only the bias decides, and the backend does not return the logits.
         WrongForm, WrongSelection: there is no such bias.
     """
-    own = expected_of(reading)
-    findings = _split(own) if bias_decides_alone(own.workload) else _wrong_deviation(reading)
+    router = expected_of(reading)
+    findings = _split(router) if bias_decides_alone(router.workload) else _wrong_deviation(reading)
     if findings:
         fail(WrongSelection, "route", findings)
-    if not bias_decides_alone(own.workload) and (expected := forced_expected_of(reading)) is not None:
-        for rank in _ranks(own):
-            if findings := [*without_noise(expected, rank), *following(expected, own, rank)]:
+    if not bias_decides_alone(router.workload) and (expected := forced_expected_of(reading)) is not None:
+        for rank in _ranks(router):
+            if findings := [*without_noise(expected, rank), *following(expected, router, rank)]:
                 fail(WrongSelection, "route", findings)
-    for place in own.places:
-        tally.add(pairs=own.ids[place].numel(), rank=place[1])
+    for place in router.places:
+        tally.add(pairs=router.ids[place].numel(), rank=place[1])
 
 
-def _ranks(own: RouterExpected) -> range:
-    return range(own.workload.layout.world)
+def _ranks(router: RouterExpected) -> range:
+    return range(router.workload.layout.world)
 
 
-def _split(own: RouterExpected) -> list[Finding]:
+def _split(router: RouterExpected) -> list[Finding]:
     findings = []
-    for (m, rank), ids_TK in own.ids.items():
+    for (m, rank), ids_TK in router.ids.items():
         if not one_choice([ids_TK]):
             sentence = (
                 f"tokens of rank {rank} select {sorted(ids_TK[0].tolist())} and others in forward {m}; expected the "
@@ -203,12 +204,12 @@ def judge_bias_on_ranks(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongSelection: some ranks select other experts.
     """
-    own = expected_of(reading)
+    router = expected_of(reading)
     findings = []
-    for m in range(len(own.workload.batches)):
-        for ranks in stages(own.workload.layout):
-            if not one_choice([own.ids[m, rank] for rank in ranks]):
-                chosen = {rank: sorted(own.ids[m, rank][0].tolist()) for rank in ranks if len(own.ids[m, rank])}
+    for m in range(len(router.workload.batches)):
+        for ranks in stages(router.workload.layout):
+            if not one_choice([router.ids[m, rank] for rank in ranks]):
+                chosen = {rank: sorted(router.ids[m, rank][0].tolist()) for rank in ranks if len(router.ids[m, rank])}
                 said = ", ".join(f"rank {rank} {experts}" for rank, experts in chosen.items())
                 sentence = (
                     f"the forced bias is not the same on ranks of one pipeline stage: in forward {m} select {said}"
@@ -216,8 +217,8 @@ def judge_bias_on_ranks(reading: Reading, tally: Tally) -> None:
                 findings.append(Finding("ranks", sentence, ranks))
     if findings:
         fail(WrongSelection, "route", findings)
-    for place in own.places:
-        tally.add(pairs=own.ids[place].numel(), rank=place[1])
+    for place in router.places:
+        tally.add(pairs=router.ids[place].numel(), rank=place[1])
 
 
 def judge_bias_in_turn(reading: Reading, tally: Tally) -> None:
@@ -229,12 +230,12 @@ def judge_bias_in_turn(reading: Reading, tally: Tally) -> None:
         WrongForm, WrongSelection: two forwards select the same although the bias is drawn anew, or differ although it
             is kept.
     """
-    own = expected_of(reading)
-    chosen = {place: ids_TK for place, ids_TK in own.ids.items() if len(ids_TK)}
+    router = expected_of(reading)
+    chosen = {place: ids_TK for place, ids_TK in router.ids.items() if len(ids_TK)}
     pairs = [(one, other) for one, other in combinations(sorted(chosen), 2) if one[1] == other[1]]
     findings = []
     for one, other in pairs:
-        if sentence := _wrong_turn(own, one, other):
+        if sentence := _wrong_turn(router, one, other):
             findings.append(Finding(sentence.split(": ")[-1], sentence, (one[1],)))
     if findings:
         fail(WrongSelection, "route", findings)
@@ -242,11 +243,11 @@ def judge_bias_in_turn(reading: Reading, tally: Tally) -> None:
         tally.add(pairs=chosen[place].numel(), rank=place[1])
 
 
-def _wrong_turn(own: RouterExpected, one: Place, other: Place) -> str:
+def _wrong_turn(router: RouterExpected, one: Place, other: Place) -> str:
     """Return what is wrong with the choices of two forwards on a rank, "" if nothing is."""
-    config, routers = own.workload.config, own.workload.routers
+    config, routers = router.workload.config, router.workload.routers
     keeps, same_layer = (config.routing.forced[0][1] or 0.0) < 0, one[0] % routers == other[0] % routers
-    alike = one_choice([own.ids[one], own.ids[other]])
+    alike = one_choice([router.ids[one], router.ids[other]])
     said = f"rank {one[1]} in forwards {one[0]} and {other[0]} of {'one layer' if same_layer else 'two layers'}"
     if keeps and same_layer:
         anew = "the bias that is kept between forwards was drawn again"

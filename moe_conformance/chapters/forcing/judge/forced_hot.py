@@ -61,8 +61,8 @@ def judge_hot_node(reading: Reading, tally: Tally) -> None:
     workload = reading.outcome.workload
     ranks = int(workload.config.routing.forced[0][1] or 1)
     blocks = blocks_of(workload.layout, workload.config.experts, ranks)
-    told = _most(f"node of {ranks} ranks", len(blocks[0]))
-    _judge(reading, tally, lambda ids: hot_blocks(ids, blocks, even=True), lambda of: f"{told(of)}, spread evenly")
+    words = _most(f"node of {ranks} ranks", len(blocks[0]))
+    _judge(reading, tally, lambda ids: hot_blocks(ids, blocks, even=True), lambda of: f"{words(of)}, spread evenly")
 
 
 def judge_hot_expert(reading: Reading, tally: Tally) -> None:
@@ -72,8 +72,8 @@ def judge_hot_expert(reading: Reading, tally: Tally) -> None:
         WrongForm, WrongSelection: not the same expert, not a slot of every token, or uneven loads of the others.
     """
     experts = reading.outcome.workload.config.experts
-    told = _most("expert", 1)
-    _judge(reading, tally, lambda ids: hot_experts(ids, experts), lambda of: f"{told(of)}, and the others evenly")
+    words = _most("expert", 1)
+    _judge(reading, tally, lambda ids: hot_experts(ids, experts), lambda of: f"{words(of)}, and the others evenly")
 
 
 def judge_ratio(reading: Reading, tally: Tally) -> None:
@@ -99,24 +99,28 @@ def judge_alternating(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongSelection: it does not.
     """
-    own = expected_of(reading)
-    workload = own.workload
+    router = expected_of(reading)
+    workload = router.workload
     blocks = blocks_of(workload.layout, workload.config.experts)
     forwards = range(len(workload.batches))
     findings = []
     for ranks in workload.layout.groups()["ep_etp"]:
-        ids = [[own.ids[m, rank] for rank in ranks] for m in forwards]
+        ids = [[router.ids[m, rank] for rank in ranks] for m in forwards]
         if first_hot_ranks(ids, blocks):
             continue
-        hot = [hot_blocks(each, blocks) for each in ids]
-        by_forward = "; ".join(f"forward {m}: {_ranks(each)}" for m, each in enumerate(hot))
-        cause = "likely cause: the hot rank stays" if all(each == hot[0] for each in hot) else _cause(own, ranks)
+        hot = [hot_blocks(blocks_of_forward, blocks) for blocks_of_forward in ids]
+        by_forward = "; ".join(f"forward {m}: {_ranks(blocks_of_forward)}" for m, blocks_of_forward in enumerate(hot))
+        cause = (
+            "likely cause: the hot rank stays"
+            if all(blocks_of_forward == hot[0] for blocks_of_forward in hot)
+            else _cause(router, ranks)
+        )
         sentence = (
             f"the hot expert parallel rank on {_sources(ranks)} is {by_forward}; expected for alternating: one rank "
             f"on with every forward; {cause}"
         )
         findings.append(Finding("turns", sentence, ranks))
-    _end(own, findings, tally)
+    _end(router, findings, tally)
 
 
 def judge_strategies_refused(outcome: Outcome, tally: Tally) -> None:
@@ -151,46 +155,47 @@ def _judge(
     expected: Callable[[RouterExpected], str],
 ) -> None:
     """Require that one block can have been hot, for each exchange group and forward."""
-    own, findings = expected_of(reading), []
-    E, ep = own.workload.config.experts, own.workload.layout.ep
-    for m in range(len(own.workload.batches)):
-        for ranks in own.workload.layout.groups()["ep_etp"]:
-            ids = [own.ids[m, rank] for rank in ranks]
+    router, findings = expected_of(reading), []
+    E, ep = router.workload.config.experts, router.workload.layout.ep
+    for m in range(len(router.workload.batches)):
+        for ranks in router.workload.layout.groups()["ep_etp"]:
+            ids = [router.ids[m, rank] for rank in ranks]
             if hot(ids):
                 continue
-            name = own.workload.config.routing.forced[0][0]
-            total_E = torch.stack([loads(each, E) for each in ids]).sum(0)
+            name = router.workload.config.routing.forced[0][0]
+            total_E = torch.stack([loads(ids_TK, E) for ids_TK in ids]).sum(0)
             by_rank = total_E.reshape(ep, -1).sum(1).tolist()
             sentence = (
                 f"{_sources(ranks)} together route {total_E.tolist()} tokens to the experts and {by_rank} to the "
-                f"expert parallel ranks in forward {m}; expected for {name}: {expected(own)}; {_cause(own, ranks, m)}"
+                f"expert parallel ranks in forward {m}; expected for {name}: {expected(router)}; "
+                f"{_cause(router, ranks, m)}"
             )
             findings.append(Finding("hot", sentence, ranks, float(max(by_rank))))
-    _end(own, findings, tally)
+    _end(router, findings, tally)
 
 
-def _end(own: RouterExpected, findings: list[Finding], tally: Tally) -> None:
+def _end(router: RouterExpected, findings: list[Finding], tally: Tally) -> None:
     if findings:
         fail(WrongSelection, "route", findings)
-    for place in own.places:
-        tally.add(pairs=own.ids[place].numel(), rank=place[1])
+    for place in router.places:
+        tally.add(pairs=router.ids[place].numel(), rank=place[1])
 
 
 def _most(block: str, size: int) -> Callable[[RouterExpected], str]:
-    def told(own: RouterExpected) -> str:
-        config = own.workload.config
+    def words(router: RouterExpected) -> str:
+        config = router.workload.config
         slots = min(config.top_k, size)
         times = overload(config.top_k, config.experts, size)
         return f"one {block} gets {slots} of the {config.top_k} slots of every token, {times:g} times the mean load"
 
-    return told
+    return words
 
 
-def _cause(own: RouterExpected, ranks: Sequence[int], forward: int = 0) -> str:
-    if all(bool(own.legal((forward, rank)).all()) for rank in ranks):
+def _cause(router: RouterExpected, ranks: Sequence[int], forward: int = 0) -> str:
+    if all(bool(router.legal((forward, rank)).all()) for rank in ranks):
         return "likely cause: the strategy was accepted and ignored: every token goes where its own logits send it"
-    blocks = blocks_of(own.workload.layout, own.workload.config.experts)
-    alone = [hot_blocks([own.ids[forward, rank]], blocks) for rank in ranks]
+    blocks = blocks_of(router.workload.layout, router.workload.config.experts)
+    alone = [hot_blocks([router.ids[forward, rank]], blocks) for rank in ranks]
     if all(alone) and not set(alone[0]).intersection(*alone[1:]):
         return f"likely cause: each source rank has another hot rank: {', '.join(map(_ranks, alone))}"
     return "likely cause: not all slots that could go to the hot experts do, or the others are dealt unevenly"

@@ -38,7 +38,7 @@ def without_noise(forced: RouterExpected, rank: int) -> list[Finding]:
     return [Finding("noise", sentence, (rank,))]
 
 
-def following(forced: RouterExpected, own: RouterExpected, rank: int) -> list[Finding]:
+def following(forced: RouterExpected, router: RouterExpected, rank: int) -> list[Finding]:
     """Return a finding if forced logits of a rank are correlated with the router's own.
 
     Rule: |sum r_te c_te| <= 8 sqrt(sum c^2), c_te = l_te - mean_t l_te: given the tokens, a sum of normal numbers.
@@ -46,9 +46,9 @@ def following(forced: RouterExpected, own: RouterExpected, rank: int) -> list[Fi
     product = spread = 0.0
     for place in forced.places:
         if place[1] == rank:
-            own_TE = _centred(own.logits(place))
-            product += float((_centred(forced.logits(place)) * own_TE).sum())
-            spread += float(own_TE.square().sum())
+            router_TE = _centred(router.logits(place))
+            product += float((_centred(forced.logits(place)) * router_TE).sum())
+            spread += float(router_TE.square().sum())
     if abs(product) <= _DEVIATIONS * sqrt(spread):
         return []
     sentence = (
@@ -58,15 +58,15 @@ def following(forced: RouterExpected, own: RouterExpected, rank: int) -> list[Fi
     return [Finding("following", sentence, (rank,))]
 
 
-def chosen_by_own(own: RouterExpected, place: Place) -> list[Finding]:
+def chosen_by_own(router: RouterExpected, place: Place) -> list[Finding]:
     """Return a finding if random routes of a rank agree with the router's own choice more or less than by chance.
 
     Rule: K^2 T / E pairs, with the margin of a load of T K choices of K in E: a token's experts are drawn without
     replacement, and so spread no wider than independent draws (Hoeffding 1963, theorem 4).
     """
-    ids_TK, rank = own.ids[place], place[1]
-    K, E = own.workload.config.top_k, own.workload.config.experts
-    common = int((ids_TK[:, :, None] == own.choice(place)[:, None, :]).sum())
+    ids_TK, rank = router.ids[place], place[1]
+    K, E = router.workload.config.top_k, router.workload.config.experts
+    common = int((ids_TK[:, :, None] == router.choice(place)[:, None, :]).sum())
     mean, margin = ids_TK.numel() * K / E, load_margin(ids_TK.numel(), K, E)
     if abs(common - mean) <= margin:
         return []

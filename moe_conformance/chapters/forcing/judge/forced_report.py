@@ -35,9 +35,9 @@ def judge_reported(reading: Reading, tally: Tally) -> None:
             tally.add(pairs=1, rank=rank.rank)
             continue
         by = "" if parameter is None else f" by {parameter:g}"
-        told = f"reports {' and '.join(map(repr, texts))}" if texts else "reports nothing of it"
+        words = f"reports {' and '.join(map(repr, texts))}" if texts else "reports nothing of it"
         sentence = (
-            f"rank {rank.rank} is forced to route by the strategy {name}{by}, and {told}; expected: strategy and "
+            f"rank {rank.rank} is forced to route by the strategy {name}{by}, and {words}; expected: strategy and "
             "parameter in resolved['forced'], or in a warning while it is built"
         )
         findings.append(Finding("unreported", sentence, (rank.rank,)))
@@ -72,20 +72,20 @@ def judge_strategy_in_force(reading: Reading, tally: Tally) -> None:
         WrongForm: it reports another strategy.
         WrongSelection: it reports the right strategy, and its tokens are routed by its own logits.
     """
-    own, asked = expected_of(reading), reading.outcome.workload.config.routing.forced[0][0]
+    router, configured = expected_of(reading), reading.outcome.workload.config.routing.forced[0][0]
     reporting = {rank.rank: _named(rank.resolved.get("forced", "")) for rank in reading.ranks}
     if not any(reporting.values()):
         raise NotOffered("the router reports no strategy in resolved['forced']")
     findings = [
-        Finding("other", f"rank {rank} reports the strategy {' and '.join(named)}; in force is {asked}", (rank,))
+        Finding("other", f"rank {rank} reports the strategy {' and '.join(named)}; in force is {configured}", (rank,))
         for rank, named in reporting.items()
-        if named and named != [asked]
+        if named and named != [configured]
     ]
     if findings:
         fail(WrongForm, "route", findings)
-    require_forced(own)
-    for place in own.places:
-        tally.add(pairs=own.ids[place].numel(), rank=place[1])
+    require_forced(router)
+    for place in router.places:
+        tally.add(pairs=router.ids[place].numel(), rank=place[1])
 
 
 def _texts(rank: RankOutcome) -> list[str]:
@@ -108,4 +108,4 @@ def _has(text: str, parameter: float | None) -> bool:
     >>> _has("biased by -2", -2.0), _has("biased", 0.5), _has("random", None)
     (True, False, True)
     """
-    return parameter is None or any(isclose(float(each), parameter, rel_tol=1e-3) for each in _NUMBER.findall(text))
+    return parameter is None or any(isclose(float(number), parameter, rel_tol=1e-3) for number in _NUMBER.findall(text))

@@ -45,19 +45,19 @@ def forced_expected_of(reading: Reading) -> RouterExpected | None:
 
 
 def _expect_forced(reading: Reading) -> RouterExpected | None:
-    own = expected_of(reading)
-    if not forces_logits(own.workload):
-        return own
-    told = {place: reading.seen(*place).router.logits_TE for place in own.places}
-    if all(logits_TE is None for logits_TE in told.values()):
+    router = expected_of(reading)
+    if not forces_logits(router.workload):
+        return router
+    returned = {place: reading.seen(*place).router.logits_TE for place in router.places}
+    if all(logits_TE is None for logits_TE in returned.values()):
         return None
     forced = {}
-    for (m, rank), logits_TE in told.items():
-        shape = len(own.ids[m, rank]), own.workload.config.experts
+    for (m, rank), logits_TE in returned.items():
+        shape = len(router.ids[m, rank]), router.workload.config.experts
         if logits_TE is None or tuple(logits_TE.shape) != shape or not bool(logits_TE.isfinite().all()):
             raise WrongForm("route", f"the forced logits of rank {rank} are not {shape} or not finite", ranks=(rank,))
         forced[m, rank] = logits_TE
-    return ForcedExpected(own.workload, own.ids, own.divisor, forced)
+    return ForcedExpected(router.workload, router.ids, router.divisor, forced)
 
 
 # ---- the group limit -----------------------------------------------------------------------------------------
@@ -76,40 +76,41 @@ def judge_forced_groups(reading: Reading, tally: Tally) -> None:
 
 
 def _judge_limit(reading: Reading, tally: Tally) -> None:
-    own, forced = expected_of(reading), forced_expected_of(reading)
-    require_forced(own)
-    config = own.workload.config
+    router, forced = expected_of(reading), forced_expected_of(reading)
+    require_forced(router)
+    config = router.workload.config
     assert config.routing.groups is not None  # callers have groups
     groups, chosen = config.routing.groups
     findings = []
-    for m, rank in own.places:
-        used_T = groups_used(own.ids[m, rank], config.experts, groups)
+    for m, rank in router.places:
+        used_T = groups_used(router.ids[m, rank], config.experts, groups)
         for t in (used_T > chosen).nonzero().flatten().tolist():
             sentence = (
-                f"the experts {sorted(own.ids[m, rank][t].tolist())} of rank {rank} token {t} are in {int(used_T[t])} "
-                f"groups; expected at most {chosen}; likely cause: logits were forced after the group limit"
+                f"the experts {sorted(router.ids[m, rank][t].tolist())} of rank {rank} token {t} are in "
+                f"{int(used_T[t])} groups; expected at most {chosen}; "
+                "likely cause: logits were forced after the group limit"
             )
             findings.append(Finding("groups", sentence, (rank,), float(used_T[t])))
     if findings:
         fail(WrongSelection, "route", findings)
-    _require_groups_forced(own)
+    _require_groups_forced(router)
     if forced is not None:
         with tally.uncounted() as uncounted:
             judge_selection(reading, uncounted, forced)
-    for place in own.places:
-        tally.add(pairs=own.ids[place].numel(), rank=place[1])
+    for place in router.places:
+        tally.add(pairs=router.ids[place].numel(), rank=place[1])
 
 
-def _require_groups_forced(own: RouterExpected) -> None:
+def _require_groups_forced(router: RouterExpected) -> None:
     """Raise if random logits selected only in the groups of the router's own logits, for every token."""
-    config = own.workload.config
+    config = router.workload.config
     assert config.routing.groups is not None
     if config.routing.forced[0][0] != "random":
         return  # a bias may open the same groups for all tokens, which may be those by chance
     findings = []
-    for place in own.places:
-        tokens = len(own.ids[place])
-        if comb(*config.routing.groups) ** -tokens < _CHANCE and _within_own_groups(own, place):
+    for place in router.places:
+        tokens = len(router.ids[place])
+        if comb(*config.routing.groups) ** -tokens < _CHANCE and _within_unforced_groups(router, place):
             sentence = (
                 f"all {tokens} tokens of rank {place[1]} select experts of the groups that the router's own logits "
                 "select, not the forced ones; likely cause: logits were forced after the group limit"
@@ -119,26 +120,26 @@ def _require_groups_forced(own: RouterExpected) -> None:
         fail(WrongSelection, "route", findings)
 
 
-def _within_own_groups(own: RouterExpected, place: Place) -> bool:
+def _within_unforced_groups(router: RouterExpected, place: Place) -> bool:
     """Return whether every token's experts are in groups that its own scores open."""
-    config = own.workload.config
+    config = router.workload.config
     if config.routing.groups is None:
         return False
-    scores_TE = own.selection_scores(place, own.bias_E)
+    scores_TE = router.selection_scores(place, router.bias_E)
     open_TE = selection.group_mask(
         scores_TE, config.routing.groups, top_k=config.top_k, group_score=config.routing.group_score
     )
-    return bool(open_TE.gather(1, own.ids[place]).all())
+    return bool(open_TE.gather(1, router.ids[place]).all())
 
 
-def require_forced(own: RouterExpected) -> None:
+def require_forced(router: RouterExpected) -> None:
     """Raise if all tokens of a rank selected what they would have selected without a strategy."""
-    config = own.workload.config
+    config = router.workload.config
     findings = []
-    for place in own.places:
-        tokens = len(own.ids[place])
+    for place in router.places:
+        tokens = len(router.ids[place])
         chance = float(comb(config.experts, config.top_k)) ** -tokens
-        if chance < _CHANCE and bool(own.legal(place).all()):
+        if chance < _CHANCE and bool(router.legal(place).all()):
             sentence = (
                 f"all {tokens} tokens of rank {place[1]} are routed by the router's own logits; likely cause: "
                 f"forced routing {config.routing.forced[0][0]} was requested, accepted and ignored"
@@ -157,16 +158,16 @@ def judge_forced_loads(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongSelection: loads differ by more, or nothing was forced.
     """
-    own = expected_of(reading)
+    router = expected_of(reading)
     findings = []
-    for place in own.places:
-        loads_E = loads(own.ids[place], own.workload.config.experts)
+    for place in router.places:
+        loads_E = loads(router.ids[place], router.workload.config.experts)
         if not balanced(loads_E):
-            findings.append(_unbalanced(own, place, loads_E.tolist()))
+            findings.append(_unbalanced(router, place, loads_E.tolist()))
     if findings:
         fail(WrongSelection, "route", findings)
-    for place in own.places:
-        tally.add(pairs=own.ids[place].numel(), rank=place[1])
+    for place in router.places:
+        tally.add(pairs=router.ids[place].numel(), rank=place[1])
 
 
 def judge_loads_over_ranks(reading: Reading, tally: Tally) -> None:
@@ -177,10 +178,10 @@ def judge_loads_over_ranks(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongSelection: other loads.
     """
-    own, config, findings = expected_of(reading), reading.outcome.workload.config, []
+    router, config, findings = expected_of(reading), reading.outcome.workload.config, []
     for m in range(len(reading.batches)):
-        for ranks in own.workload.layout.groups()["ep_etp"]:
-            loads_by_rank = [loads(own.ids[m, rank], config.experts) for rank in ranks]
+        for ranks in router.workload.layout.groups()["ep_etp"]:
+            loads_by_rank = [loads(router.ids[m, rank], config.experts) for rank in ranks]
             if not balanced_sum(loads_by_rank):
                 total_E = torch.stack(loads_by_rank).sum(0)
                 sentence = (
@@ -190,20 +191,20 @@ def judge_loads_over_ranks(reading: Reading, tally: Tally) -> None:
                 )
                 findings.append(Finding("sum", sentence, ranks, float(total_E.max() - total_E.min())))
             for rank in ranks:
-                tally.add(pairs=own.ids[m, rank].numel(), rank=rank)
+                tally.add(pairs=router.ids[m, rank].numel(), rank=rank)
     if findings:
         fail(WrongSelection, "route", findings)
 
 
-def _unbalanced(own: RouterExpected, place: Place, loads_E: list[int]) -> Finding:
-    name, rank = own.workload.config.routing.forced[0][0], place[1]
+def _unbalanced(router: RouterExpected, place: Place, loads_E: list[int]) -> Finding:
+    name, rank = router.workload.config.routing.forced[0][0], place[1]
     cause = ""
-    if bool(own.legal(place).all()):
+    if bool(router.legal(place).all()):
         cause = (
             "; every token is routed by the router's own logits; likely cause: forced routing "
             f"{name} was requested, accepted and ignored"
         )
-    elif _within_own_groups(own, place):
+    elif _within_unforced_groups(router, place):
         cause = "; likely cause: forced ids were limited to the groups that the router's own scores select"
     sentence = f"rank {rank} has the loads {loads_E} per expert; expected for {name}: they differ by at most one{cause}"
     return Finding(cause, sentence, (rank,), float(max(loads_E) - min(loads_E)))
@@ -260,14 +261,14 @@ def judge_masked_weights(reading: Reading, tally: Tally) -> None:
     """
     with tally.uncounted() as uncounted:
         judge_forced_loads(reading, uncounted)
-    own, findings = expected_of(reading), []
-    for place in own.places:
-        ids_TK, weights_TK = own.ids[place], reading.seen(*place).router.weights_TK
+    router, findings = expected_of(reading), []
+    for place in router.places:
+        ids_TK, weights_TK = router.ids[place], reading.seen(*place).router.weights_TK
         if weights_TK is None or weights_TK.shape != ids_TK.shape:
             sentence = f"the weights of rank {place[1]} do not have the shape {tuple(ids_TK.shape)} of the ids"
             raise WrongForm("route", sentence, ranks=(place[1],))
-        logits_TE = own.logits(place)
-        right_TK = forced_weights(logits_TE, ids_TK, **own.weighing)
+        logits_TE = router.logits(place)
+        right_TK = forced_weights(logits_TE, ids_TK, **router.weighing)
         near_TK = (weights_TK.double() - right_TK).abs() <= _ROUNDING * right_TK
         free_T1 = undecided_weights(logits_TE, ids_TK)[:, None]
         legal_T = torch.where(free_T1, weights_TK.isfinite(), near_TK).all(1)
@@ -288,13 +289,13 @@ def _of_others(reading: Reading, expected: RouterExpected, place: Place) -> list
     target = expected.weights(place)
     if weights_TK is None or weights_TK.shape != target.expected.shape or compare(weights_TK, *target).holds:
         return []
-    own = expected_of(reading)
+    router = expected_of(reading)
     others = {
         "the experts that the router would have selected without forcing": expected.weigh(
-            own.logits(place), own.choice(place)
+            router.logits(place), router.choice(place)
         ),
         "its experts by the router's own logits, not by the forced ones": expected.weigh(
-            own.logits(place), own.ids[place]
+            router.logits(place), router.ids[place]
         ),
     }
     rank, loose = place[1], float(target.allowed.max())
