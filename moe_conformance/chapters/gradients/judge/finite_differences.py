@@ -33,18 +33,18 @@ def judge_differences(reading: Reading, nudges: list[Nudged], twins: RunTwins, t
     everybody, addends = tuple(range(len(reading.ranks))), _loss(reading, magnitude=True)
     for nudge in nudges:
         ran = twins(nudge.twins)
-        if missing := [each.why_not for each in ran if each.outcome is None]:
+        if missing := [twin_run.why_not for twin_run in ran if twin_run.outcome is None]:
             not_offered = "; ".join(missing)
             continue
-        up, down, far_up, far_down = (_loss(read_twin(each)) for each in ran)
+        up, down, far_up, far_down = (_loss(read_twin(twin_run)) for twin_run in ran)
         slope, wide = (up - down) / (2 * nudge.h), (far_up - far_down) / (4 * nudge.h)
         try:
-            told = _along(reading, nudge)
+            product = _along(reading, nudge)
         except NotOffered as error:
             not_offered = str(error)
             continue
-        if sentence := _said(nudge, slope, wide, told, addends, tally):
-            findings.append(Finding(nudge.what, sentence, everybody, abs(slope - told)))
+        if sentence := _said(nudge, slope, wide, product, addends, tally):
+            findings.append(Finding(nudge.what, sentence, everybody, abs(slope - product)))
         else:
             tally.add(elements=sum(direction.numel() for direction in nudge.directions.values()))
     if findings:
@@ -53,7 +53,7 @@ def judge_differences(reading: Reading, nudges: list[Nudged], twins: RunTwins, t
         raise NotOffered(not_offered)
 
 
-def _said(nudge: Nudged, slope: float, wide: float, told: float, addends: float, tally: Tally) -> str:
+def _said(nudge: Nudged, slope: float, wide: float, product: float, addends: float, tally: Tally) -> str:
     """Return what is wrong with the slope over h, given that over 2 h and that of the gradient; "" if nothing is."""
     where = f"along a random direction in {nudge.what} the loss has the slope {slope:.9g}"
     curvature = abs(wide - slope)
@@ -61,12 +61,12 @@ def _said(nudge: Nudged, slope: float, wide: float, told: float, addends: float,
         steps = f"with a step of {nudge.h:.3g}, and {wide:.9g} with twice the step"
         return f"{where} {steps}: the forward has steps, and is not differentiable at this precision"
     allowed = curvature + 2 * _ROUNDING * addends / nudge.h
-    if abs(slope - told) <= allowed:
+    if abs(slope - product) <= allowed:
         return ""
-    ratio = abs(slope - told) / allowed if allowed else math.inf
+    ratio = abs(slope - product) / allowed if allowed else math.inf
     tally.beyond = max(tally.beyond, ratio if ratio < 1e300 else 1e300)  # also True for NaN
     times = f"{ratio:.3g} x the allowed error {allowed:.2g}"
-    return f"{where}; the gradient gives {told:.9g} ({times})"
+    return f"{where}; the gradient gives {product:.9g} ({times})"
 
 
 def _loss(reading: Reading, magnitude: bool = False) -> float:

@@ -26,7 +26,7 @@ def judge_sum(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
     """
     _require_all(ran)
     judge_alike(reading, ran, tally)
-    runs = [read_twin(each) for each in those_that_ran(ran)]
+    runs = [read_twin(twin_run) for twin_run in those_that_ran(ran)]
     whole, parts = assembled(reading), [assembled(run) for run in runs]
     findings = list[Finding]()
     for (stage, key), actual in whole.items():
@@ -66,8 +66,8 @@ def judge_steps(reading: Reading, alone: Sequence[Ran], stepped: Ran, tally: Tal
 
 def _require_all(ran: Sequence[Ran]) -> None:
     """Raise `NotOffered` if an equivalent run was not run."""
-    if any(each.outcome is None for each in ran):
-        raise NotOffered("; ".join(each.why_not for each in ran if each.outcome is None))
+    if any(twin_run.outcome is None for twin_run in ran):
+        raise NotOffered("; ".join(twin_run.why_not for twin_run in ran if twin_run.outcome is None))
 
 
 def judge_padding_gradients(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
@@ -77,8 +77,8 @@ def judge_padding_gradients(reading: Reading, ran: Sequence[Ran], tally: Tally) 
         NotOffered: no padding row was delivered to any expert.
         As `judge_alike`.
     """
-    with tally.uncounted() as own:
-        judge_alike(reading, ran, own)
+    with tally.uncounted() as uncounted:
+        judge_alike(reading, ran, uncounted)
     rows = 0
     for run in map(read_twin, those_that_ran(ran)):
         for rank in run.ranks:

@@ -28,7 +28,7 @@ def judge_hooked(reading: Reading, tally: Tally) -> None:
     if any(_reduces_in_backward(reading, rank) for rank in reading.ranks):
         raise NotOffered("gradients are reduced over replicas in backwards, and hooks see them before that")
     passed = [rank.grads_hooked or {} for rank in reading.ranks]
-    if not any(grad.value is not None for each in passed for grad in each.values()):
+    if not any(grad.value is not None for of_rank in passed for grad in of_rank.values()):
         raise NotOffered("autograd passes gradients to no hook of any parameter: something else puts them into grad")
     findings = []
     for rank, seen in zip(reading.ranks, passed, strict=True):

@@ -61,10 +61,10 @@ def _shards(reading: Reading, ranks: Sequence[int]) -> tuple[list[list[Shard]], 
         places[key] = name, torch.arange(full.numel()).reshape(full.shape)
     final, shards = finals_of(reading), []
     for rank in ranks:
-        own = []
+        of_rank = []
         for key, grad in final[rank].items():
             assert grad.value is not None  # an absent one has been judged before
             name, elements = places[key]
-            own.append(Shard(name, shard_of(elements, grad.shard).flatten(), grad.value.flatten()))
-        shards.append(own)
+            of_rank.append(Shard(name, shard_of(elements, grad.shard).flatten(), grad.value.flatten()))
+        shards.append(of_rank)
     return shards, sizes
