@@ -43,7 +43,7 @@ def judge_indivisible(outcome: Outcome, tally: Tally) -> None:
             judge_refused(outcome, number, tally, stage="run", asked=f"a configuration with {reason}")
         ):
             numbers = re.findall(r"= (\d+)", reason)[: 2 if config.experts else 1]
-            if missing := [each for each in numbers if not re.search(rf"\b{each}\b", said)]:
+            if missing := [size for size in numbers if not re.search(rf"\b{size}\b", said)]:
                 lacking = " and ".join(missing)
                 sentence = f"{call.method}: the error for {reason} on rank {rank} does not name {lacking}: {said!r}"
                 findings.append(Finding("words", sentence, (rank,)))
@@ -57,18 +57,18 @@ def _all_placed(outcome: Outcome, call: int, reason: str, tally: Tally) -> bool:
     Raises:
         Unrefused: the surface places experts, and one is not on exactly one rank of an ep group.
     """
-    asked, found = outcome.workload.calls[call], answers(outcome, call)
+    made, found = outcome.workload.calls[call], answers(outcome, call)
     if any(answer.raised or "local_experts" not in answer.values for answer in found):
         return False
     held = [answer.values["local_experts"] for answer in found]
     for group in outcome.workload.layout.groups()["ep"]:
         together = [expert for rank in group for expert in held[rank]]
-        for expert in range(asked.given[0]["config"].experts):
+        for expert in range(made.given[0]["config"].experts):
             if together.count(expert) != 1:
                 on = some([f"rank {rank}" for rank in group if expert in held[rank]]) or "no rank"
-                told = f"{asked.method} accepted a configuration with {reason}, and expert {expert} is on {on}"
+                sentence = f"{made.method} accepted a configuration with {reason}, and expert {expert} is on {on}"
                 expected = "expected: an error on every rank, or every expert on one"
-                raise Unrefused("run", f"{told}; {expected}", ranks=tuple(group))
+                raise Unrefused("run", f"{sentence}; {expected}", ranks=tuple(group))
     for rank in range(len(found)):
         tally.add(pairs=1, rank=rank)
     return True

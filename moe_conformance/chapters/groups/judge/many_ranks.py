@@ -24,8 +24,8 @@ def judge_own_group(reading: Reading, tally: Tally) -> None:
         if group_of.get(entry.source) == group_of[entry.rank]:
             tally.add(pairs=1, rank=entry.rank)
             continue
-        own = some(group_of[entry.rank])
-        sentence = f"{entry.place} is {entry.token_name}, which is outside of that rank's exchange group ({own})"
+        members = some(group_of[entry.rank])
+        sentence = f"{entry.place} is {entry.token_name}, which is outside of that rank's exchange group ({members})"
         findings.append(Finding("another group", sentence, (entry.rank, entry.source)))
     if findings:
         fail(WrongDelivery, "dispatch", findings)

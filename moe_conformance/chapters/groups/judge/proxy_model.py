@@ -27,7 +27,7 @@ from moe_conformance.judging.verdict import (
 from moe_conformance.reference.groups.proxy_model import ModelGradients
 
 WIDE, NARROW = 2.0**-40, 2.0**-16
-"""Of the largest element of a tensor, what every element may be off by. The model is too deep for a derived bound.
+"""Allowed error of every element, relative to the largest one of its tensor; the model is too deep for a derived bound.
 
 It is asked for in float64, where sums of some thousand addends err by 2^-43. A backend that says that its routers
 compute in another dtype (`Claims.dtype`), as some do whatever the tokens are, is held to float32: it errs by 2^-20

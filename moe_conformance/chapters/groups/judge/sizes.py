@@ -30,31 +30,31 @@ def judge_sizes(answers: Mapping[Wish, Told], tally: Tally) -> None:
         NotOffered: the adapter refused all sizes that make no layout.
     """
     refused = [
-        Finding("raised", f"{wish} {'raised' if told.by == 'raised' else 'was refused:'} {told.error}", ())
-        for wish, told in _layouts(answers, fits=True)
-        if told.by == "raised" or (told.by == "library" and wish.layout == Layout(wish.layout.world))
+        Finding("raised", f"{wish} {'raised' if answer.by == 'raised' else 'was refused:'} {answer.error}", ())
+        for wish, answer in _layouts(answers, fits=True)
+        if answer.by == "raised" or (answer.by == "library" and wish.layout == Layout(wish.layout.world))
     ]
     if refused:
         fail(WrongGroups, "groups", refused)
     impossible = _layouts(answers, fits=False)
     taken = [
         Finding("taken", f"{wish} was accepted, although {_problem(wish)}", ())
-        for wish, told in impossible
-        if told.lists is not None
+        for wish, answer in impossible
+        if answer.lists is not None
     ]
     if taken:
         fail(Unrefused, "groups", taken)
     slip = "raised an internal error instead of refusing the sizes"
     stumbled = [
-        Finding("stumbled", f"{wish} {slip}: {told.error}; {_problem(wish)}", ())
-        for wish, told in impossible
-        if told.by == "raised" and f"builtins.{told.error.partition(':')[0]}" in SLIPS
+        Finding("stumbled", f"{wish} {slip}: {answer.error}; {_problem(wish)}", ())
+        for wish, answer in impossible
+        if answer.by == "raised" and f"builtins.{answer.error.partition(':')[0]}" in SLIPS
     ]
     if stumbled:
         fail(Raised, "groups", stumbled)
-    if impossible and all(told.by == "adapter" for _, told in impossible):
+    if impossible and all(answer.by == "adapter" for _, answer in impossible):
         raise NotOffered(impossible[0][1].error)
-    tally.add(elements=sum(told.by != "adapter" for told in answers.values()), rank=0)
+    tally.add(elements=sum(answer.by != "adapter" for answer in answers.values()), rank=0)
 
 
 def judge_stages(answers: Mapping[Wish, Told], tally: Tally) -> None:
@@ -67,23 +67,23 @@ def judge_stages(answers: Mapping[Wish, Told], tally: Tally) -> None:
             in their groups along pp, or another group holds ranks of two stages.
     """
     findings = []
-    for wish, told in answers.items():
-        if told.lists is None or "pp" not in told.lists or _problem(wish):
+    for wish, answer in answers.items():
+        if answer.lists is None or "pp" not in answer.lists or _problem(wish):
             continue
         findings += [
-            Finding(f"stages {name}", f"the {name} groups are {list(told.lists[name])} with {wish}", ())
+            Finding(f"stages {name}", f"the {name} groups are {list(answer.lists[name])} with {wish}", ())
             for name in ("pp", "expert_pp")
-            if name in told.lists and not _staged(told.lists[name], wish.layout)
+            if name in answer.lists and not _staged(answer.lists[name], wish.layout)
         ]
-        stage_of = _stages(told.lists["pp"], wish.layout.world)
-        other = _stages(told.lists.get("expert_pp", told.lists["pp"]), wish.layout.world)
+        stage_of = _stages(answer.lists["pp"], wish.layout.world)
+        other = _stages(answer.lists.get("expert_pp", answer.lists["pp"]), wish.layout.world)
         if differing := [rank for rank in range(wish.layout.world) if stage_of[rank] != other[rank]]:
             rank = differing[0]
             both = f"stage {stage_of[rank]} of the dense groups and {other[rank]} of the expert groups"
             said = f"rank {rank} is in {both}"
             findings.append(Finding("folds", f"{said} with {wish}", (rank,)))
         for name in _OF_ONE_STAGE:
-            for group in mixed_groups(told.lists.get(name, ()), stage_of):
+            for group in mixed_groups(answer.lists.get(name, ()), stage_of):
                 stages = [stage_of[rank] for rank in group]
                 sentence = f"the {name} group {list(group)} has ranks of the stages {stages} with {wish}"
                 findings.append(Finding(f"mixed {name}", sentence, group))
@@ -93,7 +93,7 @@ def judge_stages(answers: Mapping[Wish, Told], tally: Tally) -> None:
 
 
 def _layouts(answers: Mapping[Wish, Told], *, fits: bool) -> list[tuple[Wish, Told]]:
-    return [(wish, told) for wish, told in answers.items() if (_problem(wish) is None) is fits]
+    return [(wish, answer) for wish, answer in answers.items() if (_problem(wish) is None) is fits]
 
 
 def _problem(wish: Wish) -> str | None:
