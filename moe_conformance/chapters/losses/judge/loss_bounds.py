@@ -31,7 +31,7 @@ def value_bound(steps: Steps, name: str, value: Tensor) -> Tensor:
     if name != "z":
         return roundoff(steps) * value.abs()
     finite = [part.logits_TE.masked_fill(part.logits_TE.isinf(), 0.0) for row in steps.parts for part in row]
-    largest = max((float(each.abs().max()) for each in finite if each.numel()), default=0.0) + 4.0
+    largest = max((float(logits.abs().max()) for logits in finite if logits.numel()), default=0.0) + 4.0
     # (Z + d)^2 - Z^2 with |d| a few roundings of the largest logit.
     return roundoff(steps) * (value.abs() + steps.coefficient("z") * largest**2)
 

@@ -180,14 +180,14 @@ class Steps:
         ids_TK, padding_T = self.choices(part, name), self.padding(part)
         losses = []
         for number, logits_tE in enumerate(logits_TE.split(part.tokens)):
-            own_t = None if padding_T is None else part.of_rank(padding_T, number)
+            padding_t = None if padding_T is None else part.of_rank(padding_T, number)
             losses.append(
                 balance.auxiliary_loss(
                     logits_tE,
                     part.of_rank(ids_TK, number),
                     score=self.score,
                     coefficient=self._times(name),
-                    padding_T=own_t,
+                    padding_T=padding_t,
                 )
             )
         return torch.stack(losses).mean()

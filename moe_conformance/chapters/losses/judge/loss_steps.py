@@ -110,8 +110,8 @@ def _steps(outcome: Outcome) -> list[Step]:
     for call in range(len(outcome.workload.calls)):
         forwards, finals, reports = (values(outcome, call, name) for name in ("forwards", "final", "report"))
         shards = values(outcome, call, "shards")
-        told, tells = tuple(report or {} for report in reports), any(report is not None for report in reports)
-        found.append(Step(outcome.workload, call, forwards, finals, told, tells, shards))
+        by_rank, tells = tuple(report or {} for report in reports), any(report is not None for report in reports)
+        found.append(Step(outcome.workload, call, forwards, finals, by_rank, tells, shards))
     return found
 
 
@@ -126,13 +126,13 @@ def declared(outcome: Outcome) -> Rule:
 def legal(outcome: Outcome, parts: Parts) -> Iterator[Rule]:
     """Yield the rules that the spec allows: the claimed one, then those that differ where the spec leaves a choice."""
     base = declared(outcome)
-    each = [part for row in parts for part in row]
+    flat = [part for row in parts for part in row]
     routing = outcome.workload.config.routing
     choices = ("own", "limited") if routing.groups else ("own",)
     if routing.forced:  # these are equal for forced logits
         choices = ("own", "routed")
-    uneven = any(len(set(_valid(part))) > 1 for part in each)
-    empty = any(_has_empty_sequence(part) for part in each)
+    uneven = any(len(set(_valid(part))) > 1 for part in flat)
+    empty = any(_has_empty_sequence(part) for part in flat)
     z = ("whole", "of ranks") if uneven else ("whole",)
     sequences = ("all", "valid") if empty else ("all",)
     for choice, of, counted in product(choices, z, sequences):

@@ -70,7 +70,7 @@ def judge_weights_kept(outcome: Outcome, tally: Tally) -> None:
                 for other, without in enumerate(batches):
                     if batch.mode != "training" or without.mode != "evaluation" or not _same_x(batch.x, without.x):
                         continue
-                    sides = (step.forwards[rank][each] for each in (place, other))
+                    sides = (step.forwards[rank][at] for at in (place, other))
                     for with_TK, without_TK in zip(*(side["weights"] for side in sides), strict=True):
                         tally.add(elements=with_TK.numel(), rank=rank)
                         if not torch.equal(with_TK, without_TK):
@@ -98,9 +98,9 @@ def judge_finite(outcome: Outcome, tally: Tally) -> None:
     for step in steps_of(outcome):
         for rank in range(outcome.workload.layout.world):
             named = {f"the report of {CALLED[name]}": value for name, value in step.reports[rank].items()}
-            named |= {f"the gradient of router {layer}": each for layer, each in enumerate(step.finals[rank])}  # type: ignore[misc]
+            named |= {f"the gradient of router {layer}": gradient for layer, gradient in enumerate(step.finals[rank])}  # type: ignore[misc]
             for place in step.trained:
-                named |= {f"dL/dx of forward {place}": each for each in step.forwards[rank][place]["dx"]}
+                named |= {f"dL/dx of forward {place}": gradient for gradient in step.forwards[rank][place]["dx"]}
             for name, value in named.items():
                 if value is None or not bool(torch.isfinite(value).all()):
                     said = f"rank {rank}: {name} in {step.name} is {'absent' if value is None else 'not finite'}"

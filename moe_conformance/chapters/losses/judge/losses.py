@@ -92,14 +92,17 @@ def _returned(outcome: Outcome, step: Step, layers: list[Parts], tally: Tally) -
         return findings
     made = [_of(outcome, step, parts, next(legal(outcome, parts))) for parts in layers]
     for m, place in enumerate(step.trained):
-        of_layers = [torch.stack([each.values[name][m] for name in each.names]).sum(0) for each in made]
+        of_layers = [torch.stack([steps.values[name][m] for name in steps.names]).sum(0) for steps in made]
         bounds = [
-            torch.stack([value_bound(each, name, each.values[name][m]) for name in each.names]).sum(0) for each in made
+            torch.stack([value_bound(steps, name, steps.values[name][m]) for name in steps.names]).sum(0)
+            for steps in made
         ]
         for rank in range(outcome.workload.layout.world):
             if (loss := step.forwards[rank][place]["loss"]) is None:
                 continue
-            target = Target(model_loss([each[rank] for each in of_layers]), model_loss([each[rank] for each in bounds]))
+            target = Target(
+                model_loss([value[rank] for value in of_layers]), model_loss([bound[rank] for bound in bounds])
+            )
             worst = compare(loss.reshape(()), *target, tally, rank)
             if not worst.holds:
                 said = f"rank {rank} returns as the loss of microbatch {m} of {step.name} {worst}"
@@ -311,14 +314,14 @@ def _gradient_cause(
             causes.append(words)
             break
     main_ED = expected.main_part()
-    own = {name: expected.steps.loss_gradient(name) for name in expected.steps.names}
-    total_ED = sum(own.values(), torch.zeros_like(main_ED))
+    gradients = {name: expected.steps.loss_gradient(name) for name in expected.steps.names}
+    total_ED = sum(gradients.values(), torch.zeros_like(main_ED))
     if (ratio := factor(final_ED - main_ED, total_ED, target.allowed, names)) is not None:
-        who = CALLED[expected.steps.names[0]] if len(own) == 1 else "all losses together"
+        who = CALLED[expected.steps.names[0]] if len(gradients) == 1 else "all losses together"
         causes.append(f"the gradient of {who} is {ratio_words(ratio, names)}")
-    for name, own_ED in own.items() if len(own) > 1 and not causes else ():
-        rest_ED = final_ED - main_ED - (total_ED - own_ED)
-        if (ratio := factor(rest_ED, own_ED, target.allowed, names)) is not None:
+    for name, gradient_ED in gradients.items() if len(gradients) > 1 and not causes else ():
+        rest_ED = final_ED - main_ED - (total_ED - gradient_ED)
+        if (ratio := factor(rest_ED, gradient_ED, target.allowed, names)) is not None:
             causes.append(f"the gradient of {CALLED[name]} is {ratio_words(ratio, names)}")
             break
     return _causes(causes)
