@@ -36,7 +36,7 @@ Values = Callable[[Microbatch], Tensor | None]
 
 def spoilt_without_slot(workload: Workload) -> bool:
     """Return whether all non-finite values belong to tokens without a slot."""
-    bad = [(_bad_x(each) | _bad_upstream(each), _routed(each)) for ranks in workload.batches for each in ranks]
+    bad = [(_bad_x(batch) | _bad_upstream(batch), _routed(batch)) for ranks in workload.batches for batch in ranks]
     return not any(bool((bad_T & routed_T).any()) for bad_T, routed_T in bad)
 
 
@@ -206,8 +206,8 @@ def _targets(reading: Reading) -> dict[str, dict[Place, Target]]:
     """Return the expected y, dx and dweights with non-finite tokens and upstream gradients set to zero."""
     clean = _cleaned(reading.outcome.workload)
     if isinstance(reading.outcome.workload.run, ExpertsStep):
-        own = OwnExpected.of(reading, clean)
-        by_name = {"y": own.y, "dx": own.dx, "dweights": own.dweights}
+        answers = OwnExpected.of(reading, clean)
+        by_name = {"y": answers.y, "dx": answers.dx, "dweights": answers.dweights}
         return {name: {place: target(place) for place in _places(reading)} for name, target in by_name.items()}
     exact = Reading(replace(reading.outcome, workload=clean), reading.ranks).expected
     found: dict[str, dict[Place, Target]] = {"y": {}, "dx": {}, "dweights": {}}
@@ -246,7 +246,7 @@ def _bad_upstream(batch: Batch) -> Tensor:
 
 def _reached(workload: Workload) -> frozenset[int]:
     """Return the experts that non-finite tokens are routed to."""
-    ids = [each.ids_TK[_bad_x(each) | _bad_upstream(each)] for ranks in workload.batches for each in ranks]
+    ids = [batch.ids_TK[_bad_x(batch) | _bad_upstream(batch)] for ranks in workload.batches for batch in ranks]
     return frozenset(int(e) for ids_BK in ids for e in ids_BK.flatten() if e >= 0)
 
 
