@@ -49,7 +49,7 @@ def judge_step_tokens(reading: Reading, tally: Tally) -> None:
         for step, words in zip(seen(rank).overlapped, STEPS, strict=True):
             for m in range(len(reading.batches)):
                 where = f"of microbatch {m} on rank {rank.rank} in {words}"
-                dx = tuple(each.value for each in expected.dx_TD)
+                dx = tuple(grad.value for grad in expected.dx_TD)
                 outputs += _other_tokens(f"y {where}", rank.rank, step.y[m], expected.y, m, tally)
                 gradients += _other_tokens(f"dL/dx {where}", rank.rank, step.dx_TD[m].value, dx, m, tally)
     if outputs:
@@ -113,14 +113,18 @@ def judge_step_gradients(reading: Reading, tally: Tally, which: Which, *, finish
     findings: list[Finding] = []
     allowed: dict[tuple[int, ParameterKey], Tensor] = {}
     compared = list(_compared(reading, step, finished))
-    for each in compared:
-        allowed[each.rank, each.key] = _allowed(each)
-    for each in compared:
-        bound = allowed[each.rank, each.key]
+    for gradient in compared:
+        allowed[gradient.rank, gradient.key] = _allowed(gradient)
+    for gradient in compared:
+        bound = allowed[gradient.rank, gradient.key]
         if finished:  # the sum over holders has the errors of all of them
-            held = [own for (_, key), own in allowed.items() if key == each.key and own.shape == bound.shape]
+            held = [
+                of_holder
+                for (_, key), of_holder in allowed.items()
+                if key == gradient.key and of_holder.shape == bound.shape
+            ]
             bound = torch.stack(held).sum(0)
-        findings += _off(each, bound, STEPS[step], finished, tally)
+        findings += _off(gradient, bound, STEPS[step], finished, tally)
     if findings:
         fail(WrongGradient, "finish" if finished else "gradient", findings, note=_poison_note(reading, findings))
 
@@ -140,48 +144,48 @@ def _compared(reading: Reading, step: int, finished: bool) -> Iterator[_Compared
         if before.keys() != after.keys():
             raise Uncovered("gradient", f"'named' yields other parameters behind a step on rank {rank.rank}")
         for key, grad in after.items():
-            added = [each[key] for each in seen(rank).added if key in each]
+            added = [gradients[key] for gradients in seen(rank).added if key in gradients]
             yield _Compared(rank.rank, key, grad, before[key], added)
 
 
-def _allowed(each: _Compared) -> Tensor:
+def _allowed(gradient: _Compared) -> Tensor:
     """Return the error of another order of summation over microbatches, in the dtype of the gradient."""
-    value = each.right.value if each.right.value is not None else each.actual.value
-    if value is None or not each.added:
+    value = gradient.right.value if gradient.right.value is not None else gradient.actual.value
+    if value is None or not gradient.added:
         return torch.zeros(0 if value is None else value.shape, dtype=torch.float64)
-    return reordered_sum_bound(each.added, torch.finfo(value.dtype).eps / 2)
+    return reordered_sum_bound(gradient.added, torch.finfo(value.dtype).eps / 2)
 
 
-def _off(each: _Compared, bound: Tensor, step: str, finished: bool, tally: Tally) -> Iterator[Finding]:
+def _off(gradient: _Compared, bound: Tensor, step: str, finished: bool, tally: Tally) -> Iterator[Finding]:
     """Yield findings for one gradient; an absent one stands for zeros."""
-    layer, _, name = each.key[0].partition("/")
-    whose = f"{part_name((name, each.key[1]), each.right.shard)} of layer {layer.removeprefix('layer')}"
-    what = f"the {'finished ' if finished else ''}gradient of {whose} on rank {each.rank} in {step}"
-    right = each.right.value
-    if right is None and each.actual.value is None:
+    layer, _, name = gradient.key[0].partition("/")
+    whose = f"{part_name((name, gradient.key[1]), gradient.right.shard)} of layer {layer.removeprefix('layer')}"
+    what = f"the {'finished ' if finished else ''}gradient of {whose} on rank {gradient.rank} in {step}"
+    right = gradient.right.value
+    if right is None and gradient.actual.value is None:
         return
-    right = torch.zeros_like(each.actual.value) if right is None and each.actual.value is not None else right
+    right = torch.zeros_like(gradient.actual.value) if right is None and gradient.actual.value is not None else right
     assert right is not None
-    if each.actual.value is None and bool(right.any()):
-        raise AbsentGradient("gradient", f"{what} is None, and not in the sequential step", ranks=(each.rank,))
-    actual = torch.zeros_like(right) if each.actual.value is None else each.actual.value
+    if gradient.actual.value is None and bool(right.any()):
+        raise AbsentGradient("gradient", f"{what} is None, and not in the sequential step", ranks=(gradient.rank,))
+    actual = torch.zeros_like(right) if gradient.actual.value is None else gradient.actual.value
     if actual.shape != right.shape:
         shapes = f"{tuple(actual.shape)} instead of {tuple(right.shape)}"
-        raise WrongForm("gradient", f"{what} has the shape {shapes}", ranks=(each.rank,))
+        raise WrongForm("gradient", f"{what} has the shape {shapes}", ranks=(gradient.rank,))
     off = (actual.double() - right.double()).abs()
     beyond = ~(off <= bound)
     if not bool(beyond.any()):
-        tally.add(elements=actual.numel(), pairs=not actual.numel(), rank=each.rank)
+        tally.add(elements=actual.numel(), pairs=not actual.numel(), rank=gradient.rank)
         return
     at = tuple(beyond.nonzero()[0].tolist())
     values = f"{float(actual[at]):.9g} instead of {float(right[at]):.9g} at {list(at)}"
-    cause = _cause(each, actual, right)
+    cause = _cause(gradient, actual, right)
     kind = "not finite" if bool(actual.isnan().any()) else cause.partition(" ")[0] or "off"
     size = float(off.nan_to_num(0.0).max())
-    yield Finding(kind, f"{what} is wrong: {values}{cause}", (each.rank,), size)
+    yield Finding(kind, f"{what} is wrong: {values}{cause}", (gradient.rank,), size)
 
 
-def _cause(each: _Compared, actual: Tensor, right: Tensor) -> str:
+def _cause(gradient: _Compared, actual: Tensor, right: Tensor) -> str:
     """Return a note with the microbatches that would explain a gradient, "" if none do."""
     if not bool(actual.any()):
         return "; likely cause: it was never computed"
@@ -191,15 +195,15 @@ def _cause(each: _Compared, actual: Tensor, right: Tensor) -> str:
     def alike(other: Tensor) -> bool:
         return bool(((found - other).abs() <= tolerance * total.abs().max()).all())
 
-    last = len(each.added) - 1
-    if last and alike(each.added[last]):
+    last = len(gradient.added) - 1
+    if last and alike(gradient.added[last]):
         return f"; likely cause: it is that of microbatch {last} alone, which replaced what was there"
-    for m, own in enumerate(each.added):
-        if not bool(own.any()):
+    for m, addend in enumerate(gradient.added):
+        if not bool(addend.any()):
             continue
-        if alike(total - own):
+        if alike(total - addend):
             return f"; likely cause: that of microbatch {m} is missing"
-        if alike(total + own):
+        if alike(total + addend):
             return f"; likely cause: that of microbatch {m} was added twice"
     square = float(total.flatten() @ total.flatten())
     ratio = float(found.flatten() @ total.flatten()) / square if square else 0.0
@@ -208,6 +212,6 @@ def _cause(each: _Compared, actual: Tensor, right: Tensor) -> str:
 
 def _poison_note(reading: Reading, findings: Sequence[Finding]) -> str:
     """Return a note that a value was read too early, if collective outputs are NaN until the wait."""
-    if reading.outcome.workload.asynchrony == "poisoned" and any(each.kind == "not finite" for each in findings):
+    if reading.outcome.workload.asynchrony == "poisoned" and any(finding.kind == "not finite" for finding in findings):
         return "; likely cause: the output of an asynchronous collective was read before wait(), until which it is NaN"
     return ""
