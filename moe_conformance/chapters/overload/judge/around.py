@@ -52,7 +52,7 @@ def judge_same_results(outcome: Outcome, tally: Tally) -> None:
         findings = []
         for rank, results in enumerate(zip(on, off, repeated, strict=True)):
             if not len(results[0]) == len(results[1]) == len(results[2]):
-                counts = " and ".join(str(len(each)) for each in results)
+                counts = " and ".join(str(len(of_run)) for of_run in results)
                 raise kind(stage, f"rank {rank} returned {counts} {field} for the same passes", ranks=(rank,))
             for number, (with_meter, without, repetition) in enumerate(zip(*results, strict=True)):
                 if not _same_bits(without, repetition):
@@ -80,17 +80,17 @@ def judge_same_collectives(outcome: Outcome, tally: Tally) -> None:
     findings = []
     for rank in outcome.ranks:
         phases = by_phase(rank)
-        on = [signature(each) for each in phases.get(f"run:{metered}", ())]
+        on = [signature(item) for item in phases.get(f"run:{metered}", ())]
         for call in (plain, again):
-            off = [signature(each) for each in phases.get(f"run:{call}", ())]
+            off = [signature(item) for item in phases.get(f"run:{call}", ())]
             if on != off:
                 place = next(
                     (n for n, both in enumerate(zip(on, off, strict=False)) if both[0] != both[1]),
                     min(len(on), len(off)),
                 )
                 seen = [
-                    f"{each[place][0]} of shapes {each[place][4]}" if place < len(each) else "no call"
-                    for each in (on, off)
+                    f"{item[place][0]} of shapes {item[place][4]}" if place < len(item) else "no call"
+                    for item in (on, off)
                 ]
                 sentence = (
                     f"rank {rank.rank}: passes call {len(on)} collectives with the meter on and {len(off)} with it "
@@ -161,7 +161,7 @@ def judge_counters(outcome: Outcome, tally: Tally) -> None:
             if found_E is None:
                 raise NotOffered("this meter has no counter of pairs per expert")
             experts = outcome.workload.config.experts
-            counts_E = expert_counts([_routed(each) for each in step.passes[rank]], experts)
+            counts_E = expert_counts([_routed(metered) for metered in step.passes[rank]], experts)
             if found_E.tolist() != counts_E.tolist():
                 sentence = f"rank {rank}: step {step.number}: the counter of pairs per expert has {found_E.tolist()}"
                 findings.append(Finding("counter", f"{sentence}, expected {counts_E.tolist()}", (rank,)))
@@ -184,9 +184,9 @@ def judge_trace(outcome: Outcome, tally: Tally) -> None:
         for rank, found in enumerate(values(outcome, step.call, "trace")):
             if found is None:
                 raise NotOffered("this meter has no router trace")
-            passes = [_routed(each) for each in step.passes[rank]]
-            records = trace([each for each in passes if each.kind != "evaluation"])
-            free = {each.label for each in passes if each.kind == "evaluation"}
+            passes = [_routed(item) for item in step.passes[rank]]
+            records = trace([item for item in passes if item.kind != "evaluation"])
+            free = {item.label for item in passes if item.kind == "evaluation"}
             said = [f"no record of {_named(label)}" for label in records if label not in found]
             said += [
                 f"a record of {_named(label)}, which did not run" for label in found if label not in {*records, *free}
@@ -196,7 +196,7 @@ def judge_trace(outcome: Outcome, tally: Tally) -> None:
                 if label in records and sets != records[label]:
                     said.append(f"other experts in the record of {_named(label)} than dispatch received")
             where = f"rank {rank}: step {step.number}: the router trace has"
-            findings += [Finding("trace", f"{where} {each}", (rank,)) for each in said]
+            findings += [Finding("trace", f"{where} {item}", (rank,)) for item in said]
             tally.add(pairs=sum(map(len, records.values())), rank=rank)
     if findings:
         fail(WrongCount, "run", findings)
@@ -220,7 +220,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 def _differs(what: str, number: int, rank: int, on: Tensor, off: Tensor) -> str:
     if on.shape != off.shape or on.dtype != off.dtype:
-        forms = [f"{each.dtype} of shape {tuple(each.shape)}" for each in (on, off)]
+        forms = [f"{tensor.dtype} of shape {tuple(tensor.shape)}" for tensor in (on, off)]
         return f"rank {rank}: {what} {number} is {forms[0]} with the meter on, {forms[1]} with it off"
     most = float((on.double() - off.double()).abs().max())
     return (
@@ -236,10 +236,10 @@ def _report_calls(outcome: Outcome) -> Iterator[tuple[int, Sequence[int], Sequen
         yield step.number, [len(labels) for labels in step.recorded], calls
 
 
-def _routed(each: MeteredPass) -> RoutedPass:
-    ids_TK = torch.empty(0, 1, dtype=torch.int64) if each.ids_TK is None else each.ids_TK
-    assert each.kind != "abandon"
-    return RoutedPass(each.kind, (each.layer, each.microbatch), ids_TK, each.padding_T)
+def _routed(metered: MeteredPass) -> RoutedPass:
+    ids_TK = torch.empty(0, 1, dtype=torch.int64) if metered.ids_TK is None else metered.ids_TK
+    assert metered.kind != "abandon"
+    return RoutedPass(metered.kind, (metered.layer, metered.microbatch), ids_TK, metered.padding_T)
 
 
 def _named(label: Label) -> str:

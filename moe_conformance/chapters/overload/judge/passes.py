@@ -39,7 +39,7 @@ class Covered:
     @property
     def recorded(self) -> list[list[Label]]:
         """The labels of the entries of every rank."""
-        return [[_label(each) for each in _entries(own)] for own in self.passes]
+        return [[_label(metered) for metered in _entries(of_rank)] for of_rank in self.passes]
 
 
 @dataclass(frozen=True)
@@ -104,24 +104,24 @@ MISTAKES = (
 def mistaken(outcome: Outcome, step: Covered, mistake: Mistake) -> Exact | None:
     """Return the values of a step with a mistake; None if ranks of a group would then have different entries."""
     if mistake.kept:
-        before = [each for each in covered(outcome) if each.number <= step.number]
-        kept = tuple(sum(of_rank, ()) for of_rank in zip(*(each.passes for each in before), strict=True))
+        before = [earlier for earlier in covered(outcome) if earlier.number <= step.number]
+        kept = tuple(sum(of_rank, ()) for of_rank in zip(*(earlier.passes for earlier in before), strict=True))
         step = replace(step, passes=_renumbered(kept))
     if mistake.again:
         step = replace(step, passes=tuple(map(_repeated, step.passes)))
-    counts = [len(_entries(own, mistake.kinds)) for own in step.passes]
+    counts = [len(_entries(passes, mistake.kinds)) for passes in step.passes]
     uneven = any(len({counts[rank] for rank in group}) > 1 for group in outcome.workload.layout.groups()["ep_etp"])
     return None if uneven else _exact(outcome, step, mistake)
 
 
 def _repeated(passes: Sequence[MeteredPass]) -> tuple[MeteredPass, ...]:
     """Return the passes with one more forward before the backward of each recomputed pass."""
-    recomputed = {_label(each): each for each in passes if each.recomputed}
+    recomputed = {_label(metered): metered for metered in passes if metered.recomputed}
     found: list[MeteredPass] = []
-    for each in passes:
-        if each.kind == "backward" and (first := recomputed.get(_label(each))) is not None:
+    for metered in passes:
+        if metered.kind == "backward" and (first := recomputed.get(_label(metered))) is not None:
             found.append(replace(first, kind="alone", microbatch=first.microbatch + _APART, recomputed=False))
-        found.append(each)
+        found.append(metered)
     return tuple(found)
 
 
@@ -130,12 +130,12 @@ def _renumbered(passes: tuple[tuple[MeteredPass, ...], ...]) -> tuple[tuple[Mete
     found = []
     for of_rank in passes:
         times: Counter[tuple[str, Label]] = Counter()
-        own = []
-        for each in of_rank:
-            kind = "backward" if each.kind == "backward" else "forward"
-            times[kind, _label(each)] += 1
-            own.append(replace(each, microbatch=each.microbatch + _APART * times[kind, _label(each)]))
-        found.append(tuple(own))
+        renumbered = []
+        for metered in of_rank:
+            kind = "backward" if metered.kind == "backward" else "forward"
+            times[kind, _label(metered)] += 1
+            renumbered.append(replace(metered, microbatch=metered.microbatch + _APART * times[kind, _label(metered)]))
+        found.append(tuple(renumbered))
     return tuple(found)
 
 
@@ -156,7 +156,7 @@ def _exact(outcome: Outcome, step: Covered, mistake: Mistake | None = None) -> E
     """Compute the values of a step; an entry of a group is the same training forward on all of its ranks."""
     layout, config = outcome.workload.layout, outcome.workload.config
     held = {rank.rank: rank.local_experts for rank in outcome.ranks}
-    of_ranks = [_entries(own, TRAINING if mistake is None else mistake.kinds) for own in step.passes]
+    of_ranks = [_entries(of_rank, TRAINING if mistake is None else mistake.kinds) for of_rank in step.passes]
     stages = tuple(
         next(ranks.index(rank) for ranks in layout.groups()["pp"] if rank in ranks) for rank in range(layout.world)
     )
@@ -168,23 +168,24 @@ def _exact(outcome: Outcome, step: Covered, mistake: Mistake | None = None) -> E
         copies = [places for places in sharing if len(places) > 1] if config.token_copies else []
         for same in zip(*(of_ranks[rank] for rank in group), strict=True):
             counted = entry(
-                [each.ids_TK for each in same],
+                [metered.ids_TK for metered in same],
                 [held[rank] for rank in group],
                 ep=layout.ep,
                 stage=stages[group[0]],
                 layer=same[0].layer,
-                padding_by_rank=None if mistake and mistake.padding else [each.padding_T for each in same],
+                padding_by_rank=None if mistake and mistake.padding else [metered.padding_T for metered in same],
                 copies=copies,
             )
             entries.append(counted)
             for place, rank in enumerate(group):
                 pairs[rank][_label(same[0])] = counted.pairs[place]
                 balanced[rank][_label(same[0])] = counted.balanced
-    passes = [_with_recomputation(own) for own in step.passes]
+    passes = [_with_recomputation(of_rank) for of_rank in step.passes]
     choices = product(get_args(Recomputed), get_args(Alone))
     timelines = tuple(
         dict.fromkeys(
-            tuple(timeline(own, recomputed=recomputed, alone=alone) for own in passes) for recomputed, alone in choices
+            tuple(timeline(of_rank, recomputed=recomputed, alone=alone) for of_rank in passes)
+            for recomputed, alone in choices
         )
     )
     peak = cumulative(timelines[0], pairs, balanced)
@@ -192,23 +193,23 @@ def _exact(outcome: Outcome, step: Covered, mistake: Mistake | None = None) -> E
     return Exact(tuple(entries), stages, peak, limits)
 
 
-def _label(each: MeteredPass) -> Label:
-    return each.layer, each.microbatch
+def _label(metered: MeteredPass) -> Label:
+    return metered.layer, metered.microbatch
 
 
 def _entries(passes: Sequence[MeteredPass], kinds: Sequence[str] = TRAINING) -> list[MeteredPass]:
     """Return the forwards of some kinds, by default those of training."""
-    return [each for each in passes if each.kind in kinds]
+    return [metered for metered in passes if metered.kind in kinds]
 
 
 def _with_recomputation(passes: Sequence[MeteredPass]) -> list[Pass]:
     """Return passes by kind and label, with a repeated forward before the backward of each recomputed one."""
-    recomputed = {_label(each) for each in passes if each.recomputed}
+    recomputed = {_label(metered) for metered in passes if metered.recomputed}
     found: list[Pass] = []
-    for each in passes:
-        if each.kind == "backward" and _label(each) in recomputed:
-            found.append(("recomputed", _label(each)))
-        found.append((each.kind, _label(each)))  # type: ignore[arg-type]
+    for metered in passes:
+        if metered.kind == "backward" and _label(metered) in recomputed:
+            found.append(("recomputed", _label(metered)))
+        found.append((metered.kind, _label(metered)))  # type: ignore[arg-type]
     return found
 
 
@@ -229,7 +230,7 @@ def _by_report(outcome: Outcome, rank: int) -> list[tuple[MeteredPass, ...]]:
         call = outcome.workload.calls[number]
         if call.method == "report":
             log.append("report")
-        for place, each in enumerate(call.given[rank].get("passes", ()) if on else ()):
-            ran[number, place] = each
-            log.append("abandon" if each.kind == "abandon" else (each.kind, (number, place)))
+        for place, metered in enumerate(call.given[rank].get("passes", ()) if on else ()):
+            ran[number, place] = metered
+            log.append("abandon" if metered.kind == "abandon" else (metered.kind, (number, place)))
     return [tuple(ran[label] for _, label in report) for report in since_reports(log)]  # type: ignore[arg-type, index]

@@ -84,7 +84,9 @@ def judge_names(outcome: Outcome, tally: Tally) -> None:
             said += [f"the prefixes {sorted(names)} differ"] if len(names) > 1 else []
             number = given[rank]["number"]
             said += [f"step {steps[rank]} is named instead of {number}"] if steps[rank] != number else []
-            findings += [Finding(each.split()[1], f"rank {rank}: step {number}: {each}", (rank,)) for each in said]
+            findings += [
+                Finding(sentence.split()[1], f"rank {rank}: step {number}: {sentence}", (rank,)) for sentence in said
+            ]
             tally.add(pairs=1, rank=rank)
     if findings:
         fail(WrongCount, "run", findings)
@@ -145,29 +147,29 @@ def _judged(
         )
     for rank, pairs in compared.items():
         tally.add(pairs=pairs, rank=rank)
-    tally.beyond = max([tally.beyond, *(each.size for each in wrong)])
-    causes = {rank: _cause(outcome, step, [each for each in wrong if each.rank == rank]) for rank in compared}
+    tally.beyond = max([tally.beyond, *(value.size for value in wrong)])
+    causes = {rank: _cause(outcome, step, [value for value in wrong if value.rank == rank]) for rank in compared}
     return [
         Finding(
-            each.name,
-            f"rank {each.rank}: step {step.number}: {each.name} is {each.words}"
-            f"{causes[each.rank] or _ratio(outcome, worked_out, each)}",
-            (each.rank,),
+            value.name,
+            f"rank {value.rank}: step {step.number}: {value.name} is {value.words}"
+            f"{causes[value.rank] or _ratio(outcome, worked_out, value)}",
+            (value.rank,),
         )
-        for each in wrong
+        for value in wrong
     ]
 
 
 def _cause(outcome: Outcome, step: Covered, wrong: Sequence[_Wrong]) -> str:
     """Return the mistake that explains all wrong values of a rank, "" if there is none."""
-    if not wrong or any(each.value is None or not isfinite(each.value) for each in wrong):
+    if not wrong or any(value.value is None or not isfinite(value.value) for value in wrong):
         return ""
     for mistake in MISTAKES:
         other = mistaken(outcome, step, mistake)
         if other is None:
             continue
         report = reported(other.entries, other.stages[wrong[0].rank], cumulative=other.peak)
-        seen = {each.name: each.value for each in wrong if each.value is not None}
+        seen = {value.name: value.value for value in wrong if value.value is not None}
         if not any(_wrong(name, seen, report, _limits(other, wrong[0].rank, name, report))[0] for name in seen):
             return f"; likely cause: {mistake.words}"
     return ""
@@ -192,15 +194,15 @@ def _off(
     for rank, by_key in found.items():
         seen = {match[0]: value for key, value in by_key.items() if (match := _NAME.search(key))}
         report = reported(step.entries, step.stages[rank], cumulative=step.peak, empty=empty)
-        asked = _asked(names, report, seen)
-        compared[rank] = len(asked)
-        for name in asked:
+        required = _required_names(names, report, seen)
+        compared[rank] = len(required)
+        for name in required:
             words, size = _wrong(name, seen, report, _limits(step, rank, name, report))
             wrong += [_Wrong(rank, name, words, size, seen.get(name))] if words else []
     return wrong, compared
 
 
-def _asked(names: Sequence[str], report: Report, seen: Mapping[str, float]) -> list[str]:
+def _required_names(names: Sequence[str], report: Report, seen: Mapping[str, float]) -> list[str]:
     layers = sorted(name for name in {*report.values, *seen} if "_layer_" in name) if "layers" in names else []
     return [name for name in names if name != "layers"] + layers
 
@@ -212,8 +214,8 @@ def _limits(step: Exact, rank: int, name: str, report: Report) -> Sequence[tuple
     if name not in report.values:
         return ()
     of_layer = int(name.rpartition("_")[2]) if "_layer_" in name else None
-    own = [each for each in step.entries if each.stage == step.stages[rank] and of_layer in (None, each.layer)]
-    error = allowed_error(report.values[name], len(own) if name.startswith("avg") else 1)
+    entries = [entry for entry in step.entries if entry.stage == step.stages[rank] and of_layer in (None, entry.layer)]
+    error = allowed_error(report.values[name], len(entries) if name.startswith("avg") else 1)
     return ((report.values[name] - error, report.values[name] + error),)
 
 
