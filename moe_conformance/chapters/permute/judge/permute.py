@@ -32,12 +32,12 @@ from moe_conformance.workloads.records import tags
 from moe_conformance.workloads.records.workload import Padded
 
 # Calls of permute and unpermute: with its own rows; with drawn rows, or its own with large numbers in padding rows.
-_OWN, _OTHER = (0, 1), (2, 3)
-_BESIDE = f" with {tags.PADDING_ANSWER:g} in padding rows"
+_ROUND_TRIP, _OTHER = (0, 1), (2, 3)
+_WITH_PADDING = f" with {tags.PADDING_ANSWER:g} in padding rows"
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Arguments:
     """The arguments of a call of permute."""
 
     x_TD: Tensor
@@ -103,12 +103,12 @@ def judge_unpermuted(outcome: Outcome, tally: Tally) -> None:
         WrongForm, WrongOutput: y has another shape, dtype or value.
     """
     for there, back in _calls(outcome):
-        asked, rows = _asked(outcome, there), _read(outcome, there)
+        given, rows = _arguments(outcome, there), _read(outcome, there)
         (y_TD,) = values(outcome, back)
-        expected_TD = _back(asked, rows, _rows_of(outcome, back, there).double(), _weights(asked))
-        if y_TD.dtype != asked.x_TD.dtype:
-            raise WrongForm("combine", f"y has the dtype {y_TD.dtype} instead of {asked.x_TD.dtype}", ranks=(0,))
-        what = "y" + _BESIDE * _is_padded(outcome, back)
+        expected_TD = _back(given, rows, _rows_of(outcome, back, there).double(), _weights(given))
+        if y_TD.dtype != given.x_TD.dtype:
+            raise WrongForm("combine", f"y has the dtype {y_TD.dtype} instead of {given.x_TD.dtype}", ranks=(0,))
+        what = "y" + _WITH_PADDING * _is_padded(outcome, back)
         judge_tensor(y_TD, expected_TD, tally, error=WrongOutput, stage="combine", what=what, row="token")
 
 
@@ -135,36 +135,36 @@ def judge_gradients_beside_padding(outcome: Outcome, tally: Tally) -> None:
 
 
 def _judge_gradients(outcome: Outcome, there: int, back: int, tally: Tally) -> None:
-    asked, rows = _asked(outcome, there), _read(outcome, there)
-    x_TD = asked.x_TD.double().requires_grad_()
-    weights_TK = _weights(asked).requires_grad_()
-    own = _drawn(outcome, back) is None
-    rows_RD = gather(x_TD, rows.token) if own else _rows_of(outcome, back, there).double().requires_grad_()
-    y_TD = _back(asked, rows, rows_RD, weights_TK)
+    given, rows = _arguments(outcome, there), _read(outcome, there)
+    x_TD = given.x_TD.double().requires_grad_()
+    weights_TK = _weights(given).requires_grad_()
+    round_trip = _drawn(outcome, back) is None
+    rows_RD = gather(x_TD, rows.token) if round_trip else _rows_of(outcome, back, there).double().requires_grad_()
+    y_TD = _back(given, rows, rows_RD, weights_TK)
     y_TD.backward(outcome.workload.calls[back].upstream[0][""].double())
     first, second = answers(outcome, there)[0].gradients, answers(outcome, back)[0].gradients
     compared = [("the gradient of the weights", first["routing.weights_TK"], weights_TK, "token")]
-    if own:
+    if round_trip:
         compared.append(("the gradient of x", first["x_TD"], x_TD, "token"))
     else:
         compared.append(("the gradient of the rows", second["rows_RD"], rows_RD, "row"))
     for name, actual, leaf, row in compared:
         expected = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        what = name + _BESIDE * _is_padded(outcome, back)
+        what = name + _WITH_PADDING * _is_padded(outcome, back)
         judge_tensor(actual, expected, tally, error=WrongGradient, stage="gradient", what=what, row=row)
 
 
 def _calls(outcome: Outcome) -> list[tuple[int, int]]:
-    return [_OWN, _OTHER] if len(outcome.workload.calls) > _OTHER[0] else [_OWN]
+    return [_ROUND_TRIP, _OTHER] if len(outcome.workload.calls) > _OTHER[0] else [_ROUND_TRIP]
 
 
-def _asked(outcome: Outcome, call: int) -> _Asked:
+def _arguments(outcome: Outcome, call: int) -> _Arguments:
     given = outcome.workload.calls[call].given[0]
-    return _Asked(given["x_TD"], given["routing"], outcome.workload.config.padding.row_multiple)
+    return _Arguments(given["x_TD"], given["routing"], outcome.workload.config.padding.row_multiple)
 
 
-def _weights(asked: _Asked) -> Tensor:
-    return asked.routing.weights_TK.double()
+def _weights(given: _Arguments) -> Tensor:
+    return given.routing.weights_TK.double()
 
 
 def _rows_of(outcome: Outcome, back: int, there: int) -> Tensor:
@@ -185,48 +185,48 @@ def _is_padded(outcome: Outcome, back: int) -> bool:
     return isinstance(outcome.workload.calls[back].given[0]["rows_RD"], Padded)
 
 
-def _back(asked: _Asked, rows: Rows, rows_RD: Tensor, weights_TK: Tensor) -> Tensor:
+def _back(given: _Arguments, rows: Rows, rows_RD: Tensor, weights_TK: Tensor) -> Tensor:
     """Return the expected y, from rows in the backend's order."""
     real_R = rows.source >= 0
     weights_R = torch.zeros(len(rows.token), dtype=torch.float64)
     weights_R = weights_R.index_put((real_R.nonzero()[:, 0],), weights_TK[rows.token[real_R], rows.slot[real_R]])
-    return scatter(rows_RD[: len(rows.token)], rows.token, weights_R, len(asked.x_TD))
+    return scatter(rows_RD[: len(rows.token)], rows.token, weights_R, len(given.x_TD))
 
 
 def _read(outcome: Outcome, call: int) -> Rows:
     """Return the token, slot and expert of every row, in the oracle's form; raise if a row is wrong."""
-    asked = _asked(outcome, call)
+    given = _arguments(outcome, call)
     (rows_RD,), (counts_E,), (weights_R,) = (
         values(outcome, call, name) for name in ("rows_RD", "counts_E", "weights_R")
     )
-    if rows_RD.dtype != asked.x_TD.dtype or rows_RD.shape[1:] != asked.x_TD.shape[1:]:
+    if rows_RD.dtype != given.x_TD.dtype or rows_RD.shape[1:] != given.x_TD.shape[1:]:
         observed = f"{rows_RD.dtype} of shape {tuple(rows_RD.shape[1:])}"
-        said = f"rows are {observed} instead of {asked.x_TD.dtype} of shape {tuple(asked.x_TD.shape[1:])}"
+        said = f"rows are {observed} instead of {given.x_TD.dtype} of shape {tuple(given.x_TD.shape[1:])}"
         raise WrongForm("dispatch", said, ranks=(0,))
-    wanted = expert_major([asked.routing.ids_TK], range(asked.routing.experts))
-    pairs_E = torch.bincount(wanted.expert, minlength=asked.routing.experts).tolist()
-    if counts_E is None and asked.multiple > 1:
+    wanted = expert_major([given.routing.ids_TK], range(given.routing.experts))
+    pairs_E = torch.bincount(wanted.expert, minlength=given.routing.experts).tolist()
+    if counts_E is None and given.multiple > 1:
         raise WrongForm("dispatch", "counts_E is None although the segments are padded", ranks=(0,))
     counts = pairs_E if counts_E is None else [int(count) for count in counts_E.tolist()]
-    _check_counts(counts, pairs_E, len(rows_RD), asked)
-    found = _found(rows_RD, counts, pairs_E, asked, wanted)
-    _check_weights(found, weights_R, asked)
+    _check_counts(counts, pairs_E, len(rows_RD), given)
+    found = _found(rows_RD, counts, pairs_E, given, wanted)
+    _check_weights(found, weights_R, given)
     return found
 
 
-def _check_counts(counts: list[int], pairs_E: list[int], rows: int, asked: _Asked) -> None:
+def _check_counts(counts: list[int], pairs_E: list[int], rows: int, given: _Arguments) -> None:
     if len(counts) != len(pairs_E):
         raise WrongCount(
             "dispatch",
             f"counts_E has {len(counts)} entries instead of {len(pairs_E)}, the number of experts",
             ranks=(0,),
         )
-    legal = legal_counts(counts, pairs_E, asked.multiple)
+    legal = legal_counts(counts, pairs_E, given.multiple)
     findings = [
         Finding(
             "count",
             f"expert {expert} has {counts[expert]} rows for {pairs_E[expert]} pairs, "
-            f"padded to a multiple of {asked.multiple}",
+            f"padded to a multiple of {given.multiple}",
             (0,),
         )
         for expert, right in enumerate(legal)
@@ -238,10 +238,10 @@ def _check_counts(counts: list[int], pairs_E: list[int], rows: int, asked: _Aske
         raise WrongCount("dispatch", f"counts_E add up to {sum(counts)}, but permute returned {rows} rows", ranks=(0,))
 
 
-def _found(rows_RD: Tensor, counts: list[int], pairs_E: list[int], asked: _Asked, wanted: Rows) -> Rows:
+def _found(rows_RD: Tensor, counts: list[int], pairs_E: list[int], given: _Arguments, wanted: Rows) -> Rows:
     """Return the token of every row; slots of a token that has an expert twice are assigned in order."""
     tokens: dict[tuple[float, ...], list[int]] = {}
-    for token, x_D in enumerate(asked.x_TD.double().tolist()):
+    for token, x_D in enumerate(given.x_TD.double().tolist()):
         tokens.setdefault(tuple(x_D), []).append(token)
     starts, padding_R = segment_starts(counts), padding_rows(counts, pairs_E)
     columns: list[tuple[int, int, int, int]] = [(-1, -1, -1, -1)] * sum(counts)
@@ -256,7 +256,7 @@ def _found(rows_RD: Tensor, counts: list[int], pairs_E: list[int], asked: _Asked
             alike = tokens.get(tuple(rows_RD[row].double().tolist()), [])
             pair = next((pair for pair in open_pairs if pair[0] in alike), None)
             if pair is None:
-                findings.append(_stranger(row, start, expert, alike, asked))
+                findings.append(_stranger(row, start, expert, alike, given))
             else:
                 open_pairs.remove(pair)
                 columns[row] = (0, *pair, expert)
@@ -265,21 +265,21 @@ def _found(rows_RD: Tensor, counts: list[int], pairs_E: list[int], asked: _Asked
     return Rows(*torch.tensor(columns, dtype=torch.int64).reshape(-1, 4).T)
 
 
-def _stranger(row: int, start: int, expert: int, alike: list[int], asked: _Asked) -> Finding:
+def _stranger(row: int, start: int, expert: int, alike: list[int], given: _Arguments) -> Finding:
     place = f"row {row}, number {row - start} of expert {expert},"
     if not alike:
         return Finding("corrupt", f"{place} is a row of no token before the padding", (0,))
     token = alike[0]
-    ids = asked.routing.ids_TK[token].tolist()
+    ids = given.routing.ids_TK[token].tolist()
     twice = ", which is delivered already" if expert in ids else f", which is routed to {ids}"
     return Finding("stranger", f"{place} is token {token}{twice}", (0,))
 
 
-def _check_weights(rows: Rows, weights_R: Tensor | None, asked: _Asked) -> None:
+def _check_weights(rows: Rows, weights_R: Tensor | None, given: _Arguments) -> None:
     if weights_R is None:
         return
     real_R = (rows.source >= 0).nonzero()[:, 0]
-    expected_P = asked.routing.weights_TK[rows.token[real_R], rows.slot[real_R]]
+    expected_P = given.routing.weights_TK[rows.token[real_R], rows.slot[real_R]]
     if weights_R.reshape(-1).shape[0] < len(rows.token):
         raise WrongForm(
             "dispatch", f"permute returned {weights_R.numel()} weights for {len(rows.token)} rows", ranks=(0,)

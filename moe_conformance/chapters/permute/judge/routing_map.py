@@ -27,17 +27,17 @@ def judge_forms(outcome: Outcome, tally: Tally) -> None:
     """
     call = outcome.workload.calls[0]
     routing = call.given[0]["routing"]
-    asked = _indexed(routing.ids_TK, routing.weights_TK)
-    _same("the dense form", asked, _dense_of(outcome, 0, routing))
+    expected = _indexed(routing.ids_TK, routing.weights_TK)
+    _same("the dense form", expected, _dense_of(outcome, 0, routing))
     (ids_TK,), (weights_TK,) = values(outcome, 1, "ids_TK"), values(outcome, 1, "weights_TK")
     if len(ids_TK) != len(routing.ids_TK) or ids_TK.shape != weights_TK.shape:
         shapes = f"{tuple(ids_TK.shape)} and {tuple(weights_TK.shape)}"
         raise WrongForm(
             "route", f"ids and weights of {len(routing.ids_TK)} tokens have the shapes {shapes}", ranks=(0,)
         )
-    _same("the indexed form", asked, _indexed(ids_TK, weights_TK))
-    _same("the dense form of the indexed one", asked, _dense_of(outcome, 2, routing))
-    tally.add(pairs=max(1, asked.total()), rank=0)
+    _same("the indexed form", expected, _indexed(ids_TK, weights_TK))
+    _same("the dense form of the indexed one", expected, _dense_of(outcome, 2, routing))
+    tally.add(pairs=max(1, expected.total()), rank=0)
     upstream_TE = outcome.workload.calls[2].upstream[0]["weights_TE"]
     filled_TK = routing.ids_TK >= 0
     expected_TK = torch.where(filled_TK, upstream_TE.gather(1, routing.ids_TK.clamp_min(0)), 0.0)
@@ -62,11 +62,11 @@ def _dense_of(outcome: Outcome, call: int, routing: Routing) -> _Triples:
     return Counter((t, e, float(weights_TE[t, e])) for t, e in set_TE.nonzero().tolist())
 
 
-def _same(said: str, asked: _Triples, found: _Triples) -> None:
+def _same(said: str, expected: _Triples, found: _Triples) -> None:
     findings = []
-    if missing := asked - found:
+    if missing := expected - found:
         findings.append(Finding("missing", f"{said} lacks {_words(missing)}", (0,)))
-    if extra := found - asked:
+    if extra := found - expected:
         findings.append(Finding("extra", f"{said} has {_words(extra)}, which the routing does not have", (0,)))
     if findings:
         fail(WrongSelection, "route", findings)
