@@ -120,8 +120,8 @@ def judge_extreme_weights(reading: Reading, tally: Tally) -> None:
         WrongForm, WrongSelection: as `judge_extreme_choice`.
         WrongWeight: a token has other weights.
     """
-    with tally.uncounted() as own:
-        judge_extreme_choice(reading, own)
+    with tally.uncounted() as uncounted:
+        judge_extreme_choice(reading, uncounted)
     workload = reading.outcome.workload
     config = workload.config
     for place in places_of(workload, range(workload.layout.world)):
@@ -152,8 +152,8 @@ def judge_extreme_dx(reading: Reading, tally: Tally) -> None:
         AbsentGradient: the gradient of the tokens is None.
         WrongGradient: a token has another gradient.
     """
-    with tally.uncounted() as own:
-        judge_extreme_choice(reading, own)
+    with tally.uncounted() as uncounted:
+        judge_extreme_choice(reading, uncounted)
     workload = reading.outcome.workload
     config = workload.config
     for m, rank in places_of(workload, range(workload.layout.world)):
@@ -175,8 +175,10 @@ def judge_extreme_dx(reading: Reading, tally: Tally) -> None:
         findings = []
         for t in wrong_TD.any(1).nonzero().flatten().tolist():
             d = int(wrong_TD[t].nonzero()[0])
-            told = f"rank {rank} token {t} has the gradient {float(dx_TD[t, d]):g} in column {d}, expected"
-            findings.append(Finding("dx", f"{told} {float(right_TD[t, d]):g}; {_told(logits_TE[t])}", (rank,)))
+            sentence = f"rank {rank} token {t} has the gradient {float(dx_TD[t, d]):g} in column {d}, expected"
+            findings.append(
+                Finding("dx", f"{sentence} {float(right_TD[t, d]):g}; {_logits_words(logits_TE[t])}", (rank,))
+            )
         if findings:
             fail(WrongGradient, "gradient", findings)
         tally.add(elements=int(decided_T.sum()) * dx_TD.shape[1], rank=rank)
@@ -201,11 +203,13 @@ def judge_spoilt_routes(outcome: Outcome, tally: Tally) -> None:
         Hung, Died, Raised: a rank ends in another way.
     """
     if all(rank.status == "raised" and rank.reached == "forward:1" for rank in outcome.ranks):
-        for each in outcome.ranks:
-            if f"builtins.{(each.error or '').partition(':')[0]}" in SLIPS:
-                sentence = f"the router of rank {each.rank} stumbled over a logit instead of refusing it: {each.error}"
-                raise Raised("run", sentence, ranks=(each.rank,))
-            tally.add(pairs=1, rank=each.rank)
+        for of_rank in outcome.ranks:
+            if f"builtins.{(of_rank.error or '').partition(':')[0]}" in SLIPS:
+                sentence = (
+                    f"the router of rank {of_rank.rank} stumbled over a logit instead of refusing it: {of_rank.error}"
+                )
+                raise Raised("run", sentence, ranks=(of_rank.rank,))
+            tally.add(pairs=1, rank=of_rank.rank)
         return
     require_finished(outcome)
     reading = Reading(outcome, tuple(sorted(outcome.ranks, key=lambda rank: rank.rank)))
@@ -276,11 +280,11 @@ def _require(
     """Raise with every token that is not legal, its result and its logits."""
     findings = []
     for t in (~legal_T).nonzero().flatten().tolist():
-        sentence = f"rank {rank} token {t} {verb} {what_TK[t].tolist()}{wrong}; {_told(logits_TE[t])}"
+        sentence = f"rank {rank} token {t} {verb} {what_TK[t].tolist()}{wrong}; {_logits_words(logits_TE[t])}"
         findings.append(Finding(verb, sentence, (rank,)))
     if findings:
         fail(kind, "route", findings)
 
 
-def _told(logits_E: Tensor) -> str:
+def _logits_words(logits_E: Tensor) -> str:
     return f"its logits are {', '.join(f'{logit:g}' for logit in logits_E.tolist())}"

@@ -24,18 +24,18 @@ def judge_initial(outcome: Outcome, tally: Tally) -> None:
     found = values(outcome, 0, "parameters")
     findings = []
     for rank, parameters in enumerate(found):
-        if not any(each["name"] == "router" for each in parameters):
+        if not any(parameter["name"] == "router" for parameter in parameters):
             raise Uncovered(
                 "route", f"the weight of the router is not yielded by 'named' on rank {rank}", ranks=(rank,)
             )
-        for each in parameters:
-            if problem := usable(each["value"], by_expert=each["name"] == "router"):
-                findings.append(Finding(problem, f"{each['name']} of rank {rank} {problem}", (rank,)))
-            tally.add(elements=each["value"].numel(), rank=rank)
+        for parameter in parameters:
+            if problem := usable(parameter["value"], by_expert=parameter["name"] == "router"):
+                findings.append(Finding(problem, f"{parameter['name']} of rank {rank} {problem}", (rank,)))
+            tally.add(elements=parameter["value"].numel(), rank=rank)
     if findings:
         fail(WrongParameter, "run", findings, start="in a new model, ")
     for ranks in stages(outcome.workload.layout):
-        for name, shard in {(each["name"], each["shard"]) for rank in ranks for each in found[rank]}:
+        for name, shard in {(parameter["name"], parameter["shard"]) for rank in ranks for parameter in found[rank]}:
             held = {rank: _of(found[rank], name, shard) for rank in ranks}
             present = {rank: value for rank, value in held.items() if value is not None}
             for rank in differing(present):
@@ -51,8 +51,8 @@ def judge_initial(outcome: Outcome, tally: Tally) -> None:
 
 
 def _of(parameters: list[dict[str, object]], name: str, shard: object) -> torch.Tensor | None:
-    for each in parameters:
-        if (each["name"], each["shard"]) == (name, shard):
-            assert isinstance(each["value"], torch.Tensor)
-            return each["value"]
+    for parameter in parameters:
+        if (parameter["name"], parameter["shard"]) == (name, shard):
+            assert isinstance(parameter["value"], torch.Tensor)
+            return parameter["value"]
     return None

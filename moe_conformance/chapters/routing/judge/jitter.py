@@ -56,7 +56,7 @@ def judge_jitter(outcome: Outcome, tally: Tally) -> None:
     factors = {}
     for number in TRAINING:
         found = values(outcome, number, "logits_TE")
-        if all(each is None for each in found):
+        if all(logits_TE is None for logits_TE in found):
             raise NotOffered("the router returns no logits, in which alone its jitter can be seen")
         for rank, answer in enumerate(answers(outcome, number)):
             if answer.changed:
@@ -106,7 +106,7 @@ def _factors(outcome: Outcome, number: int, rank: int, logits_TE: Tensor | None)
 
 def _judge_independent(outcome: Outcome, factors_TD: Tensor, whose: str, rank: int) -> None:
     found = deviations(factors_TD, outcome.workload.config.jitter)._asdict()
-    name, value = max(found.items(), key=lambda each: abs(each[1]))
+    name, value = max(found.items(), key=lambda pair: abs(pair[1]))
     if abs(value) > _DEVIATIONS:
         far = f"they are {abs(value):.3g} standard deviations from independent uniform ones"
         raise WrongWeight("route", f"{whose} are wrong: {far}; likely cause: {_CAUSES[name]}", ranks=(rank,))

@@ -28,13 +28,15 @@ def judge_near_biases(reading: Reading, tally: Tally) -> None:
         wrong_T = (ids_TK.sort(1).values != right_TK.sort(1).values).any(1)
         for t in wrong_T.nonzero().flatten().tolist():
             chosen, best = sorted(ids_TK[t].tolist()), sorted(right_TK[t].tolist())
-            told = f"rank {place[1]} token {t} selected {chosen}; expected {best}, the largest biases of equal scores"
+            sentence = (
+                f"rank {place[1]} token {t} selected {chosen}; expected {best}, the largest biases of equal scores"
+            )
             rounded_E = bias_E.to(dtype)
             others_E = torch.ones(len(rounded_E), dtype=torch.bool)
             others_E[chosen] = False
             tied = bool(others_E.any()) and bool(rounded_E[chosen].min() >= rounded_E[others_E].max())
             cause = f"; likely cause: the expert bias was rounded to {dtype}" if tied else ""
-            findings.append(Finding("bias", told + cause, (place[1],)))
+            findings.append(Finding("bias", sentence + cause, (place[1],)))
         tally.add(pairs=ids_TK.numel(), rank=place[1])
     if findings:
         fail(WrongSelection, "route", findings)

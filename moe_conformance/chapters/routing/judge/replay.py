@@ -41,7 +41,7 @@ def judge_replayed_weights(outcome: Outcome, tally: Tally) -> None:
         recorded = values(outcome, 0, "forwards")[rank]
         for m, forward in enumerate(values(outcome, 1, "forwards")[rank]):
             for index, layer in enumerate(outcome.workload.config.replay.layers):
-                was, now = (_by_expert(each, index)[1] for each in (recorded[m], forward))
+                was, now = (_by_expert(of_pass, index)[1] for of_pass in (recorded[m], forward))
                 if not torch.equal(was, now):
                     what = f"replayed into the same tokens, the weights of {_where(rank, layer, m)}"
                     raise WrongWeight("route", f"{what} are not those of the recording, bit for bit", ranks=(rank,))
@@ -71,9 +71,9 @@ def _judge_ids(outcome: Outcome, tally: Tally) -> None:
             batches, schedule = call.given[rank]["batches"], call.given[rank]["schedule"]
             places = routing_calls(schedule, layers)
             K = outcome.workload.config.top_k
-            asked = [Asked(place, _tokens(batches[place[1]]), K) for place in places]
+            requests = [Asked(place, _tokens(batches[place[1]]), K) for place in places]
             forwards = values(outcome, number, "forwards")[rank]
-            for place, right_TK in zip(places, replay(records, asked), strict=True):
+            for place, right_TK in zip(places, replay(records, requests), strict=True):
                 ids_TK = _by_expert(forwards[place[1]], layers.index(place[0]))[0]
                 if ids_TK.shape != right_TK.shape:
                     shapes = f"{tuple(ids_TK.shape)} instead of {tuple(right_TK.shape)}"
@@ -82,10 +82,12 @@ def _judge_ids(outcome: Outcome, tally: Tally) -> None:
                     tally.add(pairs=ids_TK.numel(), rank=rank)
                     continue
                 t = int((ids_TK != right_TK).any(1).nonzero()[0])
-                others = [other for other, each_TK in records.items() if torch.equal(each_TK[: len(ids_TK)], ids_TK)]
+                others = [
+                    other for other, recorded_TK in records.items() if torch.equal(recorded_TK[: len(ids_TK)], ids_TK)
+                ]
                 cause = f"; they are those of layer {others[0][0]}, microbatch {others[0][1]}" if others else ""
-                told = f"token {t} was routed to {ids_TK[t].tolist()}, recorded were {right_TK[t].tolist()}"
-                sentence = f"with {schedule!r}, {_where(rank, *place)} replays other ids: {told}{cause}"
+                words = f"token {t} was routed to {ids_TK[t].tolist()}, recorded were {right_TK[t].tolist()}"
+                sentence = f"with {schedule!r}, {_where(rank, *place)} replays other ids: {words}{cause}"
                 findings.append(Finding("replayed", sentence, (rank,)))
     if findings:
         fail(WrongSelection, "route", findings)
@@ -165,12 +167,12 @@ def _judge_layer(outcome: Outcome, number: int, rank: int, at: tuple[int, int], 
 
 def _expected(workload: Workload, layer: int, batch: Batch) -> RouterExpected:
     """Return the oracle's results for the tokens of one router."""
-    own: dict[ParameterKey, Tensor] = {
+    parameters: dict[ParameterKey, Tensor] = {
         (name, None): value for (name, number), value in workload.parameters.items() if number == layer
     }
     batches = (tuple(batch for _ in range(workload.layout.world)),)  # only the first is used
     ids = {(0, rank): batch.ids_TK for rank in range(workload.layout.world)}
-    return RouterExpected(changed(workload, batches=batches, parameters=own), ids, 1)
+    return RouterExpected(changed(workload, batches=batches, parameters=parameters), ids, 1)
 
 
 def _by_expert(forward: Mapping[str, Any], index: int) -> tuple[Tensor, Tensor]:

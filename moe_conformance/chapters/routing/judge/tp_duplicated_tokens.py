@@ -31,10 +31,10 @@ def judge_copies(reading: Reading, tally: Tally) -> None:
                 other_T = (copied_ids_TK != ids_TK).any(1)
                 for t in other_T.nonzero().flatten().tolist():
                     has = f"{ids_TK[t].tolist()} and {copied_ids_TK[t].tolist()}"
-                    chosen.append(_told("select", first, rank, t, has))
+                    chosen.append(_copy_finding("select", first, rank, t, has))
                 for t in ((copied_weights_TK != weights_TK).any(1) & ~other_T).nonzero().flatten().tolist():
                     has = f"{weights_TK[t].tolist()} and {copied_weights_TK[t].tolist()}"
-                    weighed.append(_told("give it the weights", first, rank, t, has))
+                    weighed.append(_copy_finding("give it the weights", first, rank, t, has))
                 tally.add(pairs=ids_TK.numel(), rank=rank)
             tally.add(pairs=ids_TK.numel(), rank=first)
     if chosen:
@@ -53,5 +53,5 @@ def _by_expert(reading: Reading, place: Place) -> tuple[Tensor, Tensor]:
     return ids_TK, weights_TK.gather(1, order_TK)
 
 
-def _told(verb: str, first: int, rank: int, t: int, has: str) -> Finding:
+def _copy_finding(verb: str, first: int, rank: int, t: int, has: str) -> Finding:
     return Finding(verb, f"tp ranks {first} and {rank} hold the same token {t} and {verb} {has}", (first, rank))

@@ -56,7 +56,9 @@ def judge_layer_dtype(reading: Reading, tally: Tally) -> None:
         for rank in range(len(ranks)):
             seen = reading.seen(m, rank)
             if seen.y_dtype != dtype:
-                asked = reading.outcome.workload.config.router_dtype
-                sentence = f"y of rank {rank} is {seen.y_dtype}; expected {dtype}, as x has, with a router in {asked}"
+                router_dtype = reading.outcome.workload.config.router_dtype
+                sentence = (
+                    f"y of rank {rank} is {seen.y_dtype}; expected {dtype}, as x has, with a router in {router_dtype}"
+                )
                 raise WrongForm("combine", sentence, ranks=(rank,))
             tally.add(elements=1, rank=rank)
