@@ -240,7 +240,7 @@ def _program(eager: Answer, other: Answer, free: set[str]) -> Iterator[tuple[str
     if not torch.equal(eager.values[""], other.values[""]):
         yield "bits", "gives other values than the eager call"
     if {*eager.changed} - free != {*other.changed} - free:
-        names = [", ".join(each.changed) or "nothing" for each in (other, eager)]
+        names = [", ".join(answer.changed) or "nothing" for answer in (other, eager)]
         yield "bytes", f"changed {names[0]}; the eager call changed {names[1]}"
     for name, gradient in eager.gradients.items():
         seen = other.gradients[name]
@@ -280,7 +280,7 @@ def _pairs(index_J: Tensor, tokens: int) -> Tensor:
     """Return the source rows of every token, (T, K), -1 where it has fewer than K; pair j belongs to expert j."""
     of_T = [(index_J == t).nonzero()[:, 0].tolist() for t in range(tokens)]
     K = max(map(len, of_T), default=0)
-    return torch.tensor([each + [-1] * (K - len(each)) for each in of_T], dtype=torch.int64).view(tokens, K)
+    return torch.tensor([sources + [-1] * (K - len(sources)) for sources in of_T], dtype=torch.int64).view(tokens, K)
 
 
 def _gradients(call: Call, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
