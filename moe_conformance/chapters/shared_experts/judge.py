@@ -33,20 +33,19 @@ def judge_overlap(reading: Reading, twins: RunTwins, tally: Tally) -> None:
     if ran.outcome is None:
         raise NotOffered(ran.why_not)
     plain = read_twin(ran)
-    for each in (reading, plain):
-        judge_layer_outputs(each, tally)
-        judge_layer_dx(each, tally)
-        judge_layer_gradients(each, tally, EVERY)
+    for of_run in (reading, plain):
+        judge_layer_outputs(of_run, tally)
+        judge_layer_dx(of_run, tally)
+        judge_layer_gradients(of_run, tally, EVERY)
     findings, tp = [], reading.outcome.workload.layout.tp
-    for beside, alone in zip(reading.ranks, plain.ranks, strict=True):
-        now, then = (Counter(_calls(rank.ledger, tp)) for rank in (beside, alone))
+    for overlapped, alone in zip(reading.ranks, plain.ranks, strict=True):
+        now, then = (Counter(_calls(rank.ledger, tp)) for rank in (overlapped, alone))
         for call in now | then:
             if now[call] != then[call]:
-                sentence = (
-                    f"rank {beside.rank} calls {call} {now[call]} times instead of {then[call]} times without overlap"
-                )
-                findings.append(Finding("calls", sentence, (beside.rank,)))
-        tally.add(pairs=now.total(), rank=beside.rank)
+                times = f"{now[call]} times instead of {then[call]} times without overlap"
+                sentence = f"rank {overlapped.rank} calls {call} {times}"
+                findings.append(Finding("calls", sentence, (overlapped.rank,)))
+        tally.add(pairs=now.total(), rank=overlapped.rank)
     if findings:
         fail(WrongCollectives, "run", findings)
 
