@@ -143,7 +143,7 @@ def _judge_tokens(outcome: Outcome, number: int, routings: Routings, tally: Tall
         fail(WrongSelection, "route", _numbered(explain_selection(expected, illegal)))
     targets = {place: expected.weights(place) for place in ids}
     worst = [compare(weights[place], *targets[place], tally, place[1]) for place in ids]
-    if not all(each.holds for each in worst):
+    if not all(element.holds for element in worst):
         findings, ratio = explain_weights(expected, weights, targets)
         fail(WrongWeight, "route", _numbered(findings), ratio=ratio)
     if call.upstream:
@@ -177,4 +177,7 @@ def _judge_gradient(outcome: Outcome, number: int, place: Place, expected: Route
 
 
 def _numbered(findings: Sequence[Finding]) -> list[Finding]:
-    return [replace(each, sentence=f"{each.sentence}; tokens are numbered here without padding") for each in findings]
+    return [
+        replace(finding, sentence=f"{finding.sentence}; tokens are numbered here without padding")
+        for finding in findings
+    ]

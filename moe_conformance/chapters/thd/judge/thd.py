@@ -33,7 +33,7 @@ def judge_lengths(outcome: Outcome, tally: Tally) -> None:
             axes = {name: given[name] for name in ("tp", "cp", "sequence_parallel")}
             m = packed_sequences.length_multiple(**axes)
             if packed_sequences.judge_lengths(given["lengths"], real, padded, m) == "wrong":
-                found.append(_told_lengths(given, m, real, padded))
+                found.append(_lengths_words(given, m, real, padded))
             tally.add(pairs=1 + len(given["lengths"]), rank=rank)
     if found:
         raise WrongCount("dispatch", some(found))
@@ -54,7 +54,7 @@ def judge_empty_sequences(outcome: Outcome, tally: Tally) -> None:
     for number in range(0, len(outcome.workload.calls), 2):
         if refused.keys() & {number, number + 1}:
             continue
-        without, within = (outcome.workload.calls[each] for each in (number, number + 1))
+        without, within = (outcome.workload.calls[place] for place in (number, number + 1))
         for rank, (before, after) in enumerate(zip(_lists(outcome, number), _lists(outcome, number + 1), strict=True)):
             lengths = within.given[rank]["lengths"]
             kept = [i for i, length in enumerate(lengths) if length]
@@ -63,10 +63,10 @@ def judge_empty_sequences(outcome: Outcome, tally: Tally) -> None:
                 rows_S[kept] = one.diff()
                 falls = bool((rows_S < 0).any())
                 if int(one[0]) or falls or not torch.equal(other, packed_sequences.cumulative(rows_S.tolist())):
-                    told = f"{name} of lengths {list(lengths)} is {other.tolist()}"
+                    sentence = f"{name} of lengths {list(lengths)} is {other.tolist()}"
                     lengths_without = list(without.given[rank]["lengths"])
                     found.append(
-                        f"{told}; without the empty sequences, of lengths {lengths_without}, it is {one.tolist()}"
+                        f"{sentence}; without the empty sequences, of lengths {lengths_without}, it is {one.tolist()}"
                     )
                 tally.add(pairs=len(lengths), rank=rank)
     if found:
@@ -136,7 +136,9 @@ def judge_shares(outcome: Outcome, tally: Tally) -> None:
 
 def _refused(outcome: Outcome) -> dict[int, str]:
     """Return the calls that some rank does not offer, with its error; `values` raises any other error."""
-    said = {number: [each.error for each in answers(outcome, number) if each.error_by] for number in _calls(outcome)}
+    said = {
+        number: [answer.error for answer in answers(outcome, number) if answer.error_by] for number in _calls(outcome)
+    }
     return {number: words[0] for number, words in said.items() if words}
 
 
@@ -166,20 +168,20 @@ def _form(answer: Any) -> str:
     return f"{answer.dtype} {tuple(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__
 
 
-def _told_lengths(given: Any, m: int, real: Tensor, padded: Tensor) -> str:
+def _lengths_words(given: Any, m: int, real: Tensor, padded: Tensor) -> str:
     lengths = list(given["lengths"])
-    asked = f"of lengths {lengths} with cp = {given['cp']}, tp = {given['tp']}"
+    words = f"of lengths {lengths} with cp = {given['cp']}, tp = {given['tp']}"
     if given["sequence_parallel"]:
-        asked += " and sequence parallelism"
+        words += " and sequence parallelism"
     if real.tolist() != packed_sequences.cumulative(lengths).tolist():
-        return f"cu_seqlens {asked} is {real.tolist()} instead of {packed_sequences.cumulative(lengths).tolist()}"
+        return f"cu_seqlens {words} is {real.tolist()} instead of {packed_sequences.cumulative(lengths).tolist()}"
     grown = [after - before for before, after in pairwise(padded.tolist())]
     for i, (rows, length) in enumerate(zip(grown, lengths, strict=True)):
         if rows < length:
-            return f"cu_seqlens_padded {asked} gives sequence {i} {rows} rows for its {length} tokens"
+            return f"cu_seqlens_padded {words} gives sequence {i} {rows} rows for its {length} tokens"
         if rows % m:
-            return f"cu_seqlens_padded {asked} gives sequence {i} {rows} rows, which is not a multiple of {m}"
-    return f"cu_seqlens_padded {asked} is {padded.tolist()}"
+            return f"cu_seqlens_padded {words} gives sequence {i} {rows} rows, which is not a multiple of {m}"
+    return f"cu_seqlens_padded {words} is {padded.tolist()}"
 
 
 def _wrong_shares(cp: int, sums: Sequence[int], shares: Sequence[Tensor], stated: str) -> list[str]:
