@@ -16,7 +16,7 @@ from moe_conformance.scenarios.outcome import Outcome
 def judge_travelling_weights(outcome: Outcome, tally: Tally) -> None:
     """Decide whether y is the weighted sum of the expert outputs, with its gradients.
 
-    Gradients are judged if the script has a backward. That of a slot's weight is the inner product of its expert's
+    Gradients are judged for arguments that require one. That of a slot's weight is the inner product of its expert's
     output with the upstream gradient, and zero for an empty slot; with S shards of an expert there are S outputs.
 
     Raises:

@@ -111,7 +111,7 @@ class Rounded:
     def sent(self) -> dict[Token, Tensor]:
         """The sent row of every token."""
         given = self.script.call(FULL).given
-        return {Token(s, t): row_D for s, each in enumerate(given) for t, row_D in enumerate(each["x_TD"])}
+        return {Token(s, t): row_D for s, arguments in enumerate(given) for t, row_D in enumerate(arguments["x_TD"])}
 
     @cached_property
     def rows(self) -> dict[tuple[int, Token], tuple[int, Tensor]]:
@@ -152,8 +152,8 @@ class Rounded:
         findings = []
         for (rank, token), (row, v_D) in self.rows.items():
             x_1D = self.sent[token].unsqueeze(0)
-            told = answers(self.outcome, FULL)[rank].values.get("scales_RB")
-            scales_1B = scale_bounds(x_1D, self.block, self.fmt)[1] if told is None else told[row : row + 1]
+            scales = answers(self.outcome, FULL)[rank].values.get("scales_RB")
+            scales_1B = scale_bounds(x_1D, self.block, self.fmt)[1] if scales is None else scales[row : row + 1]
             name = f"row {row} on rank {rank}, of {token}:"
             if scales_1B.shape != block_maxima(x_1D, self.block).shape:
                 blocks = block_maxima(x_1D, self.block).shape[1]

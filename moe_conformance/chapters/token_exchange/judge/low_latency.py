@@ -1,6 +1,6 @@
 """Judges of the low-latency token exchange: places of its receive buffer, sums of combine, exceeded limits.
 
-The signs of rows are tags (see `workloads.tags`), so that each row identifies its token, also after rounding. N experts
+The signs of rows are tags (see `records.tags`), so that each row identifies its token, also after rounding. N experts
 held, C places, W ranks.
 """
 
@@ -42,8 +42,8 @@ def judge_places(outcome: Outcome, tally: Tally) -> None:
         WrongDelivery: places, counts or runs are wrong.
         WrongOutput, WrongGradient, AbsentGradient: the sums of combine, or their gradients, are wrong.
     """
-    with tally.uncounted() as own:
-        judge_placement(outcome, own)
+    with tally.uncounted() as uncounted:
+        judge_placement(outcome, uncounted)
     for number, call in enumerate(outcome.workload.calls):
         if call.method == "dispatch" and not call.may_raise:
             _judge_dispatch(outcome, number, tally)
@@ -95,7 +95,7 @@ def _judge_dispatch(outcome: Outcome, number: int, tally: Tally) -> None:
         ids = [given[s]["ids_TK"] for s in group]
         for n, legal in enumerate(legal_places(places, ids, held, runs=runs)):
             if not legal:
-                findings.append(_told(where, n, places, ids, group, held, runs))
+                findings.append(_places_finding(where, n, places, ids, group, held, runs))
             for c in range(int(counts_N[n]) if legal else 0):
                 token = Token(group[int(source_NC[n, c])], int(token_NC[n, c]))
                 row_D, sent_D = rows_NCD[n, c], given[token.source]["x_TD"][token.token]
@@ -118,11 +118,11 @@ def _judge_fixed(outcome: Outcome) -> None:
                 known[f"{rows[rank].shape[1]} on rank {rank} in call {number}"] = rows[rank].shape[1]
     for (_, most), known in places.items():
         if len(set(known.values())) > 1:
-            told = f"the number of places per expert differs with one tokens_max = {most}: {some(list(known))}"
-            raise WrongForm("dispatch", told)
+            sentence = f"the number of places per expert differs with one tokens_max = {most}: {some(list(known))}"
+            raise WrongForm("dispatch", sentence)
 
 
-def _told(
+def _places_finding(
     where: str, n: int, places: Places, ids: list[Tensor], group: tuple[int, ...], held: tuple[int, ...], runs: bool
 ) -> Finding:
     """Return a finding about the places of an expert, observed and expected."""
@@ -133,8 +133,8 @@ def _told(
     if count != len(wanted):
         return Finding("count", f"{where} reports {count} rows for expert {expert} instead of {len(wanted)}", (rank,))
     if sorted(stands) != wanted:
-        lost = next(each for each in wanted if each not in stands)
-        at = next(i for i, each in enumerate(stands) if each not in wanted or stands.index(each) != i)
+        lost = next(slot for slot in wanted if slot not in stands)
+        at = next(i for i, slot in enumerate(stands) if slot not in wanted or stands.index(slot) != i)
         is_there = f"rank {group[stands[at][0]]} token {stands[at][1]}" if stands[at][0] >= 0 else "a row of no token"
         missing = f"rank {group[lost[0]]} token {lost[1]} is missing"
         return Finding("rows", f"{where} has {is_there} in place {at} of expert {expert}, and {missing}", (rank,))
@@ -174,8 +174,8 @@ def _judge_sums(outcome: Outcome, tally: Tally) -> None:
             wanted = torch.autograd.grad(y_TD, (x_TD, weights_TK), call.upstream[rank][""].double())
             of = f"call {number}"
             _compare(WrongOutput, found[rank], y_TD.detach(), f"y of {of}", rank, tally)
-            own = (tokens_back[rank], back[rank])
-            for actual, expected, name in zip(own, wanted, ("tokens", "weights"), strict=True):
+            of_rank = (tokens_back[rank], back[rank])
+            for actual, expected, name in zip(of_rank, wanted, ("tokens", "weights"), strict=True):
                 words = f"the gradient of the {name} through {of}"
                 if actual is None:
                     raise AbsentGradient("gradient", f"{words} is None on rank {rank}", ranks=(rank,))

@@ -1,6 +1,6 @@
 """Judges of the fused token exchange: delivered rows, with a new or an earlier handle, and sums of combine.
 
-The signs of rows are tags (see `workloads.tags`), so that each row identifies its token, also after rounding. R rows
+The signs of rows are tags (see `records.tags`), so that each row identifies its token, also after rounding. R rows
 received, K slots.
 """
 
@@ -213,10 +213,10 @@ class Script:
     def wrong_slots(self, number: int, rank: int, token: Token, row: int | None) -> Iterator[Finding]:
         """Yield findings for the experts and weights of a token on a rank; row is None if it was not delivered."""
         given = self.call(number).given[token.source]
-        asked = self._slots(rank, given["ids_TK"][token.token], given.get("weights_TK"), token.token)
+        expected = self._slots(rank, given["ids_TK"][token.token], given.get("weights_TK"), token.token)
         got = [] if row is None else self._received(number, rank, row)
-        if asked != got:
-            yield _told(number, rank, token, asked, got)
+        if expected != got:
+            yield _slots_finding(number, rank, token, expected, got)
 
     def wrong_counts(self, number: int) -> Iterator[Finding]:
         """Yield findings for ranks that report other numbers of slots than are routed to their experts."""
@@ -275,8 +275,10 @@ class Script:
         """Require that every combine returns the sum of its tokens' rows and biases, with its gradients."""
         for number, call, rows in self.combines:
             expected = [
-                _added_up(copies_T1 * given["x_TD"].double(), own.get("biases", ()))
-                for copies_T1, given, own in zip(self.copies(rows), self.call(rows).given, call.given, strict=True)
+                _added_up(copies_T1 * given["x_TD"].double(), of_combine.get("biases", ()))
+                for copies_T1, given, of_combine in zip(
+                    self.copies(rows), self.call(rows).given, call.given, strict=True
+                )
             ]
             self.judge_output(number, expected, tally)
         for number, call, rows in self.combines:
@@ -356,14 +358,16 @@ def _holds(ids_TK: Tensor, experts: Sequence[int]) -> Tensor:
     return torch.isin(ids_TK, torch.tensor(experts)).any(1)
 
 
-def _told(number: int, rank: int, token: Token, asked: list[Any], got: list[Any]) -> Finding:
+def _slots_finding(number: int, rank: int, token: Token, expected: list[Any], got: list[Any]) -> Finding:
     if not got:
         lost = f"call {number}: {token} was not delivered to rank {rank}"
-        sentence = f"{lost}, to which {count(len(asked), 'slot')} of it {'is' if len(asked) == 1 else 'are'} routed"
+        sentence = (
+            f"{lost}, to which {count(len(expected), 'slot')} of it {'is' if len(expected) == 1 else 'are'} routed"
+        )
         return Finding("lost", sentence, (rank,))
-    if not asked:
+    if not expected:
         sentence = f"call {number}: {token} was delivered to rank {rank}, which has none of its experts"
         return Finding("extra", sentence, (rank,))
     delivered = f"call {number}: {token} was delivered to rank {rank} with local experts and weights"
-    sentence = f"{delivered} {got} instead of {asked}"
+    sentence = f"{delivered} {got} instead of {expected}"
     return Finding("slots", sentence, (rank,))
