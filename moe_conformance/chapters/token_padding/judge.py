@@ -67,10 +67,10 @@ def judge_alignment(outcome: Outcome, tally: Tally) -> None:
         WrongCount: a count is not a multiple.
     """
     A, found = outcome.workload.config.padding.alignment, []
-    for each in outcome.ranks:
-        if (claimed := each.claims.alignment) != A:
-            sentence = f"rank {each.rank} claims alignment = {claimed} instead of the configured {A}"
-            raise WrongForm("dispatch", sentence, ranks=(each.rank,))
+    for of_rank in outcome.ranks:
+        if (claimed := of_rank.claims.alignment) != A:
+            sentence = f"rank {of_rank.rank} claims alignment = {claimed} instead of the configured {A}"
+            raise WrongForm("dispatch", sentence, ranks=(of_rank.rank,))
     for number, tokens in enumerate(_tokens(outcome)):
         for rank, P in enumerate(_counts(outcome, number)):
             if padding.aligned(P, alignment=A) != P:
@@ -89,13 +89,14 @@ def judge_stated_padding(reading: Reading, tally: Tally) -> None:
     config = reading.outcome.workload.config
     for rank in reading.ranks:
         claims = rank.claims
-        for name, claimed, asked in (
+        for name, claimed, configured in (
             ("alignment", claims.alignment, config.padding.alignment),
             ("padding", claims.padding, config.padding.tokens),
         ):
-            if claimed != asked:
-                of = f"the exchange of rank {rank.rank} claims {name} = {claimed!r} instead of the configured {asked!r}"
-                raise WrongForm("dispatch", of, ranks=(rank.rank,))
+            if claimed != configured:
+                whose = f"the exchange of rank {rank.rank} claims {name}"
+                sentence = f"{whose} = {claimed!r} instead of the configured {configured!r}"
+                raise WrongForm("dispatch", sentence, ranks=(rank.rank,))
         tally.add(pairs=1, rank=rank.rank)
 
 
@@ -142,7 +143,7 @@ def judge_asked_group(reading: Reading, tally: Tally) -> None:
     groups, found, calls = reading.outcome.workload.layout.groups(), [], 0
     for rank in reading.ranks:
         of = next(group for group in groups["ep_etp"] if rank.rank in group)
-        for phase, entry in _asked(reading, rank):
+        for phase, entry in _number_calls(reading, rank):
             calls += 1
             if entry.ranks != of:
                 name = next((name for name in groups if entry.ranks in groups[name]), "no")
@@ -178,11 +179,11 @@ def judge_nobody_asked(reading: Reading, tally: Tally) -> None:
             before, behind = list(_questions(reading, first)), list(_questions(reading, rest, behind=True))
             late: list[Entry] = [] if free else behind
             only_capacity &= [entry.reduce for entry in (*before, *late)] == ["MAX"]
-            for asked, when in ((before[free:], "before the rows are sent"), (late, "after the rows are sent")):
-                if asked:
-                    times = f"{len(asked) + free} times instead of {free}" if free else "instead of not at all"
-                    over = f"{_op(asked[0])} over {group_words(asked[0].ranks)} for a largest number"
-                    where = f"in {phase}, {when} ({asked[0].where})"
+            for entries, when in ((before[free:], "before the rows are sent"), (late, "after the rows are sent")):
+                if entries:
+                    times = f"{len(entries) + free} times instead of {free}" if free else "instead of not at all"
+                    over = f"{_op(entries[0])} over {group_words(entries[0].ranks)} for a largest number"
+                    where = f"in {phase}, {when} ({entries[0].where})"
                     found.append(f"rank {rank.rank} calls {over} {where}, {times}")
         tally.add(pairs=len(reading.batches), rank=rank.rank)
     if found:
@@ -196,9 +197,11 @@ def _judge_static(reading: Reading) -> None:
         for group in reading.outcome.workload.layout.groups()["ep_etp"]:
             rows = [sum(len(call.rows_RD) for call in reading.seen(m, rank).exchange.handed) for rank in group]
             if len(set(rows)) > 1:
-                told = f"the ranks of {group_words(tuple(group))} receive {rows} rows in microbatch {m}; expected equal"
+                words = (
+                    f"the ranks of {group_words(tuple(group))} receive {rows} rows in microbatch {m}; expected equal"
+                )
                 why = "the backend claims handed = 'static'"
-                raise WrongCount("dispatch", f"{told} numbers, since {why}", ranks=tuple(group))
+                raise WrongCount("dispatch", f"{words} numbers, since {why}", ranks=tuple(group))
 
 
 def _pads_unasked(reading: Reading) -> bool:
@@ -234,9 +237,9 @@ def judge_added_rows(reading: Reading, tally: Tally) -> None:
         if number > filling and not in_places:
             found[holder, expert] += number - filling
     if found:
-        told = [f"rank {r} receives {count(n, 'row')} of zeros for expert {e}" for (r, e), n in found.items()]
+        words = [f"rank {r} receives {count(n, 'row')} of zeros for expert {e}" for (r, e), n in found.items()]
         filled = f" in addition to the padding to multiples of {multiple}" if multiple > 1 else ""
-        raise WrongDelivery("dispatch", f"{some(told)}{filled}; likely cause: padding tokens were routed")
+        raise WrongDelivery("dispatch", f"{some(words)}{filled}; likely cause: padding tokens were routed")
     for rank in reading.ranks:
         tally.add(pairs=len(rank.microbatches), rank=rank.rank)
 
@@ -282,8 +285,8 @@ def judge_broken_bound(outcome: Outcome, tally: Tally) -> None:
 def _judge_answered(y_TD: Any, expected_TD: Tensor, rank: int, number: int) -> None:
     right = isinstance(y_TD, Tensor) and y_TD.shape == expected_TD.shape and torch.equal(y_TD.double(), expected_TD)
     if not right:
-        told = unequal(y_TD, expected_TD) if isinstance(y_TD, Tensor) else f"is {y_TD!r}"
-        sentence = f"rank {rank} accepts all tokens in step {number}, and its y {told}"
+        words = unequal(y_TD, expected_TD) if isinstance(y_TD, Tensor) else f"is {y_TD!r}"
+        sentence = f"rank {rank} accepts all tokens in step {number}, and its y {words}"
         raise WrongOutput("combine", sentence, ranks=(rank,))
 
 
@@ -299,8 +302,8 @@ def _tell_refusals(
         raise Raised("dispatch", f"{sentence}: {errors[ranks[0]]}", ranks=ranks)
     whose = next(rank for rank in group if tokens[rank] == largest)
     answered = some([f"rank {rank}" for rank in ranks])
-    told = f"rank {whose} has {largest} tokens and the bound is {bound}"
-    sentence = f"{told}; expected an error on every rank, but the step returned on {answered}"
+    words = f"rank {whose} has {largest} tokens and the bound is {bound}"
+    sentence = f"{words}; expected an error on every rank, but the step returned on {answered}"
     raise Unrefused("dispatch", sentence, ranks=ranks)
 
 
@@ -329,7 +332,7 @@ def _expected(outcome: Outcome, tokens: Sequence[int], groups: Sequence[Sequence
     return padding.padded_counts(tokens, groups, alignment=config.padding.alignment)
 
 
-def _asked(reading: Reading, rank: RankOutcome) -> Iterator[tuple[str, Entry]]:
+def _number_calls(reading: Reading, rank: RankOutcome) -> Iterator[tuple[str, Entry]]:
     """Yield the collectives for a largest number before the rows of a dispatch, each with its phase."""
     for phase, calls in dispatches(rank):
         before, _ = parted(calls, reading.outcome.workload.config.hidden)
