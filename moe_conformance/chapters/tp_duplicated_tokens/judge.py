@@ -62,9 +62,9 @@ class Distinct(Reading):
             for e in self.entries
             if e.kind == tags.TAG and e.of_microbatch == e.microbatch
         )
-        return tuple(tuple(self._asked(m, rows)) for m in range(len(self.batches)))
+        return tuple(tuple(self._expected_pairs(m, rows)) for m in range(len(self.batches)))
 
-    def _asked(self, m: int, rows: Counter[tuple[int, int, int, int, int]]) -> Iterator[Pair]:
+    def _expected_pairs(self, m: int, rows: Counter[tuple[int, int, int, int, int]]) -> Iterator[Pair]:
         layout = self.outcome.workload.layout.groups()
         for copies in layout["tp"]:
             source = min(copies)
@@ -102,8 +102,8 @@ def judge_copies_delivered(reading: Reading, tally: Tally) -> None:
         held = [rank.local_experts for rank in reading.ranks]
         ids = [batch.ids_TK for batch in batches]
         if wrong := wrong_pairs(ids, found, layout["ep_etp"], held, layout["tp"]):
-            told = [f"rank {rank} token {token} slot {slot}" for rank, token, slot in wrong]
-            sentence = f"of the tokens held by all tp ranks were not delivered exactly once: {some(told)}"
+            words = [f"rank {rank} token {token} slot {slot}" for rank, token, slot in wrong]
+            sentence = f"of the tokens held by all tp ranks were not delivered exactly once: {some(words)}"
             raise WrongDelivery("dispatch", sentence)
 
 
@@ -163,9 +163,9 @@ def _judge_bytes(reading: Reading, tally: Tally) -> None:
     for m in range(len(reading.batches)):
         for copies in reading.outcome.workload.layout.groups()["tp"]:
             seen = [reading.seen(m, rank) for rank in copies]
-            if missing := [rank for rank, each in zip(copies, seen, strict=True) if each.y is None]:
+            if missing := [rank for rank, of_copy in zip(copies, seen, strict=True) if of_copy.y is None]:
                 raise WrongForm("combine", f"y of rank {missing[0]} in microbatch {m} is None", ranks=tuple(missing))
-            found = [each.y for each in seen if each.y is not None]
+            found = [of_copy.y for of_copy in seen if of_copy.y is not None]
             for rank, y_TD in zip(copies[1:], found[1:], strict=True):
                 if not same_bytes([found[0], y_TD]):
                     both = f"y of rank {rank} differs from that of rank {copies[0]}, which holds the same tokens"
@@ -232,7 +232,7 @@ def _taken(reading: Reading, m: int, copies: tuple[int, ...], copy: int) -> Micr
         y=mine.y,
         y_shape=mine.y_shape,
         y_dtype=mine.y_dtype,
-        dx_TD=_gradient(reading, copies, copy, f"x in microbatch {m}", [each.dx_TD for each in seen]),
+        dx_TD=_gradient(reading, copies, copy, f"x in microbatch {m}", [of_copy.dx_TD for of_copy in seen]),
         dweights_TK=_gradient(reading, copies, copy, f"the weights in microbatch {m}", [e.dweights_TK for e in seen]),
     )
 
@@ -293,9 +293,9 @@ def judge_mismatch(outcome: Outcome, tally: Tally) -> None:
     answered = [rank for group in groups for rank in group if not found[rank].raised]
     if answered:
         on = some(odd_one_of(outcome.workload, group) for group in groups)
-        told = some(f"rank {rank}" for rank in answered)
+        words = some(f"rank {rank}" for rank in answered)
         accepted = f"step accepted {what} (on rank {on} only of its tp group)"
-        sentence = f"{accepted} on {told}; expected: an error on every rank of the tp group"
+        sentence = f"{accepted} on {words}; expected: an error on every rank of the tp group"
         raise Unrefused("dispatch", sentence, ranks=tuple(answered))
     for rank in (rank for group in groups for rank in group):
         tally.add(pairs=1, rank=rank)
