@@ -1,4 +1,4 @@
-"""Steps of the routers of a model whose balance bias is updated, on one rank: what each call of a script does.
+"""Run training steps of routers whose balance bias is updated; every call of a script is one step or action.
 
 E experts; a tuple has an entry for every layer.
 """
@@ -26,17 +26,19 @@ _RATE = 0.5  # of the optimizer, whose weight decay is as large
 
 @dataclass(frozen=True)
 class Biases:
-    """The biases at one moment, (E,) by layer, in every way in which they can be read; copies."""
+    """Copies of the biases at one time, (E,) by layer, in every way in which they can be read."""
 
-    now: tuple[Tensor, ...]  # through windows that are read anew
-    held: tuple[Tensor, ...]  # through windows that were read before the first call
-    saved: tuple[Tensor | None, ...]  # in the state dictionary of before the first call, or anew if that holds copies
-    loads: tuple[Tensor, ...] | None  # the counters
+    now: tuple[Tensor, ...]  # through new windows
+    held: tuple[Tensor, ...]  # through the windows that were read before the first call
+    saved: tuple[
+        Tensor | None, ...
+    ]  # in the state dictionary from before the first call, or in a new one if it holds copies
+    loads: tuple[Tensor, ...] | None  # the load counters
 
 
 @dataclass(frozen=True)
 class Forward:
-    """What one forward returned, and the biases after it and its backward."""
+    """The results of one forward, and the biases after it and its backward."""
 
     ids: tuple[Tensor, ...]  # (T, K)
     logits: tuple[Tensor | None, ...]  # (T, E)
@@ -45,7 +47,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class StepSeen:
-    """One step: its forwards in order, and the biases before it and after each of its updates."""
+    """The record of one step: its forwards in order, and the biases before it and after each of its updates."""
 
     before: Biases
     forwards: tuple[Forward, ...]
@@ -55,7 +57,7 @@ class StepSeen:
 
 @dataclass(frozen=True)
 class Optimised:
-    """The biases around a step of an optimizer, and how many elements of the routers it changed."""
+    """The biases before and after an optimizer step, and how many elements of the routers it changed."""
 
     before: Biases
     after: Biases
@@ -64,7 +66,7 @@ class Optimised:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a state dictionary holds the bias of a layer: under which key, and in which row of E elements."""
+    """The place of a layer's bias in a state dictionary: the key, and the row of E elements."""
 
     key: str
     row: int
@@ -72,15 +74,15 @@ class _Entry:
 
 
 class BalancedRouters:
-    """The routers of a model and their trainer."""
+    """The surface of scripts about the balance bias: the routers of a model, and the trainer of their steps."""
 
     def __init__(self, surface: BalancingRouters, session: Session, given: Sequence[Mapping[str, Any]]) -> None:
-        """Keep what was built.
+        """Keep the routers and the session.
 
         Raises:
-            Unsupported: it takes no mask, and what the calls are given has padding.
+            Unsupported: the routers take no padding mask, and the calls have padding.
         """
-        padded = any(each.padding_T is not None for call in given for each in call.get("batches", ()))
+        padded = any(batch.padding_T is not None for call in given for batch in call.get("batches", ()))
         if padded and not surface.takes_mask:
             raise Unsupported("these routers take no padding mask")
         self.surface, self.session = surface, session
@@ -89,7 +91,7 @@ class BalancedRouters:
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """What the routers report of themselves."""
+        """What the routers resolved to."""
         return self.surface.resolved
 
     @property
@@ -102,7 +104,7 @@ class BalancedRouters:
         return self.surface.named(read)
 
     def step(self, batches: tuple[RouterBatch, ...], updates: int) -> StepSeen:
-        """Make the forwards and backwards of one step, then as many updates."""
+        """Run the forwards and backwards of one step, then that many updates."""
         before = self._biases()
         parameters.clear([self.surface], self.session.grad_attr, to_zero=False)
         forwards = tuple(map(self._forward, batches))
@@ -111,19 +113,21 @@ class BalancedRouters:
         return StepSeen(before, forwards, gradients, tuple(self._update() for _ in range(updates)))
 
     def save(self) -> Biases:
-        """Save a copy of the state."""
+        """Save a copy of the state dictionary, and return the biases."""
         state = self.surface.state_dict()
-        self.kept = {key: each.detach().clone() if isinstance(each, Tensor) else each for key, each in state.items()}
+        self.kept = {
+            key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()
+        }
         return self._biases()
 
     def load(self) -> Biases:
-        """Load what was saved."""
+        """Load the saved state dictionary, and return the biases."""
         self.surface.load_state_dict(self.kept)
         return self._biases()
 
     def optimise(self) -> Optimised:
-        """Make a step of an optimizer over all parameters, each of which has a gradient of ones."""
-        before, routers = self._biases(), [each.clone() for each in self._read("router")]
+        """Run an optimizer step over all parameters, with gradients of ones."""
+        before, routers = self._biases(), [router.clone() for router in self._read("router")]
         optimised = list(self.surface.parameters())
         for parameter in optimised:
             if parameter.requires_grad:
@@ -134,13 +138,13 @@ class BalancedRouters:
         return Optimised(before, self._biases(), sum(int((old != new).sum()) for old, new in pairs))
 
     def _forward(self, batch: RouterBatch) -> Forward:
-        x = tuple(each.detach().clone().requires_grad_(batch.mode == "training") for each in batch.x)
+        x = tuple(x_SBD.detach().clone().requires_grad_(batch.mode == "training") for x_SBD in batch.x)
         with in_mode(self.surface, batch.mode):
             returned: tuple[Routed, ...] = self.surface(x, batch.padding_T)
         backward(batch, Trained(returned), 0.0)
         return Forward(
-            tuple(each.routing.ids_TK for each in returned),
-            tuple(None if each.logits_TE is None else each.logits_TE.detach() for each in returned),
+            tuple(routed.routing.ids_TK for routed in returned),
+            tuple(None if routed.logits_TE is None else routed.logits_TE.detach() for routed in returned),
             self._biases(),
         )
 
@@ -149,23 +153,23 @@ class BalancedRouters:
         return self._biases()
 
     def _read(self, name: str) -> tuple[Tensor, ...]:
-        """Return the windows of a name in the order of layers."""
-        windows = self.surface.named(lambda each: each.detach())
-        found = {int(each.expert or 0): each.view for each in windows if each.name == name}
+        """Return the views of the windows of a name, in the order of layers."""
+        windows = self.surface.named(lambda parameter: parameter.detach())
+        found = {int(window.expert or 0): window.view for window in windows if window.name == name}
         return tuple(found[layer] for layer in sorted(found))
 
     def _biases(self) -> Biases:
-        """Read all there is; before the first call what is held is read as well."""
+        """Read the biases in every way; the first call also stores the windows and the state dictionary."""
         now = self._read("balance_bias")
         if self.windows is None:
             self.windows, self.state = now, self.surface.state_dict()
             self.entries = [_entry(self.state, window) for window in now]
         loads = self.surface.loads()
         return Biases(
-            now=tuple(each.clone() for each in now),
-            held=tuple(each.clone() for each in self.windows),
+            now=tuple(tensor.clone() for tensor in now),
+            held=tuple(tensor.clone() for tensor in self.windows),
             saved=tuple(map(self._saved, self.entries)),
-            loads=None if loads is None else tuple(each.detach().clone() for each in loads),
+            loads=None if loads is None else tuple(tensor.detach().clone() for tensor in loads),
         )
 
     def _saved(self, entry: _Entry | None) -> Tensor | None:
@@ -177,10 +181,10 @@ class BalancedRouters:
 
 
 def _entry(state: Mapping[str, Any], bias_E: Tensor) -> _Entry | None:
-    """Find the bias in a state dictionary: by its memory, else by its values."""
+    """Return the place of a bias in a state dictionary, found by its memory, else by its values."""
     copy = None
-    for key, each in state.items():
-        for number, row_E in enumerate(_rows(each, bias_E)):
+    for key, value in state.items():
+        for number, row_E in enumerate(_rows(value, bias_E)):
             if row_E.data_ptr() == bias_E.data_ptr():
                 return _Entry(key, number, shared=True)
             if copy is None and torch.equal(row_E.to(bias_E), bias_E):
@@ -189,14 +193,14 @@ def _entry(state: Mapping[str, Any], bias_E: Tensor) -> _Entry | None:
 
 
 def _rows(value: Any, bias_E: Tensor) -> list[Tensor]:
-    """Return what may be biases in an entry: its rows of as many elements."""
+    """Return the rows of E elements of an entry, which may be biases; none if it does not consist of such rows."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() % len(bias_E):
         return []
     return list(value.detach().reshape(-1, len(bias_E)))
 
 
 def balanced_routers(kept: Opened, workload: Workload, context: RankContext) -> BalancedRouters:
-    """Build the routers, whose calls are mostly steps of a trainer."""
+    """Build the routers for a script of training steps and other actions of a trainer."""
     routers = build(kept.session, "balancing_routers", workload.config)
     return BalancedRouters(routers, kept.session, [call.given[context.rank] for call in workload.calls])
 

@@ -1,4 +1,4 @@
-"""Settings that a backend resolves, with what it warned of meanwhile."""
+"""Resolve settings through a backend and record its warnings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from moe_conformance.workloads.records.workload import Workload
 
 @dataclass(frozen=True)
 class Resolution:
-    """What one call of `resolve` returned, and its warnings."""
+    """The result of one call of `resolve`, and its warnings."""
 
     settings: Settings
     warned: tuple[str, ...]
 
 
 class RecordedRules:
-    """The surface of a backend; its warnings are part of the answers."""
+    """The surface of scripts about settings: the backend's, with its warnings in the results."""
 
     def __init__(self, rules: ConfigRules) -> None:
         """Keep the surface."""
@@ -33,10 +33,10 @@ class RecordedRules:
         return tuple(tuple(VersionLimit(*limit)) for limit in self.rules.limits(asked))  # type: ignore[misc]
 
     def resolve(self, asked: Settings) -> Resolution:
-        """Resolve them under a recorder of warnings.
+        """Resolve settings, and return them with the warnings.
 
         Raises:
-            Malformed: it returned something else than `Settings`.
+            Malformed: the backend returned something other than `Settings`.
         """
         with recorded() as warned:
             settings: Any = self.rules.resolve(asked)
@@ -45,11 +45,11 @@ class RecordedRules:
         return Resolution(settings, tuple(warned))
 
     def build(self, asked: Settings, layers: int) -> Any:
-        """Build layers."""
+        """Build that many layers."""
         return self.rules.build(asked, layers)
 
     def change(self, built: Any, to: Settings) -> None:
-        """Change them."""
+        """Change the settings of built layers."""
         self.rules.change(built, to)
 
     def shown(self, built: Any) -> tuple[Settings, ...]:
@@ -58,7 +58,7 @@ class RecordedRules:
 
 
 def recorded_rules(kept: Opened, workload: Workload, context: RankContext) -> RecordedRules:
-    """Build what resolves settings, with a recorder of its warnings."""
+    """Build the backend's object that resolves settings, wrapped to record its warnings."""
     return RecordedRules(build(kept.session, "config_rules", workload.config))
 
 

@@ -1,8 +1,8 @@
-"""A small model on the ranks: the suite's glue and dense parts, the backend's MoE layers, in pipeline stages.
+"""Run a small model on the ranks, in pipeline stages: dense parts of the suite and MoE layers of the backend.
 
 Every block is a causal mean over the sequence, a linear map cut over tp with sequence parallelism, and the backend's
-MoE: its layer where there are shared experts, else its router, exchange and experts. A sequence lies on the ranks of a
-cp and tp group, part by part, cp the slower; the stages of a pipeline send each other what they have made.
+MoE: its layer if there are shared experts, else its router, exchange and experts. A sequence is split over the ranks of
+a cp and tp group, with cp as the slower axis; pipeline stages send their outputs to the next stage.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from moe_conformance.scenarios.tensors import to_cpu
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
 BLOCKS = 2
-_MIX = (("mix_in", 0), ("mix_out", 1))  # names, and the dimension that tp cuts
+_MIX = (("mix_in", 0), ("mix_out", 1))  # names, and the dimension that tp shards
 
 
 class _Gather(torch.autograd.Function):
-    """The tokens of all ranks of a group, in order; every rank has a gradient of all of them."""
+    """Gathers the tokens of all ranks of a group; its backward sums their gradients and keeps a rank's part."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, start: int, total: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.place, ctx.group = slice(start, start + len(own)), group
-        return _everywhere(own, ctx.place, total, group)
+    def forward(ctx: Any, mine: Tensor, start: int, total: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.place, ctx.group = slice(start, start + len(mine)), group
+        return _everywhere(mine, ctx.place, total, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
@@ -44,11 +44,11 @@ class _Gather(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """A rank's own tokens of the sum of all ranks' parts."""
+    """Sums partial results over the ranks of a group and keeps a rank's tokens; its backward gathers."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, start: int, own: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.place, ctx.group, ctx.total = slice(start, start + own), group, len(parts)
+    def forward(ctx: Any, parts: Tensor, start: int, mine: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.place, ctx.group, ctx.total = slice(start, start + mine), group, len(parts)
         summed = parts.clone()
         dist.all_reduce(summed, group=group)
         return summed[ctx.place].clone()
@@ -58,23 +58,23 @@ class _ReduceScatter(torch.autograd.Function):
         return _everywhere(gradients[0], ctx.place, ctx.total, ctx.group), None, None, None
 
 
-def _everywhere(own: Tensor, place: slice, total: int, group: dist.ProcessGroup) -> Tensor:
-    everything = own.new_zeros(total, *own.shape[1:])
-    everything[place] = own
+def _everywhere(mine: Tensor, place: slice, total: int, group: dist.ProcessGroup) -> Tensor:
+    everything = mine.new_zeros(total, *mine.shape[1:])
+    everything[place] = mine
     dist.all_reduce(everything, group=group)
     return everything
 
 
 class ProxyModel:
-    """The state of one run on one rank."""
+    """The scenario of the proxy model: the state of one run on one rank."""
 
     def __init__(self, context: RankContext, workload: Workload) -> None:
-        """Begin nothing yet."""
+        """Store the arguments; nothing runs yet."""
         self.context, self.workload, self.config = context, workload, workload.config
         self.reached = "open"
 
     def run(self, backend_name: str) -> RankOutcome:
-        """Do it all and return what this rank saw: y on the last stage, the gradient of x on the first."""
+        """Run the model and return the record of this rank: y on the last stage, the gradient of x on the first."""
         session = self.build(backend_name)
         microbatches = range(len(self.workload.batches))
         ends = {}
@@ -87,19 +87,22 @@ class ProxyModel:
         return self._bring_back(session, ends)
 
     def build(self, backend_name: str) -> Session:
-        """Build the blocks of this rank's stage, and return the session that they are of."""
+        """Build the blocks of this rank's stage, and return their session."""
         kept = opened(self.context, backend_name, self.workload.layout)
         self.topology = kept.topology
         self.reached = "build"
         stages = self.topology.ranks("pp")
-        stage, each = stages.index(self.topology.rank), BLOCKS // len(stages)
-        self.blocks = [Block(self, kept.session, number) for number in range(stage * each, (stage + 1) * each)]
+        stage, blocks_per_stage = stages.index(self.topology.rank), BLOCKS // len(stages)
+        self.blocks = [
+            Block(self, kept.session, number)
+            for number in range(stage * blocks_per_stage, (stage + 1) * blocks_per_stage)
+        ]
         self.before = stages[stage - 1] if stage else None
         self.after = stages[stage + 1] if stage + 1 < len(stages) else None
         return kept.session
 
     def forward(self, m: int) -> tuple[Tensor, Tensor]:
-        """Return what goes into this stage and what comes out, and send that on."""
+        """Return the input and the output of this stage, and send the output to the next stage."""
         batch = self.workload.batches[m][self.context.rank]
         h = batch.x_TD.to(self.context.device, copy=True)
         if self.before is not None:
@@ -112,12 +115,12 @@ class ProxyModel:
         return x, h
 
     def upstream(self, m: int, y: Tensor) -> Tensor:
-        """Return the gradient of the last stage's output, which belongs to the workload."""
+        """Return the upstream gradient of the last stage's output, from the workload."""
         del y
         return self.workload.batches[m][self.context.rank].upstream.to(self.context.device, copy=True)
 
     def backward(self, m: int, x: Tensor, y: Tensor) -> None:
-        """Send the gradient of what comes out of this stage backward, and that of what went in on."""
+        """Run the backward of this stage, and send the gradient of its input to the stage before."""
         gradient = self.upstream(m, y)
         if self.after is not None:
             dist.recv(gradient, src=self.after, group=self.topology.group("pp"))
@@ -162,10 +165,10 @@ class ProxyModel:
 
 
 class Block:
-    """One block: the suite's mixing part and the backend's MoE."""
+    """One block of the model: a dense part of the suite, and the backend's MoE."""
 
     def __init__(self, model: ProxyModel, session: Session, number: int) -> None:
-        """Build the parts and write their parameters."""
+        """Build both parts and write their parameters."""
         self.model, self.number, config = model, number, model.config
         prefix = f"block{number}/"
         values = {
@@ -197,13 +200,13 @@ class Block:
         }
 
     def __call__(self, h: Tensor, m: int) -> Tensor:
-        """Return what the block makes of this rank's part of a sequence."""
+        """Return the output of the block for this rank's part of a sequence."""
         h = h + self._mixed(h, m)
         y: Tensor = h + self.moe(h)
         return y
 
     def _mixed(self, h: Tensor, m: int) -> Tensor:
-        """Average causally over the whole sequence, and map by a linear map that is cut over tp."""
+        """Return the causal mean over the whole sequence, mapped by two linear maps that are sharded over tp."""
         topology = self.model.topology
         tp, cp = topology.group("tp"), topology.group("cp")
         place = _Place(self.model.workload, topology, m)
@@ -212,11 +215,11 @@ class Block:
         counts = torch.arange(1, place.of_cp + 1, dtype=h.dtype, device=h.device)[:, None]
         mean = (sequence.cumsum(0) / counts)[place.in_cp : place.in_cp + place.of_tp]
         part = torch.tanh(mean @ self.mix["mix_in"].T) @ self.mix["mix_out"].T
-        own: Tensor = _ReduceScatter.apply(part, place.in_tp, len(h), tp)  # type: ignore[no-untyped-call]
-        return own
+        mine: Tensor = _ReduceScatter.apply(part, place.in_tp, len(h), tp)  # type: ignore[no-untyped-call]
+        return mine
 
     def gradients(self, attribute: str | None, convention: str) -> dict[ParameterKey, Grad]:
-        """Return all finished gradients; those of the backend only if it finishes them."""
+        """Return all finished gradients; those of the backend only if it offers to finish them."""
         found: dict[ParameterKey, Grad] = {}
         prefix, topology = f"block{self.number}/", self.model.topology
         for name, parameter in self.mix.items():
@@ -230,15 +233,15 @@ class Block:
 
 
 class _Place:
-    """Where this rank's tokens lie in the chunk of its tp group, and that in the sequence of its cp group."""
+    """The offsets of this rank's tokens in the chunk of its tp group, and of the chunk in the sequence."""
 
     def __init__(self, workload: Workload, topology: Topology, m: int) -> None:
-        """Add up the tokens of the ranks before."""
+        """Compute offsets from the numbers of tokens of the ranks before."""
         sizes = workload.tokens[m]
         groups = workload.layout.groups()
         tp_of = {rank: ranks for ranks in groups["tp"] for rank in ranks}
         tp, cp = topology.ranks("tp"), topology.ranks("cp")
-        chunks = [sum(sizes[rank] for rank in tp_of[each]) for each in cp]
+        chunks = [sum(sizes[rank] for rank in tp_of[member]) for member in cp]
         self.in_tp = sum(sizes[rank] for rank in tp[: tp.index(topology.rank)])
         self.of_tp = sum(sizes[rank] for rank in tp)
         self.in_cp = sum(chunks[: cp.index(topology.rank)])

@@ -1,4 +1,4 @@
-"""Steps of the routers of a model with losses: each call of a script is a step of a trainer."""
+"""Build the routers of a model with losses for scripts, in which every call is a training step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_conformance.workloads.records.workload import Workload
 
 
 def trained_routers(kept: Opened, workload: Workload, context: RankContext) -> TrainedRouters:
-    """Build the routers and their trainer."""
+    """Build the routers, and the trainer that runs their steps."""
     return TrainedRouters(build(kept.session, "training_routers", workload.config), kept.session)
 
 

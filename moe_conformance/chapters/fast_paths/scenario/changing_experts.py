@@ -1,4 +1,4 @@
-"""A backend's own experts for scripts: they are called on rows, and their parameters changed between two calls.
+"""A backend's experts for scripts, which call them on rows and change their parameters between two calls.
 
 N experts of this rank, D hidden, R rows. Changes are made through the windows of `named` and the module that holds the
 parameters, as training, loading and moving a model make them.
@@ -25,13 +25,13 @@ from moe_conformance.workloads.records.workload import Stride, Workload
 
 
 def require_sorted_rows(experts: Any, workload: Workload) -> None:
-    """Find out whether experts, which nobody uses behind it, take rows sorted by expert.
+    """Raise Unsupported if experts, which are not used afterwards, do not take rows sorted by expert.
 
-    Those that take another form get it from an exchange of their own. Asked with one row, and with gradients: a failure
-    of the path without gradients is to be seen by the checks of it.
+    Experts that take another form get it from the backend's exchange. They are tried with one row and with gradients: a
+    failure without gradients must be left to the checks of that.
 
     Raises:
-        Unsupported: they do not.
+        Unsupported: a call with sorted rows raises.
     """
     config = workload.config
     row_RD = torch.zeros(1, config.hidden, dtype=config.dtype)
@@ -43,33 +43,34 @@ def require_sorted_rows(experts: Any, workload: Workload) -> None:
 
 
 class ChangingExperts:
-    """What a script calls. Values are full parameters by name and global expert id; a rank takes its part.
+    """The surface of scripts that change parameters of experts.
 
-    Of all parameters, except for "copy_", which may change some.
+    Values are full parameters by name and global expert id, of which a rank uses its part. They are those of all
+    parameters, except for "copy_", which may change some.
     """
 
     def __init__(self, experts: Any, session: Session, workload: Workload, rank: int) -> None:
-        """Find out whether everything that the script does can be done.
+        """Keep the experts, and check that every change of the script is possible.
 
         Raises:
-            Unsupported: a change is one of the module, and the surface has none to show; or its windows show parts of
-                parameters, and not the parameters that are to be changed.
+            Unsupported: a change needs the module, which the surface does not show; or the windows show parts of
+                parameters, and not the parameters to change.
         """
         self._experts, self._attribute = experts, session.grad_attr
         ways = {call.given[rank]["way"] for call in workload.calls if call.method == "change"}
         if self._module() is None and ways & {*OF_THE_MODULE}:
             raise Unsupported("the experts show no `module` that holds their parameters")
-        sharded = any(not isinstance(each, nn.Parameter) for each in self._parameters())
+        sharded = any(not isinstance(parameter, nn.Parameter) for parameter in self._parameters())
         if sharded and ways - {*OF_SHARDS}:
             raise Unsupported("the windows show parts of parameters, and not the parameters themselves")
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """What the experts show of themselves by now."""
+        """What the experts report now."""
         return {} if self._experts is None else dict(self._experts.resolved)
 
     def named(self, read: Read) -> Iterator[Named]:
-        """Yield the experts' own windows."""
+        """Yield the windows of the experts."""
         windows: Iterator[Named] = self._experts.named(read)
         return windows
 
@@ -78,9 +79,10 @@ class ChangingExperts:
     def forward(
         self, rows_RD: Tensor, counts_N: tuple[int, ...], known: bool = True, stride: Stride | None = None
     ) -> Tensor:
-        """Return the output for rows in the order of the experts, all of weight 1.
+        """Return the expert output for rows sorted by expert, with weights of 1.
 
-        Without known counts the rows only have ids. `stride` says how they lie in memory, and their upstream gradient.
+        Unless counts are `known` the delivery has ids only. `stride` is the memory layout of rows and upstream
+        gradient.
         """
         given_RD = rows_RD if stride is None else laid_out(rows_RD, stride)
         weights_R = torch.ones(len(rows_RD), dtype=weight_dtype(rows_RD.dtype), device=rows_RD.device)
@@ -93,31 +95,33 @@ class ChangingExperts:
         return out_RD if stride is None or not out_RD.requires_grad else _laid_out_backward(out_RD, stride)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Return the gradient of every parameter of this rank, None where there is none, and clear them all."""
+        """Return the gradients of all parameters of this rank, None for one without, and clear them."""
         found = {_said(key): grad.value for key, grad in self._gradients().items()}
         parameters.clear([self], self._attribute, to_zero=False)
         return found
 
     def change(self, way: Way, values: Values) -> None:
-        """Give the parameters other values in one of the ways; where no trace is left, say so if that is asked for."""
+        """Change the parameters in one of the ways; call `weights_changed()` after a change that leaves no trace."""
         _WAYS[way](self, values)
         announce = getattr(self._experts, "weights_changed", None)
         if announce is not None and way in _ANNOUNCED:
             announce()
 
     def remains(self, marker: float) -> int:
-        """Return how many storages hold an element of this value, those of the present parameters left out."""
+        """Return how many storages, except those of the present parameters, hold an element of this value."""
         gc.collect()
-        own = {each.untyped_storage().data_ptr() for each in self._parameters()} if self._experts is not None else set()
+        present = (
+            {item.untyped_storage().data_ptr() for item in self._parameters()} if self._experts is not None else set()
+        )
         found = {
-            each.untyped_storage().data_ptr()
-            for each in gc.get_objects()
-            if isinstance(each, Tensor) and _holds(each, marker) and each.untyped_storage().data_ptr() not in own
+            item.untyped_storage().data_ptr()
+            for item in gc.get_objects()
+            if isinstance(item, Tensor) and _holds(item, marker) and item.untyped_storage().data_ptr() not in present
         }
         return len(found)
 
     def delete(self) -> None:
-        """Let go of the experts."""
+        """Drop the reference to the experts."""
         self._experts = None
 
     # ---- what changes are made of ----------------------------------------------------------------------------
@@ -137,7 +141,7 @@ class ChangingExperts:
         read: list[Tensor] = []
 
         def note(parameter: Tensor) -> Tensor:
-            if not any(parameter is each for each in read):
+            if not any(parameter is other for other in read):
                 read.append(parameter)
             return parameter.detach()
 
@@ -146,7 +150,7 @@ class ChangingExperts:
         return read
 
     def _write(self, values: Values, read: Read, put: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-        """Put values into the windows on what `read` makes of the parameters; those without a value stay."""
+        """Write values into the windows on the result of `read`; windows without a value are unchanged."""
         for window in self.named(read):
             key = (window.name, window.expert)
             if key in values:
@@ -157,12 +161,12 @@ class ChangingExperts:
         return parameters.gradients([self], self._attribute)
 
     def _filled(self, values: Values) -> list[tuple[Tensor, Tensor]]:
-        """Return every parameter with a new tensor of its shape that has the values."""
+        """Return every parameter with a new tensor of its shape that holds the new values."""
         made: list[tuple[Tensor, Tensor]] = []
 
         def read(parameter: Tensor) -> Tensor:
-            for each, filled in made:
-                if parameter is each:
+            for known, filled in made:
+                if parameter is known:
                     return filled
             made.append((parameter, torch.empty_like(parameter, requires_grad=False)))
             return made[-1][1]
@@ -197,7 +201,7 @@ def _load(experts: ChangingExperts, values: Values) -> None:
 
 
 def _step(experts: ChangingExperts, values: Values, *, fused: bool = False) -> None:
-    """Take a step of size 1 along gradients of which it leads to the values: all of them have few digits."""
+    """Run an optimizer step of size 1 with gradients that lead exactly to the values, which have few digits."""
     filled = experts._filled(values)
     for parameter, new in filled:
         parameter.grad = parameter.detach() - new
@@ -215,7 +219,7 @@ def _copy_data(experts: ChangingExperts, values: Values) -> None:
 
 
 def _new_data(experts: ChangingExperts, values: Values) -> None:
-    """Free the old memory first: the new one may lie at the same address."""
+    """Replace the data of the parameters; the old memory is freed first, so that addresses may be the same."""
     for parameter in experts._parameters():
         like = torch.empty_like(parameter, device="meta")
         parameter.data = torch.empty(0, dtype=like.dtype, device=parameter.device)
@@ -224,11 +228,16 @@ def _new_data(experts: ChangingExperts, values: Values) -> None:
 
 
 def _write_in_inference_mode(experts: ChangingExperts, values: Values) -> None:
-    """Make the parameters tensors of inference mode, where they are not yet, and write to them in it."""
+    """Make the parameters inference tensors, unless they are, and write to them in inference mode."""
     with torch.inference_mode():
         old = experts._parameters()
         if not all(parameter.is_inference() for parameter in old):
-            experts._replace([(each, nn.Parameter(each.detach().clone(), requires_grad=False)) for each in old])
+            experts._replace(
+                [
+                    (old_parameter, nn.Parameter(old_parameter.detach().clone(), requires_grad=False))
+                    for old_parameter in old
+                ]
+            )
         _copy(experts, values)
 
 
@@ -251,7 +260,7 @@ def _to_empty(experts: ChangingExperts, values: Values) -> None:
 
 
 def _gathered_again(experts: ChangingExperts, values: Values) -> None:
-    """Free what was gathered, as behind a backward, and step on the shards; the next forward gathers again."""
+    """Free the gathered parameters, as after a backward, and change the shards; the next forward gathers again."""
     reshard = getattr(experts._experts, "reshard", None)
     if reshard is not None:
         reshard()
@@ -291,7 +300,7 @@ def _holds(tensor: Tensor, marker: float) -> bool:
 
 
 class _LaidOut(torch.autograd.Function):
-    """Returns what it is given; its gradient goes back in another layout of memory."""
+    """Identity whose backward returns the gradient with other strides."""
 
     @staticmethod
     def forward(ctx: Any, out_RD: Tensor, stride: Stride) -> Tensor:
@@ -309,17 +318,17 @@ def _laid_out_backward(out_RD: Tensor, stride: Stride) -> Tensor:
 
 
 def sorted_experts(session: Session, workload: Workload) -> Any:
-    """Build the backend's own experts, after another build of them has taken rows sorted by expert.
+    """Build the backend's experts, after checking on another build that they take rows sorted by expert.
 
     Raises:
-        Unsupported: they are not offered, or take another form.
+        Unsupported: they are not offered, or take rows in another form.
     """
     require_sorted_rows(build(session, "experts", workload.config), workload)
     return build(session, "experts", workload.config)
 
 
 def changing_experts(kept: Opened, workload: Workload, context: RankContext) -> ChangingExperts:
-    """Build the backend's own experts, whose parameters are changed between calls."""
+    """Build the backend's experts, for a script that changes their parameters between calls."""
     return ChangingExperts(sorted_experts(kept.session, workload), kept.session, workload, context.rank)
 
 

@@ -1,4 +1,4 @@
-"""A backend's own experts for scripts that read its counters of shortcuts beside calls."""
+"""A backend's experts for scripts that call them and read their counters of shortcuts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from moe_conformance.workloads.records.workload import Workload
 
 
 class CountedExperts(ChangingExperts):
-    """What a script calls: forwards and changes, and the counters."""
+    """The surface of scripts that read counters: forwards, changes of parameters, and the counters."""
 
     def __init__(self, experts: Any, session: Session, workload: Workload, rank: int) -> None:
-        """Find the counters.
+        """Keep the experts, and check that they have counters.
 
         Raises:
             Unsupported: there are none, or the script cannot be followed, see `ChangingExperts`.
@@ -25,28 +25,28 @@ class CountedExperts(ChangingExperts):
         super().__init__(experts, session, workload, rank)
 
     def enable(self, on: bool) -> None:
-        """Turn counters on or off."""
+        """Switch the counters on or off."""
         self._experts.counters.enable(on)
 
     def reset(self) -> None:
-        """Begin at 0 again."""
+        """Set all counts to 0."""
         self._experts.counters.reset()
 
     def restrict(self, ranks: tuple[int, ...]) -> bool:
-        """Have other ranks count nothing; say whether the backend has a way to do so."""
+        """Restrict counting to some ranks; return whether the backend has a way to do so."""
         restrict = getattr(self._experts.counters, "restrict", None)
         if restrict is not None:
             restrict(ranks)
         return restrict is not None
 
     def counts(self) -> Counted:
-        """Return what this rank has counted."""
+        """Return the counts of this rank."""
         counted: Counted = self._experts.counters.read()
         return counted
 
 
 def counted_experts(kept: Opened, workload: Workload, context: RankContext) -> CountedExperts:
-    """Build the backend's own experts, whose counters are read beside calls."""
+    """Build the backend's experts, for a script that reads their counters."""
     return CountedExperts(sorted_experts(kept.session, workload), kept.session, workload, context.rank)
 
 

@@ -1,1 +1,1 @@
-"""What ranks run for this chapter."""
+"""The scenario of overlapped steps, which runs on every rank, and its records."""

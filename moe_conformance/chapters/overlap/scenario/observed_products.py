@@ -1,4 +1,4 @@
-"""What a rank computes while collectives are in flight, and which gradients it writes: every operator is looked at."""
+"""Record the matrix products of a rank while collectives are in flight, and its in-place writes to gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _OF_TORCH = frozenset(["aten", "prim", "prims", "c10d", "_c10d_functional", "_c1
 
 
 class Places:
-    """Where the windows of layers lie in memory, as `read` returns what is behind them."""
+    """The memory ranges of the windows of layers, which `read` maps to parameters or gradients."""
 
     def __init__(self, layers: Iterable[Parametrised], read: Read) -> None:
-        """Ask all layers."""
+        """Record the memory range of every window of all layers."""
         self._places: list[tuple[int, int, str]] = []
         for number, layer in enumerate(layers):
             for window in layer.named(read):
@@ -31,7 +31,7 @@ class Places:
                     self._places.append((start, start + size, f"layer {number}: {window.name}"))
 
     def named(self, tensor: Tensor) -> list[str]:
-        """Return the layers and names of the windows that begin in a tensor, or that hold where it begins."""
+        """Return the layers and names of the windows whose memory overlaps that of a tensor."""
         if tensor.is_meta or not tensor.numel():
             return []
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
@@ -40,17 +40,17 @@ class Places:
 
 
 class Observed(TorchDispatchMode):
-    """Looks at every operator while it is entered.
+    """A dispatch mode that records products and writes to gradients.
 
     Attributes:
-        during: By the number of a collective, for each product that ran while it was in flight, the weights in it.
+        during: The weights in the products that ran while a collective was in flight, by its number.
         worked: Whether any product ran.
-        gradients: Where gradients lie, if writes to them are to be seen.
+        gradients: The memory ranges of gradients, if writes to them are recorded.
         written: The names of gradients in the order in which they were written in place.
     """
 
     def __init__(self, in_flight: Callable[[], tuple[int, ...]], weights: Places, delay: Callable[[], None]) -> None:
-        """Take what is in flight, where weights lie, and what is done before every operator."""
+        """Keep the query of collectives in flight, the ranges of weights, and a call before every operator."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._in_flight, self._weights, self._delay = in_flight, weights, delay
         self.during: dict[int, list[str]] = defaultdict(list)
@@ -77,11 +77,11 @@ class Observed(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _product(self, args: Sequence[Any]) -> None:
-        tensors = [each for each in args if isinstance(each, Tensor)]
-        if not tensors or not all(each.numel() for each in tensors):
+        tensors = [tensor for tensor in args if isinstance(tensor, Tensor)]
+        if not tensors or not all(tensor.numel() for tensor in tensors):
             return
         self.worked = True
         in_flight = self._in_flight()
-        names = [name for each in tensors for name in self._weights.named(each)] if in_flight else []
+        names = [name for tensor in tensors for name in self._weights.named(tensor)] if in_flight else []
         for order in in_flight:
             self.during[order] += names or ["no weight"]

@@ -1,7 +1,7 @@
-"""Steps of a model of several layers on one rank: sequential, and as the backend overlaps exchange and computation.
+"""Run steps of a model of several layers on one rank, sequential and overlapped by the backend.
 
-Both are steps of the same layers, with the same parameters and microbatches. The overlapped step is taken twice: from
-no gradients, and behind a microbatch that has left some.
+Both are steps of the same layers, with the same parameters and microbatches. The overlapped step runs twice: without
+gradients at its beginning, and after a microbatch that has left some.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from moe_conformance.scenarios.sessions import build, opened
 from moe_conformance.scenarios.tensors import to_cpu
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
-_DELAYED = 0.1  # of all operators, where a rank is to be late
+_DELAYED = 0.1  # share of operators that are delayed on a late rank
 
 
 class OverlappedSteps:
-    """The state of one run on one rank."""
+    """The scenario of overlapped steps: the state of one run on one rank."""
 
     def __init__(self, context: RankContext, workload: Workload) -> None:
-        """Begin nothing yet."""
+        """Store the arguments; nothing runs yet."""
         self.context, self.workload, self.config = context, workload, workload.config
         self.reached = "open"
 
     def run(self, backend_name: str) -> RankOutcome:
-        """Take the steps and return what this rank saw."""
+        """Run the steps and return the record of this rank."""
         with state.deterministic() if self.workload.twist.deterministic else nullcontext():
             kept = opened(self.context, backend_name, self.workload.layout)
             self.session, self.reached = kept.session, "build"
@@ -78,7 +78,7 @@ class OverlappedSteps:
         return Observed(self.context.in_flight, Places(self.step.layers, lambda parameter: parameter.detach()), delay)
 
     def _behind(self, observed: Observed, microbatches: Sequence[int], xs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Take the overlapped step, and see in which order gradients that are there are written."""
+        """Run the overlapped step, and record the order in which existing gradients are written."""
         attribute = self.session.grad_attr
 
         def read(parameter: Tensor) -> Tensor:
@@ -91,14 +91,14 @@ class OverlappedSteps:
         return ys
 
     def _taken(self, phase: str, act: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> StepSeen:
-        """Take a step from no gradients, and finish them."""
+        """Run a step without gradients at its beginning, finish its gradients, and return its record."""
         self.reached = phase
         layers, attribute = self.step.layers, self.session.grad_attr
         parameters.clear(layers, attribute, to_zero=False)
         batches = (ranks[self.context.rank] for ranks in self.workload.batches)
         xs = [batch.x_TD.to(self.context.device, copy=True).requires_grad_() for batch in batches]
         begun = self.context.calls()
-        ys = [each.detach().clone() for each in act(xs)]
+        ys = [y.detach().clone() for y in act(xs)]
         calls = begun, self.context.calls()
         local, final = self._gradients(), None
         self.reached = f"finish of {phase}"
@@ -107,13 +107,13 @@ class OverlappedSteps:
             final = self._gradients()
         except Unsupported:
             pass
-        return StepSeen(tuple(each.cpu() for each in ys), tuple(Grad(to_cpu(x.grad)) for x in xs), local, final, calls)
+        return StepSeen(tuple(y.cpu() for y in ys), tuple(Grad(to_cpu(x.grad)) for x in xs), local, final, calls)
 
     def _upstream(self, m: int) -> Tensor:
         return self.workload.batches[m][self.context.rank].upstream.to(self.context.device, copy=True)
 
     def _alone(self, m: int, x: Tensor) -> Tensor:
-        """Send a microbatch through the layers and back, and note what it adds to the gradients in the first step."""
+        """Run the forward and backward of a microbatch, and record in the first step what it adds to the gradients."""
         y = x
         for layer in self.step.layers:
             y = layer(y)
@@ -162,7 +162,7 @@ def _of_layer(workload: Workload, number: int) -> dict[ParameterKey, Tensor]:
 
 
 def _differences(before: dict[ParameterKey, Grad], after: dict[ParameterKey, Grad]) -> dict[ParameterKey, Tensor]:
-    """Return what was added to every gradient; nothing of one that is not there."""
+    """Return the difference of every gradient; those that are absent are left out."""
     found = {}
     for key, grad in after.items():
         if grad.value is not None:

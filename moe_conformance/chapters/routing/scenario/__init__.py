@@ -1,1 +1,1 @@
-"""What ranks run for this chapter."""
+"""The surfaces that scripts of this chapter call on every rank."""

@@ -1,4 +1,4 @@
-"""Router replay on one rank: each call of a script records microbatches, or replays what was recorded.
+"""Run router replay on one rank; every call of a script records microbatches or replays the records.
 
 A tuple has an entry for every layer with a router.
 """
@@ -24,7 +24,7 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Replayed:
-    """What one forward returned, and what its backward left at its inputs."""
+    """The results of one forward, and the gradients of its inputs after the backward."""
 
     ids: tuple[Tensor, ...]  # (T, K)
     weights: tuple[Tensor, ...]
@@ -33,7 +33,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What was recorded, by layer and microbatch, and what the forwards returned."""
+    """The recorded ids by layer and microbatch, and the results of the forwards."""
 
     forwards: tuple[Replayed, ...]  # by microbatch
     places: tuple[Place, ...]
@@ -42,22 +42,22 @@ class Recorded:
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """What the forwards of a step returned."""
+    """The results of the forwards of a step."""
 
     forwards: tuple[Replayed, ...]  # by microbatch
 
 
 class ReplayedRouters:
-    """The routers of a model, and what was recorded of them."""
+    """The surface of scripts about router replay: the routers of a model, and copies of their records."""
 
     def __init__(self, surface: ReplayRouters) -> None:
-        """Keep what was built."""
+        """Keep the routers."""
         self.surface = surface
         self.kept: dict[Place, Tensor] = {}
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """What the routers report of themselves."""
+        """What the routers resolved to."""
         return self.surface.resolved
 
     @property
@@ -74,20 +74,20 @@ class ReplayedRouters:
         """Record the microbatches in order, and keep copies of the records."""
         forwards = []
         for m, batch in enumerate(batches):
-            x = tuple(each.clone() for each in batch.x)
+            x = tuple(x_of_layer.clone() for x_of_layer in batch.x)
             forwards.append(_seen(self.surface.record(m, x), x))
         self.kept = {place: ids_TK.clone() for place, ids_TK in self.surface.records().items()}
         places = tuple(sorted(self.kept))
         return Recorded(tuple(forwards), places, tuple(self.kept[place] for place in places))
 
     def replay(self, batches: tuple[RouterBatch, ...], schedule: str, change: Change = "") -> ReplayedStep:
-        """Load what was recorded, changed for its last place where that is asked for, and follow a schedule."""
+        """Load the records, the last of which may be changed, and replay microbatches in a schedule."""
         self.surface.load(_changed(self.kept, change))
         made: dict[int, tuple[tuple[Routed, ...], tuple[Tensor, ...]]] = {}
         for item in schedule.split():
             m = int(item[1:])
             if item[0] == "F":
-                x = tuple(each.detach().clone().requires_grad_() for each in batches[m].x)
+                x = tuple(x_of_layer.detach().clone().requires_grad_() for x_of_layer in batches[m].x)
                 made[m] = (self.surface.replay(m, x), x)
             else:
                 backward(batches[m], Trained(made[m][0]), 1.0)
@@ -95,7 +95,7 @@ class ReplayedRouters:
 
 
 def _changed(records: Mapping[Place, Tensor], change: Change) -> dict[Place, Tensor]:
-    """Return copies of the records, the last one of which lacks something."""
+    """Return copies of the records; with a change the last record lacks something."""
     made = {place: ids_TK.clone() for place, ids_TK in records.items()}
     if not change:
         return made
@@ -115,12 +115,12 @@ def _seen(returned: tuple[Routed, ...], x: tuple[Tensor, ...]) -> Replayed:
     return Replayed(
         ids=tuple(routed.routing.ids_TK for routed in returned),
         weights=tuple(routed.routing.weights_TK.detach() for routed in returned),
-        dx=tuple(each.grad for each in x),
+        dx=tuple(leaf.grad for leaf in x),
     )
 
 
 def replayed_routers(kept: Opened, workload: Workload, context: RankContext) -> ReplayedRouters:
-    """Build the routers, whose calls record or replay microbatches."""
+    """Build the routers for a script that records and replays microbatches."""
     return ReplayedRouters(build(kept.session, "replay_routers", workload.config))
 
 
