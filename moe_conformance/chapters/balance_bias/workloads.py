@@ -1,7 +1,7 @@
-"""Steps of a trainer that update the balance bias: microbatches, padding, evaluation, forced routes, layers, bfloat16.
+"""Scripts of training steps that update the balance bias, with microbatches, padding, evaluation, and others.
 
-Every rank has tokens of its own in every microbatch, most of which prefer one expert, another one on every rank. Biases
-and rates are multiples of a power of two, so that updates are exact; in bfloat16 they are not.
+Tokens differ between ranks and microbatches; most tokens of a rank prefer one expert, which differs between ranks.
+Biases and rates are multiples of a power of two, so that updates are exact, except in bfloat16.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from moe_conformance.workloads.records.training import Mode, RouterBatch
 from moe_conformance.workloads.records.workload import Call, ParameterKey, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
-_E, _D, _B, _POSITIONS = 8, 16, 2, 5  # positions of each rank: round robin over E experts leaves some over
+_E, _D, _B, _POSITIONS = 8, 16, 2, 5  # positions of each rank: E does not divide their number of slots
 _BALANCE = Balance(rate=2.0**-5)
 _QUANTILE = Balance(rule="quantile")
-_PULL = 0.1  # of the router's row of the expert that tokens prefer
+_PULL = 0.1  # factor on the router's row of the preferred expert, which is added to tokens
 TP2_CP2, PP2_EP2 = Layout(4, tp=2, cp=2), Layout(4, pp=2, ep=2)
 
 Padding = Literal["none", "end", "ragged", "one rank", "all"]
@@ -33,12 +33,12 @@ Padding = Literal["none", "end", "ragged", "one rank", "all"]
 
 @dataclass(frozen=True)
 class _Step:
-    """One step: how many microbatches train, what is padded, and how often the biases are updated after it."""
+    """One step: the microbatches that train, their padding, and the number of updates after it."""
 
     microbatches: int = 1
     updates: int = 1
     padding: Padding = "none"
-    modes: tuple[Mode, ...] = ()  # of forwards beside the microbatches, which do not train
+    modes: tuple[Mode, ...] = ()  # of further forwards, which do not train
     seed: int = 0  # of its tokens
 
 
@@ -47,7 +47,7 @@ Item = _Step | Literal["save", "load", "optimise"]
 
 @dataclass(frozen=True)
 class _Recipe:
-    """One script."""
+    """The steps and options of one script."""
 
     name: str
     items: tuple[Item, ...]
@@ -111,7 +111,7 @@ QUICK = (*_SMALL, TP2_EP2, TP2_CP2, PP2_EP2)
 
 
 def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield all scripts, most of them on few ranks: what they show on more, the first one does."""
+    """Yield all scripts, most of them on few ranks: on more ranks the first script covers the same."""
     if layout.etp > 1:
         return
     for recipe in _RECIPES:
@@ -140,7 +140,7 @@ def _narrow(config: Config) -> bool:
 
 
 def _narrow_biases(order_E: Tensor) -> Tensor:
-    """Return biases around 0.75 that differ by 2.5 rates, which bfloat16 does not tell apart, and one far above."""
+    """Return biases near 0.75 that differ by 2.5 rates, which are equal in bfloat16, and one far above."""
     bias_E: Tensor = 0.75 + 0.0025 * order_E + 0.2 * (order_E == _E - 1)
     return bias_E
 
@@ -154,7 +154,7 @@ def _call(item: Item, name: str, config: Config, layout: Layout, routers: list[T
 
 
 def _given(step: _Step, seed: str, config: Config, layout: Layout, routers: list[Tensor], rank: int) -> dict[str, Any]:
-    """Return what a rank is given; a data parallel group has as many positions on all of its ranks."""
+    """Return the arguments of a rank; all ranks of a data parallel group have the same number of positions."""
     together = layout.tp * layout.cp
     positions = _POSITIONS + rank // together % 2
     batches = []
@@ -165,21 +165,21 @@ def _given(step: _Step, seed: str, config: Config, layout: Layout, routers: list
         g = draw.generator("upstream", seed, m, rank)
         upstream = tuple(torch.randn(positions * _B, _E, generator=g) for _ in routers)
         batches.append(RouterBatch(x, upstream, padding_T))
-    beside = [
+    others = [
         RouterBatch(
-            tuple(_tokens(each, f"{seed} beside {n} {layer} {rank}", positions, 6 + n, None)
-                  for layer, each in enumerate(routers)), (), None, mode,
+            tuple(_tokens(router_ED, f"{seed} beside {n} {layer} {rank}", positions, 6 + n, None)
+                  for layer, router_ED in enumerate(routers)), (), None, mode,
         )
         for n, mode in enumerate(step.modes)
     ]  # fmt: skip
-    if _narrow(config):  # the biases alone decide
-        batches = [replace(each, x=tuple(torch.zeros_like(x).to(config.dtype) for x in each.x)) for each in batches]
+    if _narrow(config):  # only the biases decide
+        batches = [replace(batch, x=tuple(torch.zeros_like(x).to(config.dtype) for x in batch.x)) for batch in batches]
     # Forwards that do not train come before, between and after those that do.
-    return {"batches": (*beside[:1], *batches[:1], *beside[1:], *batches[1:]), "updates": step.updates}
+    return {"batches": (*others[:1], *batches[:1], *others[1:], *batches[1:]), "updates": step.updates}
 
 
 def _tokens(router_ED: Tensor, seed: str, positions: int, preferred: int, padding_T: Tensor | None) -> Tensor:
-    """Return x (S, B, D), most of whose tokens prefer one expert; padding prefers the one before it."""
+    """Return x (S, B, D) whose tokens mostly prefer one expert; padding prefers the expert before it."""
     g = draw.generator("tokens", seed)
     x_TD: Tensor = torch.randn(positions * _B, _D, generator=g) * _D**-0.5 + _PULL * router_ED.float()[preferred % _E]
     if padding_T is not None:

@@ -1,4 +1,4 @@
-"""Runs of other sizes beside a workload of the exchange: what a step costs is held against what it costs there."""
+"""Runs of an exchange with other sizes, with which the cost of a step is compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_conformance.workloads.twins import Twin, twin
 
 
 def more_experts(workload: Workload) -> list[Twin]:
-    """Take the step of as many tokens with twice the experts and twice the slots; a backend may refuse them.
+    """Return a run with the same number of tokens, twice the experts and twice the slots; a backend may refuse it.
 
     The suite's expert needs a column of the hidden size for each expert.
     """
@@ -24,5 +24,5 @@ def more_experts(workload: Workload) -> list[Twin]:
         if recipe.name == workload.name
     ]
     how = f"with {sizes['experts']} experts and {sizes['top_k']} slots"
-    others = [exchange_workload(each, ExchangeStep(), config.variant, workload.layout) for each in drawn]
+    others = [exchange_workload(larger, ExchangeStep(), config.variant, workload.layout) for larger in drawn]
     return [replace(twin(workload, how), workload=other, anew=True) for other in others]

@@ -1,4 +1,4 @@
-"""Laws of repetition: the same run again, whatever came before it, wherever generators stand and whoever is late."""
+"""Repetitions of a run that must give the same: after other runs, with other random states, with late ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from moe_conformance.workloads.twins import Twin, rows_of, the_same, twin
 
 
 def in_turn(workload: Workload) -> list[Twin]:
-    """Take two steps, and before each of them one of another exchange that has been built beside.
+    """Return twins of two steps, each of which follows a step of another exchange that is built too.
 
-    Experts take turns with some of float64 in the quick profile too: how exactly they compute may be theirs alone.
+    Experts are interleaved with experts of float64 in the quick profile too, which must not change their precision.
     """
     run = ExpertsStep() if workload.parameters else ExchangeStep()
     recipes = corpus.EXPERTS if workload.parameters else corpus.PROBE
@@ -24,7 +24,7 @@ def in_turn(workload: Workload) -> list[Twin]:
         names.append("even-float64")
     prefix = "own-" if workload.parameters else ""
     others = [recipe for recipe in recipes if recipe.name in [prefix + name for name in names]]
-    beside = [corpus.exchange_workload(other, run, workload.config.variant, workload.layout) for other in others]
+    built = [corpus.exchange_workload(other, run, workload.config.variant, workload.layout) for other in others]
     return [
         twin(
             workload,
@@ -34,30 +34,30 @@ def in_turn(workload: Workload) -> list[Twin]:
             schedule=_twice(workload),
             twist=Twist(beside=(other,)),
         )
-        for other in beside
+        for other in built
     ]
 
 
 def deterministic(workload: Workload) -> Twin:
-    """Ask for deterministic algorithms: a run that others with them are held against. A backend may refuse them."""
+    """Return the twin with deterministic algorithms, with which other such twins are compared; it may be refused."""
     return replace(twin(workload, "with deterministic algorithms", twist=Twist(deterministic=True)), anew=True)
 
 
 def again(workload: Workload) -> list[Twin]:
-    """Run it in processes that have run nothing before, with deterministic algorithms."""
+    """Return a twin in new processes, with deterministic algorithms."""
     return [twin(workload, "in fresh processes", bits=True, fresh=True, twist=Twist(deterministic=True))]
 
 
 def afresh(workload: Workload) -> list[Twin]:
-    """Run it twice, each time in processes that have run nothing before, with deterministic algorithms."""
+    """Return two twins, each in new processes, with deterministic algorithms."""
     (other,) = again(workload)
     return [replace(other, how="in other fresh processes", anew=True), other]
 
 
 def recomputed(workload: Workload) -> list[Twin]:
-    """Run it with two microbatches in flight, the second with the tokens in reverse, and so with recomputation.
+    """Return twins with two microbatches in flight, the second with reversed tokens, without and with recomputation.
 
-    In full recompute also whole forwards of one microbatch, and experts alone.
+    In the full profile also recompute forwards of one microbatch, and experts alone.
     """
     (same,) = the_same(workload)
     behind = tuple(
@@ -74,14 +74,14 @@ def recomputed(workload: Workload) -> list[Twin]:
 
 
 def recomputed_layers(workload: Workload) -> list[Twin]:
-    """Recompute the whole layer."""
+    """Return a twin that recomputes the whole layer."""
     return [twin(workload, "with activation recomputation", bits=True, twist=Twist(recomputed="all"))]
 
 
 def recomputed_noise(workload: Workload) -> list[Twin]:
-    """Run it without recomputation and with it, from the same state of all random generators.
+    """Return twins without and with recomputation, from the same state of all random generators.
 
-    Forced routing may have generators of its own: then in fresh processes.
+    Forced routing may have further generators: then they run in new processes.
     """
     fresh, seed = bool(workload.config.routing.forced), 20_000
     return [
@@ -97,19 +97,19 @@ def recomputed_noise(workload: Workload) -> list[Twin]:
 
 
 def behind_inference(workload: Workload) -> list[Twin]:
-    """Run it behind a forward in inference mode, the first that its processes take: what that makes may stay."""
+    """Return a twin after a forward in inference mode, the first of new processes, whose state may persist."""
     how = "behind the first forward of new processes, in inference mode"
     return [twin(workload, how, the_same(workload) * 2, fresh=True, schedule="I0 F1 B1")]
 
 
 def lifetime(workload: Workload) -> list[Twin]:
-    """Run it in new processes, from the import of the backend to the end of its session."""
+    """Return a twin in new processes that compares settings from the import of the backend to the session's end."""
     how = "from import to closing"
     return [twin(workload, how, bits=True, fresh=True, twist=Twist(lifetime="process"))]
 
 
 def twice(workload: Workload) -> list[Twin]:
-    """Take the same step twice, in full also as the first steps of a process."""
+    """Return twins that run the same step twice, in the full profile also as the first steps of new processes."""
     places = [False, True] if workload.likened == "full" else [False]
     return [
         twin(
@@ -130,32 +130,32 @@ def _twice(workload: Workload) -> str:
 
 
 def cleared(workload: Workload) -> Twin:
-    """Make every microbatch a step of its own, and set gradients to zero in between."""
+    """Return the twin in which every microbatch is a separate step, with gradients set to zero in between."""
     schedule = " Z ".join(f"F{m} B{m}" for m in range(len(workload.batches)))
     return twin(workload, "with every microbatch a step of its own", finals=False, schedule=schedule)
 
 
 def seeded(workload: Workload) -> list[Twin]:
-    """Put the random generators of every rank somewhere else before the step."""
+    """Return twins with other seeds of all random generators before the step."""
     seeds = (1, 20_000) if workload.likened == "full" else (20_000,)
     return [twin(workload, f"with random seed {seed}", bits=True, twist=Twist(seed=seed)) for seed in seeds]
 
 
 def behind_draws(workload: Workload) -> list[Twin]:
-    """Run it in fresh processes, and in others in which numbers have been drawn from all random generators."""
+    """Return twins in new processes, without and with numbers drawn from all random generators before."""
     how = "in fresh processes, behind draws of others"
     first, _ = afresh(workload)
     return [first, twin(workload, how, bits=True, fresh=True, twist=Twist(deterministic=True, drawn=True))]
 
 
 def delayed(workload: Workload) -> list[Twin]:
-    """Make the last ranks late, then the first, with deterministic algorithms.
+    """Return twins in which later ranks are late, or earlier ones, with deterministic algorithms.
 
-    By far more than what a busy machine does to a rank by itself.
+    The delays are far longer than those of a busy machine.
     """
     world = workload.layout.world
     late = tuple(0.03 * rank for rank in range(world))
     return [
-        twin(workload, f"with rank {last} late", bits=True, twist=Twist(late=each, deterministic=True))
-        for last, each in {world - 1: late, 0: late[::-1]}.items()  # of one rank, once
+        twin(workload, f"with rank {last} late", bits=True, twist=Twist(late=seconds, deterministic=True))
+        for last, seconds in {world - 1: late, 0: late[::-1]}.items()  # of one rank, once
     ]

@@ -1,10 +1,8 @@
-"""The pinned corpus of experts with biases, with other activations than SwiGLU, and of a new model.
+"""The pinned workloads of experts with biases, with activations other than SwiGLU, and of a new model.
 
-Where an activation is on trial, rows, gate, up and inner biases are whole numbers but for a first column of 1/2, times
-odd numbers. So what gate and up give is exact in every dtype, lies on both sides of every limit, and 1/2 or more away
-from it and from 0, where derivatives jump.
-
-Where experts of a new model are built, memory that is not initialised holds NaN.
+For activations, rows, gate, up and inner biases are whole numbers, except for a first column of 1/2 that meets odd
+numbers. So the outputs of gate and up are exact in every dtype, lie on both sides of every limit, and are at least 1/2
+away from it and from 0, where derivatives jump.
 """
 
 from __future__ import annotations
@@ -63,29 +61,29 @@ OF_A_NEW_MODEL: Mapping[str, dict[str, Any]] = {
 
 
 def biased(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield experts with biases, of a variant on a layout."""
+    """Yield the workloads of experts with biases, for a variant on a layout."""
     for recipe in OF_BIASES:
         if profile == "full" or recipe.profile == "quick":
             yield exchange_workload(recipe, BIASES, variant, layout)
 
 
 def activated(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield experts with other activations, of a variant on a layout."""
+    """Yield the workloads of experts with other activations, for a variant on a layout."""
     del profile
     for recipe in OF_ACTIVATIONS:
         yield with_whole_numbers(exchange_workload(recipe, ACTIVATION, variant, layout))
 
 
 def with_whole_numbers(workload: Workload) -> Workload:
-    """Return the workload with rows and parameters before the activation as this file describes them."""
+    """Return the workload with rows and parameters of whole numbers, as the docstring of this file says."""
     generator = draw.generator(workload.name, workload.layout.name, "whole numbers")
     parameters = {key: _whole(key[0], value, generator) for key, value in workload.parameters.items()}
     batches = workload.batches
 
     def batch(microbatch: int, rank: int) -> Batch:
         drawn = batches[microbatch][rank]
-        own = draw.generator(workload.name, workload.layout.name, microbatch, rank, "whole numbers")
-        x_TD = torch.randint(-2, 3, drawn.x_TD.shape, generator=own).to(drawn.x_TD.dtype)
+        whole_generator = draw.generator(workload.name, workload.layout.name, microbatch, rank, "whole numbers")
+        x_TD = torch.randint(-2, 3, drawn.x_TD.shape, generator=whole_generator).to(drawn.x_TD.dtype)
         x_TD[:, 0] = 0.5
         return replace(drawn, x_TD=x_TD)
 

@@ -1,7 +1,7 @@
-"""Steps of a trainer with the losses of routers: each alone and added, cut into microbatches and over ranks, padded.
+"""Scripts of training steps with the losses of routers, alone and together, over microbatches, ranks and padding.
 
-Every data parallel group has B sequences of its own. A step cuts them into microbatches by sequence; the ranks of a
-tp x cp group hold consecutive positions. No token has two experts that nearly tie where a choice is counted.
+Every data parallel group has B other sequences. A step splits them into microbatches by sequence; the ranks of a tp x
+cp group hold consecutive positions. No token has two experts that nearly tie where a selection is counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_conformance.workloads.records.workload import Call, ParameterKey, Workl
 from moe_conformance.workloads.selection.profiles import Profile
 
 _E, _D, _B, _POSITIONS = 8, 16, 4, 4  # positions of each rank
-_MARGIN = 1e-2  # between logits of which one is counted and the other is not
+_MARGIN = 1e-2  # between the logits of a counted expert and of one that is not
 TP2_CP2, CP2 = Layout(4, tp=2, cp=2), Layout(4, cp=2, ep=2)
 
 Padding = Literal["none", "asymmetric", "ragged", "one rank", "all"]
@@ -33,19 +33,19 @@ Tokens = Literal["plain", "hot", "equal", "one choice", "large"]
 
 @dataclass(frozen=True)
 class _Step:
-    """One step: how many microbatches, what is padded, how the main loss is scaled, and how large its gradients are."""
+    """One step: its microbatches, padding, scale of the main loss, and size of upstream gradients."""
 
     microbatches: int = 1
     padding: Padding = "none"
     scale: float = 1.0
     upstream: float = 0.0
     overlapped: bool = False
-    modes: tuple[Mode, ...] = ()  # of the forwards; empty: all train. Others than training are beside the microbatches.
+    modes: tuple[Mode, ...] = ()  # of further forwards, which do not train
 
 
 @dataclass(frozen=True)
 class _Recipe:
-    """One script."""
+    """The losses, steps and options of one script."""
 
     name: str
     losses: Losses
@@ -64,7 +64,7 @@ _PADDED = (
 )
 _MIXED = (_Step(2, "asymmetric", upstream=1.0, overlapped=True), _Step(1, "ragged"))
 _PLAIN = (_Step(1), _Step(2, scale=0.5, upstream=1.0))
-_DIVIDED = (_Step(1), _Step(2), _Step(4))  # the same sequences
+_DIVIDED = (_Step(1), _Step(2), _Step(4))  # of the same sequences
 
 _RECIPES = (
     _Recipe("losses-auxiliary", Losses(auxiliary=0.5), _DIVIDED),
@@ -151,7 +151,7 @@ _RECIPES = (
         where="one rank",
     ),
 )
-# What these show on more ranks, others do too.
+# On more ranks other scripts cover the same.
 _ON_MORE_RANKS_IN_FULL = tuple(
     f"losses-{name}"
     for name in ("first-choice", "sigmoid", "sigmoid-one", "padding-z", "per-token-sequence", "evaluation")
@@ -161,7 +161,7 @@ QUICK = (SINGLE, EP2, TP2_EP2, TP2_CP2, CP2)
 
 
 def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield all scripts where there is one stage of the pipeline; those about single tokens on one rank alone."""
+    """Yield all scripts on layouts with one pipeline stage; those about single tokens on one rank only."""
     if layout.pp > 1 or layout.etp > 1:
         return
     for recipe in _RECIPES:
@@ -187,7 +187,7 @@ def _script(recipe: _Recipe, config: Config, layout: Layout) -> Workload:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """The tokens of all ranks."""
+    """Draws the tokens of all ranks, and the calls of steps."""
 
     recipe: _Recipe
     config: Config
@@ -196,11 +196,11 @@ class _Drawn:
 
     @property
     def together(self) -> int:
-        """How many ranks process a microbatch together."""
+        """The number of ranks that process a microbatch together."""
         return self.layout.tp * self.layout.cp
 
     def positions(self, group: int) -> int:
-        """How many positions a rank of a data parallel group has."""
+        """Return the number of positions of a rank of a data parallel group."""
         return _POSITIONS + (group if self.recipe.uneven else 0)
 
     @cached_property
@@ -221,7 +221,10 @@ class _Drawn:
         ]
 
     def call(self, step: _Step) -> Call:
-        """Return one step; all steps have the same tokens, and those of as many microbatches the same upstream."""
+        """Return the call of one step.
+
+        All steps have the same tokens; steps with the same number of microbatches have the same upstream gradients.
+        """
         return Call("step", tuple(self._given(step, rank) for rank in range(self.layout.world)))
 
     def _given(self, step: _Step, rank: int) -> dict[str, Any]:
@@ -236,13 +239,13 @@ class _Drawn:
             columns = slice(m * width, (m + 1) * width)
             here = None if step.padding == "none" else padding_SB[mine, columns].flatten()
             upstream = tuple(step.upstream * torch.randn(positions * width, _E, generator=g) for _ in self.routers)
-            batches.append(RouterBatch(tuple(each[mine, columns].contiguous() for each in x), upstream, here))
-        beside = [
-            RouterBatch(tuple(each[mine].roll(n, 0).contiguous() for each in x), (), None, mode)
+            batches.append(RouterBatch(tuple(x_SBD[mine, columns].contiguous() for x_SBD in x), upstream, here))
+        others = [
+            RouterBatch(tuple(x_SBD[mine].roll(n, 0).contiguous() for x_SBD in x), (), None, mode)
             for n, mode in enumerate(step.modes)
         ]
         # Forwards that do not train come before, between and after those that do.
-        ordered = [*beside[:1], *batches[:1], *beside[1:], *batches[1:]]
+        ordered = [*others[:1], *batches[:1], *others[1:], *batches[1:]]
         tp_first = place - place % self.layout.tp
         of_tp = padding_SB[tp_first * positions : (tp_first + self.layout.tp) * positions]
         valid = int((~of_tp).sum()) if step.microbatches else 0
@@ -259,20 +262,20 @@ def _padding(padding: Padding, positions: int, of_rank: int, group: int) -> Tens
     padding_SB = torch.zeros(positions, _B, dtype=torch.bool)
     if padding == "all":
         padding_SB[:] = True
-    if padding == "asymmetric":  # of the first group a third, of the others fewer, at the end of every sequence
+    if padding == "asymmetric":  # at the end of every sequence: a third in the first group, less in others
         padding_SB[positions - max(1, positions // (3 + 2 * group)) :] = True
     if padding == "ragged":
         for column in range(_B):
             padding_SB[positions - (column + group) % (positions - 1) :, column] = True
     if padding == "one rank" and group == 0:
         padding_SB[:of_rank] = True
-        if positions == of_rank:  # it is alone: leave one token of each sequence
+        if positions == of_rank:  # there is one rank: leave one token of each sequence
             padding_SB[-1] = False
     return padding_SB
 
 
 def _tokens(tokens: Tokens, router_ED: Tensor, config: Config, positions: int, seed: str) -> Tensor:
-    """Return x (S, B, D) whose choices do not hang on rounding."""
+    """Return x (S, B, D) whose selections of experts do not depend on rounding."""
     g = draw.generator("tokens", seed)
     shape = (positions, _B, _D)
     if tokens == "equal":
@@ -294,7 +297,7 @@ def _tokens(tokens: Tokens, router_ED: Tensor, config: Config, positions: int, s
 
 
 def _close(logits: Tensor, config: Config) -> Tensor:
-    """Return which tokens have experts that nearly tie at a choice: the first, or the last of K."""
+    """Return which tokens have experts that nearly tie for the first or the last of K slots."""
     best = logits.sort(dim=-1, descending=True).values
     gaps = best[..., :-1] - best[..., 1:]
     margin = _MARGIN if config.dtype == torch.float32 else 32 * _MARGIN

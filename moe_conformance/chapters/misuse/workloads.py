@@ -1,4 +1,4 @@
-"""Calls on an exchange with what it must refuse."""
+"""Register the scripts of wrong use of an exchange, which it must refuse."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tokens that are no numbers: NaN and infinity in some tokens, or in the gradients that come back to some.
+"""Exchanges with NaN and infinity in some tokens, or in some upstream gradients.
 
-Rank 0 has none of them where there are other ranks: whatever reaches it came through the exchange.
+With several ranks rank 0 has none of them, so that any that reach it came through the exchange.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Where = Literal["tokens", "upstream", "dropped"]
 @dataclass(frozen=True)
 class _Spoilt:
     recipe: Recipe
-    where: Where  # dropped: a token without a slot, in both
+    where: Where  # dropped: tokens and upstream gradients of a token without slots
     run: ExchangeStep | ExpertsStep
 
 
@@ -38,13 +38,13 @@ def _spoilt(
     tokens: tuple[int, ...],
     config: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[_Spoilt, ...]:
-    """Return the workload with the suite's experts, and with the backend's own; in float16 in the full profile."""
-    # In bfloat16: some libraries' experts compute in it whatever the tokens are.
-    own = Recipe(f"own-spoilt-{name}", route, tokens, {"dtype": torch.bfloat16, **config})
-    float16 = replace(own, name=f"{own.name}-float16", config={**own.config, "dtype": torch.float16}, profile="full")
+    """Return the workload with the suite's experts, and with the backend's, these also in float16 (full profile)."""
+    # In bfloat16, in which the experts of some libraries always compute.
+    half = Recipe(f"own-spoilt-{name}", route, tokens, {"dtype": torch.bfloat16, **config})
+    float16 = replace(half, name=f"{half.name}-float16", config={**half.config, "dtype": torch.float16}, profile="full")
     return (
         _Spoilt(Recipe(f"spoilt-{name}", route, tokens, dict(config)), where, ExchangeStep(tokens="not finite")),
-        _Spoilt(own, where, ExpertsStep(tokens="not finite")),
+        _Spoilt(half, where, ExpertsStep(tokens="not finite")),
         _Spoilt(float16, where, ExpertsStep(tokens="not finite")),
     )
 
@@ -56,17 +56,17 @@ _PAIRS = (
     _spoilt("tokens", "tokens-uneven", routes.anywhere, recipes.UNEVEN),
     _spoilt("upstream", "upstream-even", routes.anywhere, recipes.EVEN),
     _spoilt("dropped", "dropped-even", routes.dropped, recipes.EVEN),
-    # Where rows have places of their own, a product with a map of ones and zeros may take them there.
+    # Where experts have a fixed number of rows, a product with a one-hot map may move tokens there.
     _spoilt("tokens", "tokens-to-capacity-even", routes.anywhere, recipes.EVEN, _TO_CAPACITY),
     _spoilt("upstream", "upstream-to-capacity-even", routes.anywhere, recipes.EVEN, _TO_CAPACITY),
     _spoilt("tokens", "tokens-padded-uneven", routes.anywhere, recipes.UNEVEN, _PADDED),
 )
-_ALL = tuple(each for pair in _PAIRS for each in pair)
-NAMES = tuple(each.recipe.name for each in _ALL)
+_ALL = tuple(spoilt for group in _PAIRS for spoilt in group)
+NAMES = tuple(spoilt.recipe.name for spoilt in _ALL)
 
 
 def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield them all."""
+    """Yield the workloads of a variant on a layout."""
     for spoilt in _ALL:
         if profile == "quick" and spoilt.recipe.profile == "full":
             continue
@@ -80,10 +80,10 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
 
 
 def _spoil(batch: Batch, where: Where, experts: int) -> Batch:
-    """Return the batch with one token that is NaN all over, and with infinities in one column of two others.
+    """Return the batch with one token of NaN, and infinities in one column of two others.
 
-    They go to experts of even ids. Where tokens are dropped only the first, which has no slot, is spoilt, and what
-    empty slots have for a weight.
+    These tokens go to experts with even ids. If `where` is "dropped", only the first token, which has no slot, and the
+    weights of empty slots are spoilt.
     """
     x_TD, upstream_TD, ids_TK = batch.x_TD.clone(), batch.upstream.clone(), batch.ids_TK.clone()
     if where == "dropped":

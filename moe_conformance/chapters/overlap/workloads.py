@@ -1,4 +1,4 @@
-"""Steps of two layers and several microbatches, to be taken one after the other and with overlap; exchanges in chunks.
+"""Steps of two layers and several microbatches, sequential and overlapped, and exchanges in chunks.
 
 Tokens, upstream gradients and the number of tokens differ between microbatches and ranks.
 """
@@ -28,7 +28,7 @@ CHUNKED = ExchangeStep(option="chunks")
 
 @dataclass(frozen=True)
 class OverlapStep:
-    """Steps of several layers: one microbatch after the other, and as the backend overlaps them."""
+    """The run of steps of several layers, sequential and as the backend overlaps them."""
 
     scenario: ClassVar[str] = "overlapped steps"
 
@@ -39,7 +39,7 @@ class OverlapStep:
 
 @dataclass(frozen=True)
 class StepRecipe:
-    """How to draw one workload of overlapped steps; of rank r in microbatch m the tokens have the number r + m."""
+    """The options of one workload of overlapped steps; rank r has entry r + m of `tokens` in microbatch m."""
 
     name: str
     config: dict[str, Any] = field(default_factory=dict)
@@ -87,12 +87,12 @@ def steps(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
 
 @lru_cache(maxsize=64)  # more than a layout has
 def _drawn(name: str, layout: Layout) -> Workload:
-    recipe = next(each for each in STEPS if each.name == name)
+    recipe = next(step for step in STEPS if step.name == name)
     config = Config(experts=max(4, 2 * layout.ep), hidden=16, ffn=12).changed({"overlap.layers": 2, **recipe.config})
     parameters: dict[ParameterKey, torch.Tensor] = {}
     for layer in range(config.overlap.layers):
-        own = shared_experts.layer_parameters(config, draw.generator(name, layout.name, "layer", layer))
-        parameters |= {(f"layer{layer}/{key}", expert): value for (key, expert), value in own.items()}
+        drawn = shared_experts.layer_parameters(config, draw.generator(name, layout.name, "layer", layer))
+        parameters |= {(f"layer{layer}/{key}", expert): value for (key, expert), value in drawn.items()}
     sizes = recipe.tokens
     tokens = tuple(
         tuple(sizes[(rank + m) % len(sizes)] for rank in range(layout.world)) for m in range(recipe.microbatches)

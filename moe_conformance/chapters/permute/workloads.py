@@ -1,7 +1,7 @@
-"""Scripts for what one process can tell of a permutation: rows by expert, rows by index, segments, dense maps.
+"""Scripts for permute and related functions on one rank: rows by expert, rows by index, segments, dense maps.
 
 All values are small whole numbers, weights have three bits: every product and sum is exact in bfloat16 too, in any
-order. They run on one rank.
+order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _anywhere(T: int, config: Config, generator: torch.Generator) -> Tensor:
 
 
 def _few(T: int, config: Config, generator: torch.Generator) -> Tensor:
-    """Experts 1, 4 and 6 alone: the first, the last and whole stretches between have no row."""
+    """Route to experts 1, 4 and 6 only: the first, the last and several between have no row."""
     return draw.choose(T, config, generator, (1, 4, 6))
 
 
@@ -39,7 +39,7 @@ def _to_one(T: int, config: Config, generator: torch.Generator) -> Tensor:
 
 
 def _empty_slots(T: int, config: Config, generator: torch.Generator) -> Tensor:
-    """Some slots are empty, in any place; of token 2 all are."""
+    """Leave some slots empty, in any place, and all slots of token 2."""
     ids_TK = _anywhere(T, config, generator)
     ids_TK[torch.rand(ids_TK.shape, generator=generator) < 0.3] = -1
     ids_TK[2] = -1
@@ -51,20 +51,20 @@ def _all_empty(T: int, config: Config, generator: torch.Generator) -> Tensor:
 
 
 def _twice(T: int, config: Config, generator: torch.Generator) -> Tensor:
-    """Every other token has an expert twice."""
+    """Give every other token one expert in two slots."""
     ids_TK = _anywhere(T, config, generator)
     ids_TK[::2, 1] = ids_TK[::2, 0]
     return ids_TK
 
 
 def _in_turn(T: int, config: Config, generator: torch.Generator) -> Tensor:
-    """Every expert has as many rows as any other."""
+    """Route round robin, so that all experts have equally many rows."""
     return draw.in_turn(T, config)
 
 
 @dataclass(frozen=True)
 class _Permute:
-    """How to draw one permutation."""
+    """The options of one script of permute and unpermute."""
 
     name: str
     ids: Ids = _anywhere
@@ -111,7 +111,7 @@ _FORMS: tuple[tuple[str, Ids, int, dict[str, Any]], ...] = (
 _COUNTS: tuple[tuple[str, tuple[tuple[int, ...], ...], dict[str, Any]], ...] = (
     ("reorder", ((3, 0, 2, 5), (1, 4, 0, 2), (2, 2, 3, 1)), {}),
     ("reorder-equal", ((3, 3, 3, 3), (3, 3, 3, 3)), {}),
-    # Every source sends as many rows, every expert gets as many: only single segments differ.
+    # All sources send equally many rows, all experts get equally many; only segments differ.
     ("reorder-equal-sums", ((1, 3), (3, 1)), {}),
     ("reorder-equal-from-the-first", ((2, 2, 2), (2, 2, 2), (2, 2, 3)), {}),
     ("reorder-one-source", ((3, 0, 2, 5),), {}),
@@ -124,7 +124,7 @@ _COUNTS: tuple[tuple[str, tuple[tuple[int, ...], ...], dict[str, Any]], ...] = (
 
 @dataclass(frozen=True)
 class _Index:
-    """How to draw one index: of T tokens or sentinels (None)."""
+    """The index of one script, of tokens or sentinels (None)."""
 
     name: str
     index: tuple[int | None, ...]
@@ -163,20 +163,20 @@ def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
         yield _forms(name, ids, tokens, Config(variant=variant).changed(more), layout)
     for name, counts, more in _COUNTS:
         yield _reordering(name, torch.tensor(counts), Config(variant=variant, hidden=_D).changed(more), layout)
-    for each in _INDEX:
-        yield _row_index(each, Config(variant=variant, hidden=_D, dtype=each.dtype), layout)
+    for index in _INDEX:
+        yield _row_index(index, Config(variant=variant, hidden=_D, dtype=index.dtype), layout)
 
 
 def _numbers(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Return whole numbers from -3 to 3."""
+    """Return random whole numbers from -3 to 3."""
     return torch.randint(-3, 4, shape, generator=generator).to(dtype)
 
 
 def _permutation(recipe: _Permute, variant: str, layout: Layout) -> Workload:
-    """Permute and unpermute what came; where the rows can be counted beforehand, also unpermute rows of their own.
+    """Return the script that permutes, unpermutes the permuted rows and, if their number is known, other rows.
 
-    Rows of their own tell slots of a token apart, which its own rows, all alike, cannot. Where rows are padded they
-    cannot be counted; what came is unpermuted once more then, with large numbers and gradients in the padding.
+    Other rows distinguish the slots of a token; permuted rows of a token are all equal. With padding the number is not
+    known; the permuted rows are then unpermuted once more, with large numbers and gradients in the padding.
     """
     config = Config(variant=variant, hidden=_D).changed(recipe.config)
     g = draw.generator(recipe.name)
@@ -184,7 +184,7 @@ def _permutation(recipe: _Permute, variant: str, layout: Layout) -> Workload:
     ids_TK = recipe.ids(T, config, g)
     routing = Routing(ids_TK, draw.probe_weights(ids_TK, torch.float32, g), config.experts)
     if recipe.ids is _twice:
-        routing.weights_TK[:, 1] = routing.weights_TK[:, 0]  # which of the two rows is whose, nobody can tell
+        routing.weights_TK[:, 1] = routing.weights_TK[:, 0]  # which row belongs to which slot is not defined
     x_TD = _numbers((_D, T), config.dtype, g).T if recipe.strided else _numbers((T, _D), config.dtype, g)
     upstream, other_upstream = ({"": _numbers((T, _D), config.dtype, g)} for _ in range(2))
     asks = ("x_TD", "routing.weights_TK")
@@ -195,7 +195,7 @@ def _permutation(recipe: _Permute, variant: str, layout: Layout) -> Workload:
     if config.padding.row_multiple == 1 and recipe.ids is not _twice:
         rows_RD = _numbers((int((ids_TK >= 0).sum()), _D), config.dtype, g)
         back = {"rows_RD": rows_RD, "handle": Ref(2, "handle")}
-        # Where it padded what it was not asked to, these rows do not fit; that is for the judge of its own to say.
+        # If the backend padded without being configured to, these rows do not fit; another judge reports that.
         calls += [calls[0], Call("unpermute", (back,), ("rows_RD",), (other_upstream,), may_raise=True)]
     if config.padding.row_multiple > 1:
         padded = Padded(Ref(2, "rows_RD"), Ref(2, "counts_E"), tuple(_pairs(ids_TK, config.experts)))
@@ -205,7 +205,7 @@ def _permutation(recipe: _Permute, variant: str, layout: Layout) -> Workload:
 
 
 def pads(workload: Workload) -> bool:
-    """Whether a permutation has to pad the rows of some expert that has any."""
+    """Return whether a permutation has to pad the rows of an expert that has any."""
     routing, M = workload.calls[0].given[0]["routing"], workload.config.padding.row_multiple
     return any(pairs % M for pairs in _pairs(routing.ids_TK, routing.experts))
 
@@ -215,12 +215,12 @@ def _pairs(ids_TK: Tensor, experts: int) -> list[int]:
 
 
 def _forms(name: str, ids: Ids, T: int, config: Config, layout: Layout) -> Workload:
-    """Make the dense form, the indexed one of it, and the dense one again, through which the gradients go."""
+    """Return the script that converts ids to a dense map, back, and to a dense map again, with a backward."""
     g = draw.generator(name)
     ids_TK = ids(T, config, g)
     weights_TK = draw.probe_weights(ids_TK, torch.float32, g)
     if T > 1:
-        weights_TK[1, 0] = 0.0  # chosen all the same
+        weights_TK[1, 0] = 0.0  # routed nevertheless
     upstream_TE = torch.randn(T, config.experts, generator=g)
     calls = (
         Call("to_dense", ({"routing": Routing(ids_TK, weights_TK, config.experts)},), ("routing.weights_TK",)),
@@ -231,7 +231,7 @@ def _forms(name: str, ids: Ids, T: int, config: Config, layout: Layout) -> Workl
 
 
 def _reordering(name: str, counts_WN: Tensor, config: Config, layout: Layout) -> Workload:
-    """Reorder, undo that, and reorder other rows back, with gradients through both."""
+    """Return the script that reorders rows, undoes that, and reorders other rows back, with two backwards."""
     g = draw.generator(name)
     shape = int(counts_WN.sum()), _D
     there, back = ({"": torch.randn(shape, generator=g).to(config.dtype)} for _ in range(2))
@@ -245,7 +245,7 @@ def _reordering(name: str, counts_WN: Tensor, config: Config, layout: Layout) ->
 
 
 def _row_index(recipe: _Index, config: Config, layout: Layout) -> Workload:
-    """Gather and scatter, once with -1 and once with T for a sentinel; rows and weights at sentinels are NaN."""
+    """Return the script that gathers and scatters with -1, then with T as sentinel; NaN in rows at sentinels."""
     g = draw.generator(recipe.name)
     T, R = recipe.tokens, len(recipe.index)
     calls = []

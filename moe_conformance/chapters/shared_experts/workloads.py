@@ -1,4 +1,4 @@
-"""Whole layers with shared experts."""
+"""Register the workloads of whole layers, with shared experts and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts of padded token counts, of bounds that some T breaks, and of packed sequences with gaps between them.
+"""Scripts of padded token counts, of bounds that some T exceeds, and of packed sequences with padding between them.
 
 T tokens of a rank, P rows that it is padded to, A the alignment, B the bound. L_i tokens of sequence i in P_i rows.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, Literal
 
 import torch
@@ -24,19 +24,19 @@ from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 ALIGNMENTS = (1, 16, 64, 128)
 BOUND = 23
 
-# T of every rank, call by call: entry r modulo the length. The largest T is on one rank, moves, is aligned, is gone.
+# T by call; rank r has entry r modulo the length. The largest T is on one rank, on another, is aligned, is zero.
 _COUNTED = ((5, 0, 70, 3), (64, 64, 64, 64), (0,), (0, 1, 0, 0), (65, 64, 3, 129), (17, 70), (0, 2, 16, 0, 128))
 _BOUNDED = ((5, 0, 23, 3), (23,), (0,), (0, 1, 0, 0))
-# Within the bound, broken by one rank, by another, by all, and within it again.
+# Within the bound, exceeded by one rank, by another, by all, and within it again.
 _BREACHES = ((5, 0, 23, 3), (5, 29, 0, 3), (37, 0, 1, 23), (24, 25, 26, 27), (23, 1, 0, 7))
 
 
-def _each(tokens: tuple[int, ...], layout: Layout) -> list[int]:
+def _by_rank(tokens: tuple[int, ...], layout: Layout) -> list[int]:
     return [tokens[rank % len(tokens)] for rank in range(layout.world)]
 
 
-def _counts(name: str, config: Config, layout: Layout, asked: tuple[tuple[int, ...], ...]) -> Workload:
-    calls = tuple(Call("count", tuple({"tokens": T} for T in _each(tokens, layout))) for tokens in asked)
+def _counts(name: str, config: Config, layout: Layout, counted: tuple[tuple[int, ...], ...]) -> Workload:
+    calls = tuple(Call("count", tuple({"tokens": T} for T in _by_rank(tokens, layout))) for tokens in counted)
     return Workload(name, Script("token_padding"), config, layout, (), calls=calls)
 
 
@@ -46,9 +46,9 @@ def _breaches(config: Config, layout: Layout) -> Workload:
         return draw.probe_batch(rank, call, draw.choose(T, config, generator), config, generator)
 
     batches = tuple(
-        tuple(batch(n, r, T) for r, T in enumerate(_each(tokens, layout))) for n, tokens in enumerate(_BREACHES)
+        tuple(batch(n, r, T) for r, T in enumerate(_by_rank(tokens, layout))) for n, tokens in enumerate(_BREACHES)
     )
-    calls = tuple(Call("step", tuple(map(partial(_given, config), each)), may_raise=True) for each in batches)
+    calls = tuple(Call("step", tuple(map(partial(_given, config), ranks)), may_raise=True) for ranks in batches)
     return Workload("bound-broken", ON_EXCHANGE, config, layout, batches, calls=calls)
 
 
@@ -57,7 +57,7 @@ def _given(config: Config, batch: Batch) -> dict[str, Any]:
 
 
 def token_counts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the scripts of `TOKEN_COUNTS`."""
+    """Yield the scripts of `TOKEN_COUNTS` for a variant on a layout."""
     E = Config.experts if Config.experts % layout.ep == 0 else 3 * layout.ep
     for A in ALIGNMENTS:
         config = Config(variant, experts=E, padding=Padding(tokens="group_max", alignment=A))
@@ -74,26 +74,24 @@ TOKEN_COUNTS = (*(f"padded-counts-{A}" for A in ALIGNMENTS), *_BOUNDS)
 
 # ---- packed sequences ----------------------------------------------------------------------------------------------
 
-PARALLEL = tuple(  # cp, tp, sequence parallel
-    (cp, tp, split) for cp in (1, 2, 3, 4) for tp in (1, 2, 3) for split in (False, True)
-)
+PARALLEL = tuple(product((1, 2, 3, 4), (1, 2, 3), (False, True)))  # cp, tp, sequence parallel
 LENGTHS = (
     *((5, 0, 4, 1, 13), (7,), (24, 48), (1, 1, 1), (0, 0), (), (17, 3, 0, 29, 2, 0)),
     (5, 13),
-    (13, 5),  # as many of as many
+    (13, 5),  # the same number of tokens in the same number of sequences
     (40_000, 0, 30_001),  # sums beyond 16 bits, signed or not
 )
 # Pairs of lists: the second is the first with sequences of length zero at the front, in the middle and at the end.
 WITH_EMPTY = (((5, 13), (0, 5, 13)), ((5, 13), (5, 0, 0, 13)), ((5, 13, 1), (5, 13, 1, 0)), ((7,), (0, 7, 0)))
 ALIKE = ((7,), (5, 5, 5), (24, 24), (1, 1, 1, 1))  # a batch of one length
-FLAT = tuple(each for each in LENGTHS if each)  # in a pack that nothing divides
-# cp, then (L_i, P_i) of every sequence: without gaps, padded, and padded for more than cp asks; short ones leave some
-# ranks gaps alone.
+FLAT = tuple(lengths for lengths in LENGTHS if lengths)  # for packs with cp = 1 and no sequence parallelism
+# cp, then (L_i, P_i) of every sequence: without padding, padded, and padded more than cp needs. Short sequences leave
+# only padding on some ranks.
 PACKS = (
     (1, ((5, 5), (0, 0), (3, 4))),
     (2, ((5, 8), (4, 4), (0, 0), (13, 16))),
     (2, ((1, 4), (0, 8), (8, 8))),
-    (2, ((3, 4), (13, 16), (8, 8), (0, 0))),  # as many rows as another
+    (2, ((3, 4), (13, 16), (8, 8), (0, 0))),  # as many rows as another pack
     (3, ((2, 6), (29, 36), (0, 0), (6, 12))),
     (4, ((1, 8), (16, 16), (3, 24))),
 )
@@ -115,18 +113,18 @@ def _packs(layout: Layout, variant: str) -> Iterator[Workload]:
         given = {"lengths": lengths, "cp": cp, "tp": tp, "sequence_parallel": split}
         return Call("lay_out", (given,) * layout.world, may_raise=True)
 
-    with_empty = [each for pair in WITH_EMPTY for each in pair]
-    yield script("packed-lengths", (lay_out(each, *axes) for axes in PARALLEL for each in LENGTHS), LENGTHS_OF_PACKS)
-    yield script("packed-alike", (lay_out(each, *axes) for axes in PARALLEL for each in ALIKE), LENGTHS_OF_PACKS)
+    with_empty = [item for pair in WITH_EMPTY for item in pair]
+    yield script("packed-lengths", (lay_out(item, *axes) for axes in PARALLEL for item in LENGTHS), LENGTHS_OF_PACKS)
+    yield script("packed-alike", (lay_out(item, *axes) for axes in PARALLEL for item in ALIKE), LENGTHS_OF_PACKS)
     yield script("packed-alike-empty", (lay_out((0, 0), *axes) for axes in PARALLEL), LENGTHS_OF_PACKS)
-    yield script("packed-flat", (lay_out(each, 1, tp, False) for tp in (1, 2) for each in FLAT), LENGTHS_OF_PACKS)
-    yield script("packed-flat-empty", (lay_out(each, 1, 1, False) for each in with_empty), EMPTY_SEQUENCES)
-    yield script("packed-empty", (lay_out(each, *axes) for axes in PARALLEL for each in with_empty), EMPTY_SEQUENCES)
+    yield script("packed-flat", (lay_out(item, 1, tp, False) for tp in (1, 2) for item in FLAT), LENGTHS_OF_PACKS)
+    yield script("packed-flat-empty", (lay_out(item, 1, 1, False) for item in with_empty), EMPTY_SEQUENCES)
+    yield script("packed-empty", (lay_out(item, *axes) for axes in PARALLEL for item in with_empty), EMPTY_SEQUENCES)
     sums = [(cp, _sums([L for L, _ in pack]), _sums([P for _, P in pack])) for cp, pack in PACKS]
     given = [{"cu_seqlens": real, "cu_seqlens_padded": padded} for _, real, padded in sums]
-    yield script("packed-tokens", (Call("tokens", (each,) * layout.world, may_raise=True) for each in given))
+    yield script("packed-tokens", (Call("tokens", (item,) * layout.world, may_raise=True) for item in given))
     shares = [{"cu_seqlens_padded": padded, "cp": cp, "cp_rank": c} for cp, _, padded in sums for c in range(cp)]
-    yield script("packed-shares", (Call("share", (each,) * layout.world, may_raise=True) for each in shares))
+    yield script("packed-shares", (Call("share", (item,) * layout.world, may_raise=True) for item in shares))
 
 
 def _masked(
@@ -139,29 +137,29 @@ def _masked(
     columns: int = 1,
     learns: bool = False,
 ) -> Workload:
-    """Draw a router with padding in gaps: calls in pairs, of which the second differs in what stands there.
+    """Return the script of a router with a padding mask: calls in pairs that differ only in the padding tokens.
 
-    One sequence has as many rows as there are experts: a mask laid on the experts is no error then. Each pair has other
-    gaps: of sequences of some lengths, of others, then nothing but gaps, and none; on several ranks also nothing but
-    gaps on every second one. No two of up to seven ranks have the same mask where there are tokens and gaps. Where it
-    learns, the weights of tokens have upstream gradients.
+    With one sequence T equals E, so that a mask applied to experts raises no error. The pairs have different masks: for
+    sequences of some lengths, of others, then only padding, and none; on several ranks also only padding on every
+    second rank. No two of up to seven ranks have the same mask if it has tokens and padding. With `learns` the weights
+    of tokens have upstream gradients.
     """
     config = Config(variant, routing=RoutingOptions(score=score, normalise=True, balance_bias=balance))
     generator = draw.generator(name, layout.name)
 
     def given(lengths: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
-        mask_T = torch.cat([torch.arange(8) >= length for length in lengths])  # of sequences in 8 rows each
+        mask_T = torch.cat([torch.arange(8) >= length for length in lengths])  # for sequences in 8 rows each
         x_TD, other_TD = (draw.route_batch(len(mask_T), config, generator, 1.0).x_TD for _ in range(2))
         other_TD = torch.where(mask_T[:, None], other_TD, x_TD)
         if columns > 1:
-            x_TD, other_TD = (each.reshape(-1, columns, each.shape[1]) for each in (x_TD, other_TD))
+            x_TD, other_TD = (tensor.reshape(-1, columns, tensor.shape[1]) for tensor in (x_TD, other_TD))
         return {"x": x_TD, "padding_mask_T": mask_T}, {"x": other_TD, "padding_mask_T": mask_T}
 
     def both(lengths: Sequence[Tensor]) -> Iterator[Call]:
-        ranks = [given(each) for each in lengths]
+        ranks = [given(entry) for entry in lengths]
         upstream = tuple({"routing.weights_TK": upstream_of(first["padding_mask_T"])} for first, _ in ranks)
-        for each in zip(*ranks, strict=True):
-            yield Call("__call__", each, ("x",), upstream) if learns else Call("__call__", each)
+        for entry in zip(*ranks, strict=True):
+            yield Call("__call__", entry, ("x",), upstream) if learns else Call("__call__", entry)
 
     def upstream_of(padding_T: Tensor) -> Tensor:
         drawn_TK = torch.randn(len(padding_T), config.top_k, generator=generator)
@@ -191,7 +189,7 @@ SEQUENCES = (
 
 
 def sequences(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the scripts of `SEQUENCES`: those of packs on one rank, as nothing in them is exchanged."""
+    """Yield the scripts of `SEQUENCES`; those of packs on one rank only, as nothing is exchanged."""
     if layout.world == 1:
         yield from _packs(layout, variant)
     if layout.world <= USUAL_RANKS:

@@ -1,7 +1,7 @@
-"""The pinned corpus of tokens that the ranks of a tp group hold as copies, and of such copies with other routings.
+"""The pinned workloads in which all ranks of a tp group hold the same tokens, also with routings that differ.
 
-A batch is drawn for the lowest rank of every tp group, and all ranks of the group are fed it: tokens with the tags of
-that rank, ids, weights and upstream gradients. Names that end in `even` give every rank the same number of tokens.
+A batch is drawn for the lowest rank of every tp group, and all ranks of the group have it: tokens with the tags of that
+rank, ids, weights and upstream gradients. If a name ends in `even`, every rank has the same number of tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from moe_conformance.workloads.records.runs import ON_EXCHANGE, ExchangeStep, Ex
 from moe_conformance.workloads.records.workload import Batch, Call, Twist, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
-# Tokens of rank r: the entry r modulo the length. Only those of the lowest rank of a tp group are drawn, and in each
-# row some number is not divisible by 2 or 4: tokens that were shared out over the group would leave a remainder.
+# Rank r has the entry r modulo the length. Only the entries of the lowest ranks of tp groups are used, and every row
+# has a number that is not divisible by 2 or 4: tokens that were split over the group would leave a remainder.
 _UNEVEN = (9, 0, 13, 0, 7, 0, 3, 0)
 _WITHOUT = (7, 7, 0, 0, 5, 5, 1, 1)
 _FEW = (1, 1, 3, 3, 2, 2, 0, 0)  # fewer than ranks
@@ -58,7 +58,7 @@ _EXPERTS = (
     Recipe("copies-own-even-bfloat16", tokens=(9,), config=_BFLOAT16),
 )
 
-# One input asks for no gradient: tokens behind frozen layers, or weights of a frozen router.
+# One input requires no gradient: tokens after frozen layers, or weights of a frozen router.
 _UNASKED: Mapping[Literal["x", "weights"], Recipe] = {
     "x": Recipe("copies-unasked-x-even", tokens=(7,)),
     "weights": Recipe("copies-unasked-weights-even", tokens=(7,)),
@@ -69,7 +69,7 @@ EXPERTS = (*_EXPERTS, *in_float16(_EXPERTS))
 
 
 def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield them all where there are several tensor ranks."""
+    """Yield all workloads, on layouts with tp > 1."""
     if layout.tp == 1:
         return
     for run, recipes in ((ExchangeStep(tokens="duplicated"), PROBE), (ExpertsStep(tokens="duplicated"), EXPERTS)):
@@ -78,13 +78,13 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
                 continue
             yield _copied(exchange_workload(recipe, run, variant, layout))
     for name, recipe in _UNASKED.items():
-        asked = _copied(exchange_workload(recipe, UNASKED, variant, layout))
-        yield replace(asked, twist=Twist(unasked=(name,)))
+        frozen = _copied(exchange_workload(recipe, UNASKED, variant, layout))
+        yield replace(frozen, twist=Twist(unasked=(name,)))
     yield from _mismatched(variant, layout)
 
 
 def _copied(workload: Workload) -> Workload:
-    """Feed every rank what the lowest rank of its tp group is fed."""
+    """Return the workload in which every rank has the batches of the lowest rank of its tp group."""
     first = {rank: min(group) for group in workload.layout.groups()["tp"] for rank in group}
     batches = tuple(tuple(ranks[first[rank]] for rank in range(len(ranks))) for ranks in workload.batches)
     return replace(workload, batches=batches, config=replace(workload.config, token_copies=True))
@@ -104,7 +104,7 @@ def _slot_emptied(ids_TK: Tensor, config: Config) -> Tensor:
 
 
 def _exchanged(ids_TK: Tensor, config: Config) -> Tensor:
-    """Exchange the routings of two tokens that are routed differently."""
+    """Swap the expert ids of two tokens that are routed differently."""
     other = next(t for t in range(1, len(ids_TK)) if not torch.equal(ids_TK[0], ids_TK[t]))
     ids_TK[[0, other]] = ids_TK[[other, 0]]
     return ids_TK
@@ -120,27 +120,27 @@ MISMATCHES: Mapping[str, tuple[str, Callable[[Tensor, Config], Tensor]]] = {
     "copies-exchange-tokens": ("the routings of two tokens exchanged", _exchanged),
     "copies-exchange-slots": ("every token's slots in another order", _slots_exchanged),
 }
-_ONE_GROUP = "-in-one-group"  # of which copies differ, the last; without this word those of all tp groups
+_ONE_GROUP = "-in-one-group"  # the copies of the last tp group differ; without this word those of all groups
 
 
 def mismatched(workload: Workload) -> bool:
-    """Return whether copies of it have different routings."""
+    """Return whether the copies of tokens have different routings."""
     return bool(mismatch_of(workload))
 
 
 def mismatch_of(workload: Workload) -> str:
-    """Return which of the mismatches a workload is about; "" for none."""
+    """Return the key of `MISMATCHES` that a workload tries; "" if none."""
     return next(iter(workload.shows & MISMATCHES.keys()), "")
 
 
 def groups_that_differ(workload: Workload) -> tuple[tuple[int, ...], ...]:
-    """Return the tp groups of which one rank has another routing than the others."""
+    """Return the tp groups in which one rank has a different routing."""
     groups = workload.layout.groups()["tp"]
     return groups[-1:] if _ONE_GROUP in workload.shows else groups
 
 
 def odd_one_of(workload: Workload, group: tuple[int, ...]) -> int:
-    """Return the rank of a tp group that has the other routing: the last; of one group alone one in the middle."""
+    """Return the rank of a tp group that has the different routing: the last, or a middle one if one group differs."""
     return group[len(group) // 2] if _ONE_GROUP in workload.shows else group[-1]
 
 
@@ -155,7 +155,7 @@ def _mismatched(variant: str, layout: Layout) -> Iterator[Workload]:
                 replace(batch, ids_TK=change(batch.ids_TK.clone(), config)) if rank in differing else batch
                 for rank, batch in enumerate(good)
             )
-            right = _step(good, config)  # before it too: what is compared once and for all has been compared
+            right = _step(good, config)  # also before the wrong call, for backends that compare only once
             yield replace(made, calls=(right, _step(bad, config, may_raise=True), right))
 
 

@@ -1,1 +1,1 @@
-"""The pinned workloads of this chapter."""
+"""The pinned workloads of capacity: routers, layers, exchanges and receive buffers."""

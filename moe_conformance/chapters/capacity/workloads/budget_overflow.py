@@ -1,7 +1,7 @@
-"""The pinned corpus of fixed receive budgets: batches that fit, that fit exactly, and that are one row too many.
+"""The pinned workloads of receive buffers that overflow: batches that fit, fit exactly, or have one row too many.
 
-An exchange that refuses more rows than its budget does so on all ranks, and goes on with the next microbatch. One that
-drops them says so where they had no room, and goes on with the others.
+An exchange that refuses to overflow does so on all ranks, and runs the next microbatch. One that drops rows reports
+this on the ranks where there was no room, and delivers the other rows.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from moe_conformance.workloads.selection.profiles import Profile
 
 @dataclass(frozen=True)
 class Budget:
-    """How to draw one workload with a budget."""
+    """The receive buffer and tokens of one workload."""
 
-    tokens: tuple[tuple[int, ...], ...]  # of every microbatch; of rank r the entry r modulo the length
-    of: int = 0  # the microbatch whose busiest rank the budget is made for
-    spare: int = 0  # rows that it has more than that
+    tokens: tuple[tuple[int, ...], ...]  # by microbatch; rank r has the entry r modulo the length
+    of: int = 0  # the microbatch whose busiest rank the buffer fits
+    spare: int = 0  # further rows of the buffer
     over: Literal["refuse", "drop"] = "refuse"
     schedule: str = ""  # "": one microbatch after the other
     memory: Literal["plain", "filled"] = "plain"
-    factor: float | None = None  # of the balanced load, in place of rows: all goes to one coordinate
+    factor: float | None = None  # multiple of the balanced load, in place of rows; all tokens go to one ep coordinate
 
 
 OVERFLOWS: Mapping[str, Budget] = {
@@ -43,9 +43,9 @@ OVERFLOWS: Mapping[str, Budget] = {
     "budget-in-flight-even": Budget(((3,), (9,), (4,)), of=0, spare=1, schedule="F0 F1 B0 F2 B2"),
     "factor-exceeded-even": Budget(((8,),), factor=1.0),
     "budget-of-none": Budget(((0,), (3,), (0,))),
-    # The first fills the buffer of the busiest rank, the second is too much for most, the third leaves room.
+    # The first fills the buffer of the busiest rank, the second overflows most buffers, the third leaves room.
     "overfull-by-turns-even": Budget(((8,), (16,), (3,)), over="drop"),
-    # While gradients of what was dropped are still to come, others are dispatched.
+    # Other microbatches are dispatched before the backward of one with dropped rows.
     "overfull-one-row-uneven": Budget(
         ((2, 4, 0, 3), UNEVEN, (3, 1, 4, 2)), of=1, spare=-1, over="drop", schedule="F0 F1 F2 B1 B0 B2"
     ),
@@ -57,44 +57,44 @@ OVERFLOWS: Mapping[str, Budget] = {
 
 def overflows(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the workloads of a variant on a layout."""
-    for name, asked in OVERFLOWS.items():
-        schedule = asked.schedule or " ".join(f"F{m} B{m}" for m in range(len(asked.tokens)))
-        recipe = Recipe(name, turns=asked.tokens, schedule=schedule, memory=asked.memory)
-        if asked.factor is not None:
-            recipe = replace(recipe, route=one_rank, needs_ep=True, config={"receive_buffer.factor": asked.factor})
+    for name, budget in OVERFLOWS.items():
+        schedule = budget.schedule or " ".join(f"F{m} B{m}" for m in range(len(budget.tokens)))
+        recipe = Recipe(name, turns=budget.tokens, schedule=schedule, memory=budget.memory)
+        if budget.factor is not None:
+            recipe = replace(recipe, route=one_rank, needs_ep=True, config={"receive_buffer.factor": budget.factor})
         if recipe.needs_ep and layout.ep == 1:
             continue
         workload = exchange_workload(recipe, ExchangeStep(option="receive budget"), variant, layout)
-        workload = replace(workload, config=workload.config.changed({"receive_buffer.overflow": asked.over}))
-        if asked.factor is not None:
+        workload = replace(workload, config=workload.config.changed({"receive_buffer.overflow": budget.over}))
+        if budget.factor is not None:
             yield workload
             continue
-        room = max(0, busiest(workload.config, layout, workload.batches[asked.of]) + asked.spare)
+        room = max(0, busiest(workload.config, layout, workload.batches[budget.of]) + budget.spare)
         yield replace(workload, config=workload.config.changed({"receive_buffer.rows": room}))
 
 
 def by_factor(workload: Workload) -> bool:
-    """Whether the budget is a multiple of the balanced load, which may be larger than asked for."""
+    """Return whether the buffer size is a multiple of the balanced load; a backend may make it larger than that."""
     return workload.config.receive_buffer.factor is not None
 
 
 def refuses(workload: Workload) -> bool:
-    """Whether rows beyond a budget of so many rows are to be refused."""
+    """Return whether rows beyond a buffer of a given number of rows must be refused."""
     return workload.config.receive_buffer.overflow == "refuse" and not by_factor(workload)
 
 
 def refuses_some(workload: Workload) -> bool:
-    """Whether rows beyond the budget are to be refused, and others fit."""
+    """Return whether rows beyond the buffer must be refused, and the buffer holds any rows."""
     return refuses(workload) and bool(workload.config.receive_buffer.rows)
 
 
 def drops(workload: Workload) -> bool:
-    """Whether rows beyond a budget of so many rows are to be dropped."""
+    """Return whether rows beyond a buffer of a given number of rows must be dropped."""
     return workload.config.receive_buffer.overflow == "drop" and not by_factor(workload)
 
 
 def busiest(config: Config, layout: Layout, ranks: tuple[Batch, ...]) -> int:
-    """Return the most rows that any ep coordinate wants, whose experts are in equal runs."""
+    """Return the largest number of rows for any ep coordinate, whose experts are in equal contiguous ranges."""
     held = config.experts // layout.ep
     wanted = [0]
     for group in layout.groups()["ep_etp"]:

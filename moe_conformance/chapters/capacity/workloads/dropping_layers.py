@@ -1,6 +1,6 @@
-"""Whole layers whose router drops: tokens that lose all their slots, beside shared experts and without.
+"""Whole layers whose router drops tokens, with shared experts and without; some tokens lose all their slots.
 
-Tokens are drawn so that the choice of experts is clear and, where the heaviest stay, who they are.
+Tokens are drawn so that the selection of experts has a clear margin, and so has the drop by weight.
 """
 
 from __future__ import annotations

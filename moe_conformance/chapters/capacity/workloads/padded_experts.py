@@ -1,7 +1,7 @@
-"""The pinned corpus of exchanges that fill every expert up to its capacity, with the probe and with own experts.
+"""The pinned workloads of exchanges that pad every expert to its capacity, with the probe and the backend's experts.
 
-What is routed fits: slots beyond the capacity were dropped before, as a router does it. Without a capacity factor the
-exchange itself finds the capacity that drops nothing.
+All routed slots fit: those beyond the capacity have been dropped, as by a router. Without a capacity factor the
+exchange chooses the capacity at which nothing is dropped.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from moe_conformance.workloads.selection.profiles import Profile
 
 
 def fitting(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
-    """Any K different experts, of which each keeps its first C slots."""
+    """Route to any K different experts, each of which keeps its first C slots."""
     return _dropped(anywhere(T, config, layout, generator), config)
 
 
 def crowded(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
-    """Everything goes to one expert, which keeps its first C slots; the others are all padding."""
+    """Route all tokens to one expert, which keeps its first C slots; the others have padding only."""
     return _dropped(one_expert(T, config, layout, generator), config)
 
 

@@ -1,4 +1,4 @@
-"""Exchanges with a buffer of fixed size: loads that fill it to the last row, and loads that leave it half empty."""
+"""The pinned workloads of receive buffers that do not overflow: loads that fill it, and loads that leave room."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from moe_conformance.workloads.selection.profiles import Profile
 
 
 def filling(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
-    """As many pairs for the first ep coordinate as its budget holds, where all ranks bring T; the others anywhere else.
+    """Route as many pairs to the first ep coordinate as its buffer holds if all ranks have T, others anywhere else.
 
-    It gets floor(factor T K / ep) of a rank's pairs: times the ranks, that is at most factor times its balanced load.
+    It gets floor(factor T K / ep) of a rank's pairs; over all ranks that is at most factor times its balanced load.
     """
     assert config.receive_buffer.factor is not None
     K, held = config.top_k, config.experts // layout.ep
@@ -36,7 +36,7 @@ def filling(T: int, config: Config, layout: Layout, generator: torch.Generator) 
 
 
 def first_alone(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
-    """Of all tokens of a rank the first alone has slots."""
+    """Route only the first token of a rank; all slots of the others are empty."""
     ids_TK = draw.choose(T, config, generator)
     ids_TK[1:] = -1
     return ids_TK
@@ -50,9 +50,9 @@ BUDGETS = (
     Recipe(
         "budget-roomy-even", dropped, config={"receive_buffer.factor": 8.0}, schedule="F0 B0 F1 B1", memory="filled"
     ),
-    # Next to nothing is sent: of a buffer that is too small nobody would know.
+    # Few rows are sent: only the size of the buffer shows whether it is too small.
     Recipe("budget-spare-even", first_alone, tokens=(15,), config={"receive_buffer.factor": 1.5}, needs_ep=True),
-    # Nothing arrives at a rank, in one microbatch and in the next: its buffer is as large, and all of it padding.
+    # A rank receives nothing in either microbatch: its buffer has the usual size, and all of it is padding.
     Recipe(
         "budget-roomy-idle-rank",
         idle_rank,
@@ -62,7 +62,7 @@ BUDGETS = (
         memory="filled",
         needs_ep=True,
     ),
-    # A factor is one of the tokens that there are: as many in both microbatches, which go to other experts.
+    # A factor multiplies the number of tokens: it is the same in both microbatches, whose tokens go to other experts.
     Recipe(
         "budget-roomy-uneven",
         dropped,
@@ -86,15 +86,15 @@ OWN = (
 
 
 def budgets(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the workloads of a variant on a layout, with the suite's experts and with the backend's own."""
-    for run, each in ((ExchangeStep(), BUDGETS), (ExpertsStep(), OWN)):
-        for recipe in each:
+    """Yield the workloads of a variant on a layout, with the suite's experts and with the backend's."""
+    for run, recipes in ((ExchangeStep(), BUDGETS), (ExpertsStep(), OWN)):
+        for recipe in recipes:
             if layout.ep > 1 or not recipe.needs_ep:
                 yield exchange_workload(recipe, run, variant, layout)
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all."""
+    """Return the names of the workloads."""
     return tuple(recipe.name for recipe in (*BUDGETS, *OWN))
 
 

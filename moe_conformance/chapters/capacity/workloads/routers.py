@@ -1,6 +1,6 @@
-"""The pinned corpus of capacities: routers whose experts have room for too few tokens, for just enough, or for more.
+"""The pinned workloads of routers with a capacity: too small, just large enough, or larger.
 
-A run asks the same router twice, with its capacity and without: what was chosen before anything was dropped.
+A run calls the same router with its capacity and without, which shows the selection before slots are dropped.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from moe_conformance.workloads.selection.profiles import Profile
 
 @dataclass(frozen=True)
 class CapacityRecipe:
-    """How to draw one workload of a router with a capacity."""
+    """The name and options of one workload of a router with a capacity."""
 
     name: str
     config: dict[str, Any] = field(default_factory=dict)
-    tokens: tuple[int, ...] = TOKENS  # of rank r: the entry r modulo the length
+    tokens: tuple[int, ...] = TOKENS  # rank r has the entry r modulo the length
     schedule: str = "F0 B0"
-    alike: int = 1  # so many tokens in a row are the same token: their weights are equal
-    shift: float = 0.0  # is added to all logits
+    alike: int = 1  # so many consecutive tokens are the same token, with equal weights
+    shift: float = 0.0  # added to all logits
     hot: bool = False  # one expert is the first choice of every token
     lead: Lead = "flat"
-    same: bool = False  # ranks of even number are fed the same in every microbatch, the others not
+    same: bool = False  # even ranks have the same input in every microbatch, odd ones do not
     profile: Profile = "quick"
 
 
@@ -89,7 +89,7 @@ CAPACITIES = (
 
 
 def capacities(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the workloads of routers with a capacity; the variant only has to be one that the backend knows."""
+    """Yield the workloads of routers with a capacity; they do not depend on the variant."""
     for recipe in drawn_in(profile, CAPACITIES):
         config = Config(variant=variant).changed(recipe.config)
         parameters = _parameters(recipe, config, layout)
@@ -104,7 +104,7 @@ def capacities(variant: str, layout: Layout, profile: Profile) -> Iterator[Workl
 
 
 def _parameters(recipe: CapacityRecipe, config: Config, layout: Layout) -> dict[ParameterKey, torch.Tensor]:
-    """Draw the router; where logits are shifted, every expert weighs the first column alike."""
+    """Return the router; if logits are shifted, the first column is 1 for every expert."""
     generator = draw.generator(recipe.name, layout.name, "router")
     parameters = draw.router_parameters(config, generator, bias=0.0, twins=False)
     if recipe.shift:
@@ -135,14 +135,14 @@ def _batch(
 
 
 def fits_all(workload: Workload) -> bool:
-    """Whether the capacity of every rank is at least its number of tokens."""
+    """Return whether the capacity of every rank is at least its number of tokens."""
     config = workload.config
     assert config.capacity.factor is not None
     return config.capacity.factor * config.top_k >= config.experts or config.capacity.minimum >= max(TOKENS)
 
 
 def others_change(workload: Workload) -> bool:
-    """Whether some rank is fed the same in several microbatches while another is not."""
+    """Return whether some rank has the same input in several microbatches while another has not."""
     first, *later = workload.batches
     return any(
         len({torch.equal(one.x_TD, other.x_TD) for one, other in zip(first, ranks, strict=True)}) == 2

@@ -1,4 +1,4 @@
-"""Exchanges of packed sequences: built with and without them, and fed with token counts that differ over ranks."""
+"""Exchanges of packed sequences: built with the option and without, and run with token counts that differ."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ PROBE = (
 
 
 def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the workloads of a variant on a layout on which something is exchanged."""
+    """Yield the workloads of a variant on a layout, if it spreads experts over ranks."""
     del profile
     if not exchanges(layout):
         return
     fed = [exchange_workload(recipe, ExchangeStep(), variant, layout) for recipe in PROBE]
     config = fed[0].config
-    asked = (config.changed({"padding.packed": False}), config)
-    calls = tuple(Call("exchange", ({"config": each},) * layout.world, may_raise=True) for each in asked)
+    configs = (config.changed({"padding.packed": False}), config)
+    calls = tuple(Call("exchange", ({"config": built},) * layout.world, may_raise=True) for built in configs)
     yield Workload(BUILT, ON_SESSION, config.changed({"padding.packed": False}), layout, (), calls=calls)
     yield from (replace(workload, run=ExchangeStep(option="packing")) for workload in fed)
 

@@ -1,4 +1,4 @@
-"""Settings that are resolved and never run: for every rule the examples of the oracle, and all options one by one."""
+"""Settings that are resolved and never run: the oracle's examples of every rule, and all options one by one."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _LAYOUTS = (SINGLE, EP2)
 _VERSIONS = "RULE-19"
 _KERNELS = "RULE-24"
 
-# Of RULE-25 exchanges are built, which says more.
+# For RULE-25 exchanges are built instead.
 RULES = tuple(f"RULE-{number:02}" for number in range(6, 28) if number != 25)
-CHANGING = ("RULE-06", "RULE-07", "RULE-15", "RULE-23", "RULE-24")  # a backend may change what breaks them, openly
+# Rules whose broken settings a backend may change, with a warning.
+CHANGING = ("RULE-06", "RULE-07", "RULE-15", "RULE-23", "RULE-24")
 SHOWN, UNKNOWN, LATER = "options-shown", "options-unknown", "options-changed"
 
 _ON = Settings(overlap=True, ep=2)
@@ -37,7 +38,7 @@ def workload_of(rule: str) -> str:
 
 
 def asked(neutral: Neutral) -> Settings:
-    """Return an example of the oracle as a backend is asked for it."""
+    """Return an example of the oracle as settings for a backend."""
     options: dict[str, Any] = {
         field.name: getattr(neutral, field.name) for field in fields(neutral) if field.name not in FACTS
     }
@@ -62,16 +63,16 @@ def _kernel(neutral: Neutral) -> Literal["present", "absent", "freeing"] | None:
 
 
 def _examples(rule: str) -> list[Settings]:
-    """Return what a rule is asked with: broken and mended in turn, then what fits as well; each once."""
+    """Return the settings that try a rule: alternately broken and mended, then others that fit; without repetitions."""
     if rule == _VERSIONS:
         assumed = ("2.5.1", "2.5.10", "2.6.0", "2.6.0a0+git12", "2.9.1", "2.10", "2.10.1", "3.0")
-        found = [replace(each, versions=(("torch", text),)) for text in assumed for each in (_ON, _CAPTURED)]
+        found = [replace(options, versions=(("torch", text),)) for text in assumed for options in (_ON, _CAPTURED)]
         return [_ON, _CAPTURED, *found]
-    pairs = [each for case in cases.cases() if case.rule == rule for each in (case.broken, case.mended)]
-    uneven = [each for each in pairs if len({*each.kernel_present}) == 2]
-    found = [asked(each) for each in pairs if each not in uneven]
-    found += [asked(each) for of, each in cases.fits() if of == rule]
-    if rule == "RULE-23":  # a kernel that is not there may be named as well
+    pairs = [neutral for case in cases.cases() if case.rule == rule for neutral in (case.broken, case.mended)]
+    uneven = [neutral for neutral in pairs if len({*neutral.kernel_present}) == 2]
+    found = [asked(neutral) for neutral in pairs if neutral not in uneven]
+    found += [asked(neutral) for of, neutral in cases.fits() if of == rule]
+    if rule == "RULE-23":  # an absent kernel may also be named with these dispatchers
         found += [Settings(dispatcher=name, kernel="absent") for name in ("alltoall", "allgather")]
     return list(dict.fromkeys(found))
 
@@ -82,7 +83,7 @@ _ALONE: Mapping[str, tuple[Any, ...]] = {
     "offload_first_product": (True,), "attention_bias": (True,), "accumulate_in_product": (False,),
     "packed": (True,), "prediction_layers": (1,),
 }  # fmt: skip
-# Each differs from the default in options that native, or a real backend, may have.
+# Settings that differ from the default in options that native, or a real backend, may have.
 _OPTIONS: tuple[Settings, ...] = (
     Settings(),
     *(Settings(**{name: value}) for name, values in _ALONE.items() for value in values),
@@ -98,7 +99,7 @@ _OPTIONS: tuple[Settings, ...] = (
     replace(_ON, defer_weight_gradients=True),
 )  # fmt: skip
 
-# Each has one value that nobody knows, or an option.
+# Settings with one unknown value or option.
 _UNKNOWN = (
     Settings(dispatcher="alltoal"),
     Settings(dispatcher=""),
@@ -114,7 +115,7 @@ _UNKNOWN = (
 )
 
 
-# From what to what layers that are built are changed; the last two do not fit them, or anything.
+# Changes of built layers, from and to. The last but one does not fit the layers, the last is invalid.
 _CHANGES = (
     (Settings(), Settings(top_k=3)),
     (Settings(groups=4, groups_chosen=2), Settings(groups=2, groups_chosen=1)),
@@ -126,7 +127,7 @@ _LAYERS = 3
 
 
 def _changes(ranks: int) -> tuple[Call, ...]:
-    """Build layers, show, change and show them again; then build and show others as they are to be."""
+    """Return calls that build layers, show, change and show them, then build and show layers as they should be."""
     calls: list[Call] = []
     for before, to in _CHANGES:
         first = Ref(len(calls))
@@ -149,29 +150,29 @@ def names() -> tuple[str, ...]:
 
 
 def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the workloads, on one rank and on two."""
+    """Yield the workloads of a variant, on one rank and on two."""
     del profile
     if layout not in _LAYOUTS:
         return
     config = Config(variant=variant)
     for rule in RULES:
-        alike = [(each,) * layout.world for each in _examples(rule)]
+        alike = [(settings,) * layout.world for settings in _examples(rule)]
         if rule == _KERNELS and layout.world > 1:
             kernel = Settings(dispatcher="fused", kernel="present")
             alike.append((kernel, *[replace(kernel, kernel="absent")] * (layout.world - 1)))
         name, calls = workload_of(rule), _calls(alike)
         yield Workload(name, ON_CONFIG_RULES, config, layout, (), calls=calls, shows=frozenset({rule}))
     for name, options in ((SHOWN, _OPTIONS), (UNKNOWN, _UNKNOWN)):
-        calls = _calls([(each,) * layout.world for each in options])
+        calls = _calls([(settings,) * layout.world for settings in options])
         yield Workload(name, ON_CONFIG_RULES, config, layout, (), calls=calls, shows=frozenset({name}))
     calls = _changes(layout.world)
     yield Workload(LATER, ON_CONFIG_RULES, config, layout, (), calls=calls, shows=frozenset({LATER}))
 
 
 def _calls(by_rank: Sequence[tuple[Settings, ...]]) -> tuple[Call, ...]:
-    """Ask for the limits of settings, and then for what they resolve to."""
+    """Return calls for the limits of settings, each followed by one that resolves them."""
     return tuple(
-        Call(method, tuple({"asked": each} for each in ranks), may_raise=True)
+        Call(method, tuple({"asked": settings} for settings in ranks), may_raise=True)
         for ranks in by_rank
         for method in ("limits", "resolve")
     )

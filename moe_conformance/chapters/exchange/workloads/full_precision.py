@@ -1,7 +1,7 @@
-"""Numbers that fill their type, behind experts that answer with what they were handed: whatever rounds them shows.
+"""Exchanges with identity experts of numbers that use all bits of their dtype, so that any rounding shows.
 
-Every token has one expert. Of each product on the way one factor is 1, and of each sum but one term is zero, so that
-what comes out has the bits of what went in: tokens of all bits, then upstream gradients, then weights.
+Every token has one expert. In every product one factor is 1, and in every sum all terms but one are zero, so that
+outputs have the bits of inputs: first tokens have all bits, then upstream gradients, then weights.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def draw_all(variant: str, layout: Layout, profile: Profile) -> Iterator[Workloa
 
 
 def _batch(name: str, layout: Layout, m: int, rank: int, routed: Batch, workload: Workload) -> Batch:
-    """Draw all bits of what has its turn; a single 1 in each row and weights of 1 are the rest."""
+    """Return a batch in which one of tokens, upstream gradients and weights has all bits.
+
+    The other rows have a single 1, the other weights are 1.
+    """
     generator = draw.generator(name, layout.name, "every bit", m, rank)
     full = draw.real_batch(routed.ids_TK, workload.config, generator)
     T, D = full.x_TD.shape

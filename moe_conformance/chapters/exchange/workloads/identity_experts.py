@@ -1,4 +1,4 @@
-"""Experts that answer with the very tensor that they were handed: what combine is given lies where dispatch put it."""
+"""Exchanges with identity experts: combine gets the tensor that dispatch returned, in the same memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = tuple(recipe.name for recipe in _RECIPES)
 
 
 def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the workloads of a layout on which experts are whole."""
+    """Yield the workloads of a variant on a layout without expert shards."""
     for recipe in drawn_in(profile, _RECIPES) if layout.etp == 1 else ():
         yield exchange_workload(recipe, ExchangeStep(answered="identity"), variant, layout)
 

@@ -1,7 +1,7 @@
-"""One knob at a time: configurations that differ from a base in exactly one field, and a batch for each of them.
+"""Exchanges whose configs differ from a base config in exactly one option, a knob.
 
-Where weights are applied, how rows are permuted, and what is filled up are separate dimensions. A fault that shows with
-one of these and not with the base lies in that knob.
+Where weights are applied, how rows are permuted, and what is padded are independent. A fault that shows with one of
+these configs and not with the base is caused by that option.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moe_conformance.workloads.selection.profiles import Profile
 
 EXTRA = "extra."  # begins an option that only some backends know: it goes into `Config.extra`
 
-# The option of every knob, and its values other than the base's. All results are those of the base, exactly, but for
+# The option of every knob, and its values other than the base's. All results are exactly those of the base, except with
 # `top_k`.
 KNOBS: Mapping[str, tuple[str, Sequence[Any]]] = {
     "weights-applied": ("weights_applied", ("input", "output")),
@@ -32,9 +32,9 @@ KNOBS: Mapping[str, tuple[str, Sequence[Any]]] = {
 
 
 def one_at_a_time(base: Config, knobs: Mapping[str, tuple[str, Sequence[Any]]]) -> Iterator[tuple[str, Config]]:
-    """Yield the base, and then every configuration that differs from it in one knob, each with a name.
+    """Yield the base config, then every config that differs from it in one knob, with their names.
 
-    A value that the base has already is left out.
+    Values that the base has are left out.
 
     >>> [name for name, _ in one_at_a_time(Config(), {"k": ("top_k", (1, 2, 3)), "fused": ("extra.fused", (True,))})]
     ['base', 'k-1', 'k-3', 'fused-True']
@@ -42,7 +42,7 @@ def one_at_a_time(base: Config, knobs: Mapping[str, tuple[str, Sequence[Any]]]) 
     (('fused', True),)
 
     Raises:
-        ValueError: a knob's option is none of the configuration, and no extra one.
+        ValueError: a knob's option is neither one of the config nor an extra one.
     """
     yield "base", base
     for knob, (option, values) in knobs.items():

@@ -1,6 +1,6 @@
-"""Exchanges of which one input asks for no gradient: tokens behind frozen layers, or weights of a frozen router.
+"""Exchanges in which one input requires no gradient: tokens after frozen layers, or weights of a frozen router.
 
-Behind such tokens the experts of a backend learn as ever, also where each has as many rows, which invites shortcuts.
+The experts of a backend still learn from such tokens, also with equally many rows each, where backends take shortcuts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
 
 
 def own(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the workload of a variant with its own experts on a layout."""
+    """Yield the workload with the backend's experts, for a variant on a layout."""
     if 8 % layout.ep == 0:
         yield replace(exchange_workload(_OWN, OWN, variant, layout), twist=Twist(unasked=("x",)))
 

@@ -1,1 +1,1 @@
-"""The pinned workloads of this chapter."""
+"""The pinned workloads of shortcuts: round robin, equal splits, changed weights, counters, optional parts."""

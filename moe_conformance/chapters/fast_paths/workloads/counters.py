@@ -1,6 +1,6 @@
-"""Scripts that read counters of shortcuts: off at first, on beside calls that may take one, and off again.
+"""Scripts that read counters of shortcuts: off at first, on during calls that may take one, and off again.
 
-Every call has its own rows, the same as often as it is made; what is counted is read behind each.
+A call that is repeated has the same rows; the counts are read after every call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NO_GRAD: tuple[Mode, ...] = ("no_grad",)
 
 
 def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the one script."""
+    """Yield the script for a layout."""
     del profile
     if layout in (SINGLE, EP2_EDP2):
         config = Config(variant=variant, experts=_E, hidden=_D, ffn=_F)

@@ -1,6 +1,6 @@
-"""Pieces padded to equal splits and cut back, as calls; and whole exchanges over equal splits.
+"""Scripts that pad pieces to equal splits and remove the padding, and exchanges with equal splits.
 
-What stands in padding when pieces are cut back, and in the upstream gradient of padding rows, is NaN.
+Padding rows hold NaN when padding is removed, and so does the upstream gradient of padding rows.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _NAMES = {torch.float32: "equal-splits", torch.bfloat16: "equal-splits-bfloat16"
 _EQUAL = {"padding.splits": "equal"}
 _EP4 = Layout(4, ep=4)
 
-# Rows of the pieces to the ranks of ep, in turn, and the size to which they are padded.
+# The rows of the pieces for the ranks of ep, repeated as needed, and the size to which they are padded.
 PIECES: Sequence[tuple[Sequence[int], int]] = (((2, 0, 3, 1), 3), ((1, 4), 6), ((0,), 2), ((0,), 0), ((4,), 4))
-# The largest piece of rank r, in turn, where the size is asked for: 0 on some, on all, the same on all.
+# The largest piece of rank r, repeated as needed, for calls of `size`: 0 on some ranks, on all, the same on all.
 LARGEST: Sequence[Sequence[int]] = ((1, 5, 0, 2), (0,), (3,))
 
 EXCHANGE = ExchangeStep(option="equal splits")
@@ -40,7 +40,7 @@ EXCHANGES = (
 
 
 def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the calls, in float32 and bfloat16."""
+    """Yield the scripts of calls, in float32 and bfloat16."""
     del profile
     for dtype, name in _NAMES.items():
         if layout in (EP2, _EP4):
@@ -49,7 +49,7 @@ def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload
 
 
 def exchanges(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the exchanges, which have rows to send to other ranks."""
+    """Yield the exchanges, on layouts with ep > 1."""
     for recipe in EXCHANGES:
         if layout.ep > 1 and (profile == "full" or recipe.profile == "quick"):
             yield exchange_workload(recipe, EXCHANGE, variant, layout)
@@ -63,17 +63,17 @@ def _calls(name: str, layout: Layout, dtype: torch.dtype) -> Iterator[Call]:
             _Drawn(f"{name} {pieces} {rank}", _turned(pieces, rank, layout), size, dtype)
             for rank in range(layout.world)
         ]
-        sized = [{"pieces": each.pieces, "size": size} for each in drawn]
-        yield Call("pad", tuple({"rows_RD": each.rows_RD, **own} for each, own in zip(drawn, sized, strict=True)),
-                   ("rows_RD",), tuple({"": each.upstream_PD} for each in drawn))  # fmt: skip
+        sized = [{"pieces": rows.pieces, "size": size} for rows in drawn]
+        yield Call("pad", tuple({"rows_RD": rows.rows_RD, **args} for rows, args in zip(drawn, sized, strict=True)),
+                   ("rows_RD",), tuple({"": rows.upstream_PD} for rows in drawn))  # fmt: skip
         there = Ref(len(LARGEST) + 3 * n)
-        yield Call("compact", tuple({"rows_PD": there, **own} for own in sized))
-        yield Call("compact", tuple({"rows_PD": each.rows_PD, **own} for each, own in zip(drawn, sized, strict=True)),
-                   ("rows_PD",), tuple({"": each.upstream_RD} for each in drawn))  # fmt: skip
+        yield Call("compact", tuple({"rows_PD": there, **args} for args in sized))
+        yield Call("compact", tuple({"rows_PD": rows.rows_PD, **args} for rows, args in zip(drawn, sized, strict=True)),
+                   ("rows_PD",), tuple({"": rows.upstream_RD} for rows in drawn))  # fmt: skip
 
 
 def _falling(largest: int, layout: Layout) -> tuple[int, ...]:
-    """Return pieces to all ranks of ep, the largest to the last."""
+    """Return the pieces for all ranks of ep, ascending to the largest."""
     return tuple(max(0, largest - n) for n in reversed(range(layout.ep)))
 
 
@@ -82,7 +82,7 @@ def _turned(pieces: Sequence[int], rank: int, layout: Layout) -> tuple[int, ...]
 
 
 class _Drawn:
-    """The rows of one rank and its upstream gradients."""
+    """The drawn rows of one rank and their upstream gradients."""
 
     def __init__(self, seed: str, pieces: tuple[int, ...], size: int, dtype: torch.dtype) -> None:
         g = draw.generator(seed)
@@ -101,5 +101,5 @@ class _Drawn:
 
 CHAPTERS = (
     Chapter((Script("equal_splits"),), tuple(_NAMES.values()), scripts, quick=(EP2,)),
-    Chapter((EXCHANGE,), tuple(each.name for each in EXCHANGES), exchanges, "every", (EP2, EP2_ETP2)),
+    Chapter((EXCHANGE,), tuple(recipe.name for recipe in EXCHANGES), exchanges, "every", (EP2, EP2_ETP2)),
 )

@@ -1,6 +1,6 @@
-"""The backend's own experts behind an exchange, with all its shortcuts, and without those that it can spare.
+"""The backend's exchange and experts with all optional shortcuts, and with none.
 
-Tokens are dealt round robin, as the config says: each goes to all experts of one rank, and all experts get equally
+Tokens are routed round robin, as the config says: a token goes to all experts of one rank, and all experts get equally
 many. A forward without gradients comes first.
 """
 
@@ -17,12 +17,12 @@ from moe_conformance.workloads.records.workload import Batch, Drawn, Twist, Work
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 
 OPTIONAL = ExpertsStep(option="optional")
-_HELD, _TOKENS = 2, (8, 6, 4, 6)  # experts of a rank, as many as a token has slots; of rank r modulo 4
-_NAMES = {"own-with-shortcuts": False, "own-without-shortcuts": True}  # whether they are hidden
+_HELD, _TOKENS = 2, (8, 6, 4, 6)  # experts per rank, equal to K; tokens of rank r modulo 4
+_NAMES = {"own-with-shortcuts": False, "own-without-shortcuts": True}  # whether optional parts are hidden
 
 
 def draw_all(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield both."""
+    """Yield the workload with optional parts, and the one without."""
     del profile
     if layout.world <= USUAL_RANKS:
         for name, hidden in _NAMES.items():
@@ -30,8 +30,8 @@ def draw_all(variant: str, layout: Layout, profile: Profile) -> Iterator[Workloa
 
 
 def _workload(name: str, hidden: bool, variant: str, layout: Layout) -> Workload:
-    asked = {"experts": _HELD * layout.ep, "top_k": _HELD, "routing.forced": (("round_robin", None),)}
-    config = Config(variant=variant).changed(asked)
+    options = {"experts": _HELD * layout.ep, "top_k": _HELD, "routing.forced": (("round_robin", None),)}
+    config = Config(variant=variant).changed(options)
     tokens = tuple(tuple(_TOKENS[(rank + m) % 4] for rank in range(layout.world)) for m in range(2))
 
     def batch(m: int, rank: int) -> Batch:

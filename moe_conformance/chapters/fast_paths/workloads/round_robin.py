@@ -1,7 +1,7 @@
-"""Exchanges of a round robin, which a backend may compute without routing where every token goes to one rank.
+"""Exchanges with round-robin routing, which a backend may compute without ids where every token goes to one rank.
 
-The config says that routing is forced; the ids are those of it: slot k of token t goes to expert (o + t K + k) mod E, o
-on each source rank. Tokens are as many as ep divides, or not; the experts of a rank as many as slots, or not.
+The config says that routing is forced, and the ids agree: slot k of token t goes to expert (o + t K + k) mod E, where o
+depends on the source rank. The number of tokens may be a multiple of ep or not; a rank may hold K experts or not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEALT = ExchangeStep(option="round robin")
 
 @dataclass(frozen=True)
 class _Dealt:
-    """A round robin; of rank r the entries r modulo the length."""
+    """The sizes of one workload; rank r has the entries r modulo the length."""
 
     held: int  # experts of a rank of ep
     top_k: int
@@ -47,20 +47,20 @@ DEALS = {
 
 
 def starts_elsewhere(workload: Workload) -> bool:
-    """Return whether the ids of some rank begin at another expert than 0."""
+    """Return whether the ids of some rank begin at an expert other than 0."""
     return any(bool(batch.ids_TK[:1, :1].any()) for microbatch in workload.batches for batch in microbatch)
 
 
 def deals(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the exchanges; on one rank, where a token has as many slots as there are experts at most."""
+    """Yield the exchanges in which K is at most E, which depends on ep."""
     for name, deal in DEALS.items():
         if (profile == "full" or deal.profile == "quick") and deal.top_k <= deal.held * layout.ep:
             yield _workload(name, deal, variant, layout)
 
 
 def _workload(name: str, deal: _Dealt, variant: str, layout: Layout) -> Workload:
-    asked = {"experts": deal.held * layout.ep, "top_k": deal.top_k, "routing.forced": (("round_robin", None),)}
-    config = Config(variant=variant).changed({**asked, **deal.config})
+    options = {"experts": deal.held * layout.ep, "top_k": deal.top_k, "routing.forced": (("round_robin", None),)}
+    config = Config(variant=variant).changed({**options, **deal.config})
     microbatches = schedule.microbatches(deal.schedule)
     tokens = tuple(
         tuple(deal.tokens[(rank + m) % len(deal.tokens)] for rank in range(layout.world)) for m in range(microbatches)

@@ -1,7 +1,7 @@
-"""Scripts for a backend's own experts: forwards without gradients, and changes of the parameters between them.
+"""Scripts for a backend's experts: forwards without gradients, and changes of the parameters between them.
 
-All values are multiples of 1/64 below 1 in size, so that every change leads to them exactly, in half precision too.
-Forwards without gradients have as many rows for each expert, which is where backends take shortcuts.
+All values are multiples of 1/64 with magnitudes below 1, so that every change leads to them exactly, in half precision
+too. Forwards without gradients have equally many rows for each expert, for which backends take shortcuts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_conformance.workloads.records.workload import Call, Mode, ParameterKey,
 from moe_conformance.workloads.selection.profiles import Profile
 
 _D, _F, _E = 16, 8, 4
-MARKER = 97 * 2.0**-27  # in every parameter at first, and too small to come out of anything else
+MARKER = 97 * 2.0**-27  # in every parameter at first; too small to result from any computation
 _NAMES = {"gate": (_F, _D), "up": (_F, _D), "down": (_D, _F)}
 _NO_GRAD: tuple[Mode, ...] = ("no_grad",)
 _INFERENCE: tuple[Mode, ...] = ("inference_mode",)
@@ -55,7 +55,7 @@ def _values(experts: int, seed: str) -> dict[ParameterKey, Tensor]:
 
 @dataclass(frozen=True)
 class _Scripts:
-    """The scripts of one layout and dtype."""
+    """Draws the scripts of one layout and dtype."""
 
     layout: Layout
     dtype: torch.dtype = torch.float32
@@ -69,7 +69,7 @@ class _Scripts:
         config = Config(
             experts=self.experts, top_k=min(2, self.experts), hidden=_D, ffn=_F, dtype=self.dtype
         )  # fmt: skip
-        values = {key: each.to(self.dtype) for key, each in (first or _values(self.experts, name)).items()}
+        values = {key: value.to(self.dtype) for key, value in (first or _values(self.experts, name)).items()}
         return Workload(name, ON_CHANGING_EXPERTS, config, self.layout, (), calls=tuple(calls), parameters=values)
 
     def forward(
@@ -82,7 +82,7 @@ class _Scripts:
         may_raise: bool = False,
         **more: Any,
     ) -> Call:
-        """Call the experts on rows of their own on every rank; ranks with an odd number have them in another order."""
+        """Return a call of the experts with other rows on every rank; on odd ranks the counts are rotated by one."""
         given, upstream = [], []
         for rank in range(self.layout.world):
             g = draw.generator(seed, rank)
@@ -90,8 +90,10 @@ class _Scripts:
             rows_RD = torch.randn(sum(mine), _D, generator=g).to(self.dtype)
             given.append({"rows_RD": rows_RD, "counts_N": mine, **more})
             upstream.append({"": torch.randn(sum(mine), _D, generator=g).to(self.dtype)})
-        asked = ("rows_RD",) if backward else ()
-        return Call("forward", tuple(given), asked, tuple(upstream) if backward else (), may_raise, modes=modes)
+        differentiable = ("rows_RD",) if backward else ()
+        return Call(
+            "forward", tuple(given), differentiable, tuple(upstream) if backward else (), may_raise, modes=modes
+        )
 
     def everywhere(self, method: str, **given: Any) -> Call:
         return Call(method, (given,) * self.layout.world)
@@ -105,7 +107,7 @@ class _Scripts:
         return self.workload(name, calls)
 
     def one_alone(self, name: str) -> Workload:
-        """Change one parameter of one expert, of each name in turn."""
+        """Return the script that changes a single parameter of a single expert, for every name in turn."""
         calls = [self.forward(f"{name} before", (3,) * self.held, _NO_GRAD)]
         for expert, parameter in enumerate(_NAMES):
             key: ParameterKey = (parameter, min(expert, self.experts - 1))
@@ -115,24 +117,24 @@ class _Scripts:
         return self.workload(name, calls)
 
     def memory(self, name: str) -> Workload:
-        """Count what holds the first values: before any forward, after their replacement, and without the experts."""
+        """Return the script that counts storages with the first values: at first, after changes, without experts."""
         marked = _values(self.experts, name)
         for value in marked.values():
             value[0, 0] = MARKER
-        asked = self.everywhere("remains", marker=MARKER)
+        remains = self.everywhere("remains", marker=MARKER)
         step = (self.forward(f"{name} step", (3,) * self.held, backward=True), self.everywhere("gradients"))
         forwards = (self.forward(f"{name} 0", (3,) * self.held, _NO_GRAD), *step)
-        calls = [asked, *forwards, self.forward(f"{name} again", (3,) * self.held, _NO_GRAD)]
+        calls = [remains, *forwards, self.forward(f"{name} again", (3,) * self.held, _NO_GRAD)]
         for number, way in enumerate(("copy_", "a new Parameter")):
             values = _values(self.experts, f"{name} {number}") if number == 0 else marked
             calls += [self.everywhere("change", way=way, values=values)]
             calls += [self.forward(f"{name} {way}", (3,) * self.held, _NO_GRAD)]
-            calls += [asked] if number == 0 else []
-        calls += [self.everywhere("delete"), asked]
+            calls += [remains] if number == 0 else []
+        calls += [self.everywhere("delete"), remains]
         return self.workload(name, calls, marked)
 
     def gradients(self, name: str) -> Workload:
-        """Go backward before and after forwards without gradients, on equal and on other counts."""
+        """Return the script with backwards before and after forwards without gradients, with equal and other counts."""
         equal, other = (3,) * self.held, (4, 2, *(3,) * self.held)[: self.held]
         calls = []
         for number, counts in enumerate((equal, other)):
@@ -146,19 +148,19 @@ class _Scripts:
         return self.workload(name, calls)
 
     def gradients_last(self, name: str) -> Workload:
-        """Go backward for the first time after a forward in inference mode and one under no_grad."""
+        """Return the script whose first backward follows a forward in inference mode and one under no_grad."""
         counts = (3,) * self.held
         without = [self.forward(f"{name} {modes}", counts, modes) for modes in (_INFERENCE, _NO_GRAD)]
         return self.workload(name, [*without, self.forward(name, counts, backward=True), self.everywhere("gradients")])
 
     def counts(self, name: str) -> Workload:
-        """Call with gradients, under no_grad and in inference mode on every table of counts."""
+        """Return the script that calls the experts in all grad modes with every table of counts."""
         tables = [counts[: self.held] for counts in _COUNTS] if self.experts > 1 else [(5,), (0,), (1,)]
         modes: tuple[tuple[Mode, ...], ...] = ((), _NO_GRAD, _INFERENCE)
         return self.workload(name, [self.forward(f"{name} {c}", c, m) for c in dict.fromkeys(tables) for m in modes])
 
     def unknown(self, name: str) -> Workload:
-        """Call without counts on rows whose ids alone say to which experts they go."""
+        """Return the script that calls the experts with rows that have ids and no counts."""
         tables = ((3, 3, 3, 3), (2, 4, 3, 3), (12, 0, 0, 0), (0, 0, 0, 0))
         known = self.forward(f"{name} first", (3, 3, 3, 3))
         return self.workload(
@@ -174,7 +176,7 @@ class _Scripts:
         )
 
     def strided(self, name: str) -> Workload:
-        """Call on rows that lie in memory in every way, with gradients in the same way, and without gradients."""
+        """Return the script that calls the experts with rows, and upstream gradients, in every memory layout."""
         counts = (3, 2, 4, 3)
         calls = [self.forward(f"{name} first", counts, backward=True), self.everywhere("gradients")]
         for stride in _STRIDES:
@@ -187,7 +189,7 @@ class _Scripts:
 
 
 def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield all scripts on one rank; where experts are spread and replicated, what may differ there."""
+    """Yield all scripts on one rank, and those that may differ where experts are spread and replicated."""
     del profile
     drawn = _Scripts(layout)
     if layout == SINGLE:

@@ -1,7 +1,7 @@
-"""Exchanges that are given what a router selects, where forcing is asked of one of the two or of both.
+"""Exchanges of the ids that a router selects, with forced routing in the config of one of them or of both.
 
-An exchange may rely on a round robin, and has as many experts on each rank as a token has slots in most of these: there
-every token of a round robin may go to one rank, whole.
+An exchange may rely on round-robin routing. In most of these a rank holds K experts, so that all slots of a token of a
+round robin may go to one rank.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from moe_conformance.workloads.selection.profiles import Profile
 
 Tokens = tuple[tuple[int, ...], ...]
 _SOME: Tokens = ((7, 4, 5, 6), (4, 6, 3, 5))
-_NONE: Tokens = ((9, 0, 1, 4), (0, 0, 0, 0), (2, 6, 4, 0))  # of rank r in microbatch m: tokens[m][r modulo 4]
+_NONE: Tokens = ((9, 0, 1, 4), (0, 0, 0, 0), (2, 6, 4, 0))  # rank r has tokens[m][r modulo 4] in microbatch m
 
 
 @dataclass(frozen=True)
 class _Routed:
-    """Who is forced, by what, and how many tokens and slots there are."""
+    """One workload: whose routing is forced, by which strategy, and the sizes."""
 
     forced: Literal["both forced", "router forced", "exchange forced"]
     strategy: str
@@ -46,7 +46,7 @@ _RECIPES: Mapping[str, _Routed] = {
 
 
 def routed(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield them; on one rank there is no other to send to."""
+    """Yield the workloads on layouts with ep > 1."""
     del profile
     if layout.ep > 1:
         for name, recipe in _RECIPES.items():
@@ -54,12 +54,12 @@ def routed(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
 
 
 def _workload(name: str, recipe: _Routed, variant: str, layout: Layout) -> Workload:
-    asked = {"experts": recipe.held * layout.ep, "top_k": recipe.top_k, "routing.forced": ((recipe.strategy, None),)}
-    config = Config(variant=variant).changed(asked)
+    options = {"experts": recipe.held * layout.ep, "top_k": recipe.top_k, "routing.forced": ((recipe.strategy, None),)}
+    config = Config(variant=variant).changed(options)
     tokens = tuple(tuple(of[rank % len(of)] for rank in range(layout.world)) for of in recipe.tokens)
 
     def batch(m: int, rank: int) -> Batch:
-        """Return tokens without ids: the router selects them."""
+        """Return tokens without ids, which the router selects."""
         none_TK = torch.full((tokens[m][rank], config.top_k), -1)
         return draw.probe_batch(rank, m, none_TK, config, draw.generator(name, layout.name, m, rank))
 
@@ -71,7 +71,7 @@ def _workload(name: str, recipe: _Routed, variant: str, layout: Layout) -> Workl
 
 CHAPTERS = (
     Chapter(
-        tuple(ExchangeStep(routed=each) for each in ("both forced", "router forced", "exchange forced")),
+        tuple(ExchangeStep(routed=forced) for forced in ("both forced", "router forced", "exchange forced")),
         tuple(_RECIPES),
         routed,
         quick=(EP2, EP2_ETP2),

@@ -1,7 +1,7 @@
-"""The pinned corpus of routers that a strategy forces.
+"""The pinned workloads of routers with forced routing.
 
-Where experts are in groups, all tokens like the same groups best: what is routed to these alone was not forced, or was
-limited after it had been.
+With expert groups all tokens prefer the same groups. If all routes go to these, the routing was not forced, or the
+groups were limited after it was.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from moe_conformance.workloads.selection.profiles import Profile
 from moe_conformance.workloads.twins import Twin, twin, twin_with
 
 FORCING_LOGITS = ("random", "biased")
-ALONE = 1e6  # a deviation of a bias beside which logits are nothing
-_LIKED = 2.0  # by how much the logits of liked groups are raised, and of all others lowered
+ALONE = 1e6  # a deviation of the bias at which logits do not matter
+_LIKED = 2.0  # added to the logits of preferred groups, subtracted from all others
 
 
 @dataclass(frozen=True)
 class ForcingRecipe:
-    """How to draw one workload of a forced router."""
+    """The name and options of one workload of a router with forced routing."""
 
     name: str
     strategy: str
     parameter: float | None = None
     config: dict[str, Any] = field(default_factory=dict)
-    tokens: tuple[int, ...] = (26, 15, 22, 19)  # of rank r in microbatch m: the entry r + m modulo the length
+    tokens: tuple[int, ...] = (26, 15, 22, 19)  # rank r has the entry r + m modulo the length in microbatch m
     schedule: str = "F0 B0"
     forced: Literal["routes", "draws", "masked", "spread"] = "routes"
     again: bool = False  # every microbatch has the tokens of the first
     copies: bool = False  # the ranks of a tp group hold the same tokens
-    routers: int = 1  # that take turns, as if of several layers
-    scale: float = 1.0  # of the router's weights; forced logits have nothing to do with it
-    beside: tuple[ForcingRecipe, ...] = ()  # other routers, each of which routes before every forward of this one
+    routers: int = 1  # that run in turn, as those of several layers
+    scale: float = 1.0  # factor on the router's weights, on which forced logits do not depend
+    beside: tuple[ForcingRecipe, ...] = ()  # other routers that route before every forward of this one
 
 
 _SOFTMAX = {"experts": 24, "top_k": 4, "routing.groups": (4, 2), "routing.scale": 2.5}
@@ -53,9 +53,9 @@ _FINE = {**_SOFTMAX, "routing.groups": (8, 2)}
 _ONE_WITHOUT = (14, 0, 18, 9)
 _MASKED = {"experts": 8, "top_k": 4, "routing.normalise": True}
 _MANY = {"experts": 256, "top_k": 8}
-_ALONE = {**_MANY, "routing.score": "softmax_topk"}  # a logit of a million weighs all there is
+_ALONE = {**_MANY, "routing.score": "softmax_topk"}  # with a logit of a million one expert has all the weight
 _ALL = {**_SIGMOID, "routing.groups": (4, 4), "routing.group_score": "max"}
-_LOUD = 4e38  # in float32 some of the router's own logits are infinite, and the others leave no digit of a sum
+_LOUD = 4e38  # in float32 some of the router's logits are infinite, and the others absorb any addend
 _NINE = (9,)  # 36 slots for 24 experts: 12 experts have one more than the others on every rank
 
 FORCINGS = (
@@ -84,7 +84,7 @@ DRAWS = (
     ),
     ForcingRecipe("forced-kept-bias-alone", "biased", -1e6, _ALONE, (0, 9, 7, 5), _EACH_TWICE, _DRAWN, routers=2),
 )
-# A kept bias that is looked up by less than its router would be one of these.
+# A kept bias that is stored by some properties of the router only would be that of one of these.
 _OTHERS = (
     ForcingRecipe("other-deviation", "biased", -0.25, _ALONE, (4,), "F0", _DRAWN),
     ForcingRecipe("other-experts", "biased", -3.0, {}, (4,), "F0", _DRAWN),
@@ -99,12 +99,13 @@ BESIDE = (
 SPREAD = ForcingRecipe(
     "forced-bias-spread", "biased", 0.0, {"experts": 64, "top_k": 8}, (512,), _SIXTEEN, "spread", again=True
 )
-_BESIDE = ("round_robin", "random", "worst_rank")  # forces ids, logits, and ids by the ranks of the exchange group
+# Strategies that force ids, logits, and ids that depend on the ranks of the exchange group.
+_BESIDE = ("round_robin", "random", "worst_rank")
 COPIES = (
     ForcingRecipe(
         "forced-random-copies", "random", None, {}, (48,), _TWICE, _DRAWN, again=True, copies=True, scale=_LOUD
     ),
-    # As many tokens as leave a remainder, so that it shows where each rank begins.
+    # Numbers of tokens that E does not divide, so that the first expert of every rank shows.
     ForcingRecipe("forced-round-robin-copies", "round_robin", None, {}, (13, 10, 11), _TWICE, _DRAWN, copies=True),
 )
 MASKED = tuple(
@@ -115,26 +116,26 @@ MASKED = tuple(
         "sigmoid": {"routing.score": "sigmoid", "routing.scale": 2.5},
     }.items()
 )
-_NOBODY = (0, 1, 2, 3, 5)  # experts whose logits are -inf: all that some tokens are forced to, and one of others
+_NOBODY = (0, 1, 2, 3, 5)  # experts with logits of -inf: all the experts of some tokens, and one of the others
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all but copies."""
+    """Return the names of the workloads, except copies and spread."""
     return tuple(recipe.name for recipe in (*FORCINGS, *DRAWS, *BESIDE, *MASKED))
 
 
 def forcings(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the workloads; the variant only has to be one that the backend knows."""
+    """Yield the workloads, except copies and spread; they do not depend on the variant."""
     yield from (_workload(recipe, variant, layout) for recipe in (*FORCINGS, *DRAWS, *BESIDE, *MASKED))
 
 
 def spread(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the router whose bias is to become larger."""
+    """Yield the router that is compared with runs with larger biases."""
     yield _workload(SPREAD, variant, layout)
 
 
 def copies(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield those in which tensor ranks hold copies, where there are several."""
+    """Yield the workloads in which all tp ranks hold the same tokens, on layouts with tp > 1."""
     if layout.tp > 1:
         yield from (_workload(recipe, variant, layout) for recipe in COPIES)
 
@@ -172,7 +173,7 @@ def _workload(recipe: ForcingRecipe, variant: str, layout: Layout) -> Workload:
 
 
 def beside_forced(workload: Workload) -> list[Twin]:
-    """Build a router with forced routing beside the router, of as many experts, which routes before it."""
+    """Return twins in which another router of the same sizes, with forced routing, routes before the router."""
     sizes = {"experts": workload.config.experts, "top_k": workload.config.top_k}
     recipes = [ForcingRecipe(strategy, strategy, None, sizes, (4, 3), "F0") for strategy in _BESIDE]
     others = [_workload(recipe, workload.config.variant, workload.layout) for recipe in recipes]
@@ -181,60 +182,60 @@ def beside_forced(workload: Workload) -> list[Twin]:
 
 
 def with_deviations(workload: Workload) -> list[Twin]:
-    """Draw biases of larger deviations."""
+    """Return twins with biases of larger deviations."""
     return [
-        twin_with(workload, f"with a bias of deviation {each:g}", **{"routing.forced": (("biased", each),)})
-        for each in (0.5, 2.0)
+        twin_with(workload, f"with a bias of deviation {deviation:g}", **{"routing.forced": (("biased", deviation),)})
+        for deviation in (0.5, 2.0)
     ]
 
 
 def liked_groups(config: Config) -> tuple[int, ...]:
-    """Return the groups that all tokens like best, as many as are chosen; none without groups."""
+    """Return the groups that all tokens prefer, as many as are selected; none without groups."""
     return () if config.routing.groups is None else tuple(range(1, 1 + config.routing.groups[1]))
 
 
 def forces_logits(workload: Workload) -> bool:
-    """Whether the strategy in force replaces logits, and not ids."""
+    """Return whether the strategy replaces logits, and not ids."""
     return workload.config.routing.forced[0][0] in FORCING_LOGITS
 
 
 def forces_ids(workload: Workload) -> bool:
-    """Whether the strategy in force replaces the choice, and no logits."""
+    """Return whether the strategy replaces ids, and not logits."""
     return not forces_logits(workload)
 
 
 def holds_copies(workload: Workload) -> bool:
-    """Whether the ranks of a tensor parallel group hold the same tokens."""
+    """Return whether the ranks of a tp group hold the same tokens."""
     return workload.config.token_copies
 
 
 def several_sources(workload: Workload) -> bool:
-    """Whether ids are forced on several ranks of an expert parallel group, each with tokens of its own."""
+    """Return whether ids are forced on several ranks of an exchange group that have different tokens."""
     return forces_ids(workload) and not holds_copies(workload) and workload.layout.ep * workload.layout.etp > 1
 
 
 def draws_at_random(workload: Workload) -> bool:
-    """Whether logits are drawn without a bias."""
+    """Return whether the strategy draws logits without a bias."""
     return workload.config.routing.forced[0][0] == "random"
 
 
 def biased(workload: Workload) -> bool:
-    """Whether a bias of each expert is drawn."""
+    """Return whether the strategy draws a bias of each expert."""
     return workload.config.routing.forced[0][0] == "biased"
 
 
 def beside_others(workload: Workload) -> bool:
-    """Whether other routers with a kept bias are beside the router."""
+    """Return whether other routers with a kept bias run too."""
     return bool(workload.twist.beside)
 
 
 def bias_decides_alone(workload: Workload) -> bool:
-    """Whether a bias is so large that nothing else decides."""
+    """Return whether the bias is so large that it alone decides the selection."""
     return biased(workload) and abs(workload.config.routing.forced[0][1] or 0.0) >= ALONE
 
 
 def _parameters(config: Config, generator: Any) -> dict[ParameterKey, Tensor]:
-    """Return a router by which an entry of one in every token decides among groups."""
+    """Return a router that prefers `liked_groups`, by a first column that meets an entry of 1 in every token."""
     made = draw.router_parameters(config, generator, bias=0.3, twins=False)
     if config.routing.groups is None:
         return made
@@ -250,7 +251,7 @@ def _parameters(config: Config, generator: Any) -> dict[ParameterKey, Tensor]:
 
 
 def _masked(config: Config, parameters: dict[ParameterKey, Tensor]) -> dict[ParameterKey, Tensor]:
-    """Return a router by which the logit of expert e is the token's entry e, above zero, or -inf."""
+    """Return a router in which the logit of expert e is the token's entry e, above zero, or -inf."""
     router_ED = torch.zeros_like(parameters["router", None])
     router_ED[:, : config.experts] = torch.eye(config.experts)
     router_ED[list(_NOBODY)] = -torch.inf

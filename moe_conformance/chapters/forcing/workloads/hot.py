@@ -1,4 +1,4 @@
-"""The pinned corpus of routers that are forced to a hot rank, node or expert, and of strategies that are refused."""
+"""The pinned workloads of routing forced to a hot rank, node or expert, and of strategies that must be refused."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from moe_conformance.workloads.selection.profiles import Profile
 RUN = RouterStep(forced="hot")
 DROPPING = RouterStep(forced="hot", capacity=True)
 EP4 = Layout(4, ep=4)
-_TOKENS = (41, 26, 0, 33)  # of rank r in microbatch m: the entry r + m modulo the length
+_TOKENS = (41, 26, 0, 33)  # rank r has the entry r + m modulo the length in microbatch m
 _TWICE, _IN_TURN = "F0 F1 B0 B1", "F0 F1 F2 F3 B0 B1 B2 B3"
 
 
 @dataclass(frozen=True)
 class _Hot:
-    """A strategy, and the sizes with which it is tried."""
+    """One workload: a strategy, and the sizes with which it is tried."""
 
     strategy: str
     parameter: float | None = None
@@ -34,7 +34,7 @@ class _Hot:
 
 _RECIPES: Mapping[str, _Hot] = {
     "hot-rank": _Hot("worst_rank", top_k=3, schedule=_TWICE),
-    "hot-rank-few-experts": _Hot("worst_rank", top_k=3, per_rank=2),  # each token needs other ranks too
+    "hot-rank-few-experts": _Hot("worst_rank", top_k=3, per_rank=2),  # a token needs experts of other ranks too
     "hot-expert": _Hot("one_expert", top_k=3, schedule=_TWICE),
     "hot-expert-alone": _Hot("one_expert", top_k=1),
     "hot-node": _Hot("one_node", 2.0, top_k=3, per_rank=2),
@@ -60,7 +60,7 @@ REFUSED: Mapping[str, tuple[tuple[tuple[str, float | None], ...], ...]] = {
 
 
 def hot(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the forced routers where there are several expert parallel ranks, and nodes where there are two."""
+    """Yield the routers on layouts with ep > 1; strategies of nodes where ep gives several nodes of two ranks."""
     for name, recipe in _RECIPES.items():
         if layout.ep > 1 and (recipe.strategy != "one_node" or (layout.ep > 2 and layout.ep % 2 == 0)):
             yield _workload(name, recipe, variant, layout)
@@ -85,9 +85,9 @@ def _workload(name: str, recipe: _Hot, variant: str, layout: Layout) -> Workload
 
 
 def refused(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield routers that may not be built, several in each workload."""
-    for name, asked in REFUSED.items():
-        configs = [Config(variant=variant).changed({"routing.forced": forced}) for forced in asked]
+    """Yield scripts that try to build routers that must be refused, several in each script."""
+    for name, strategies in REFUSED.items():
+        configs = [Config(variant=variant).changed({"routing.forced": forced}) for forced in strategies]
         calls = tuple(Call("router", ({"config": config},) * layout.world, may_raise=True) for config in configs)
         yield Workload(name, ON_SESSION, Config(variant=variant), layout, (), calls=calls)
 

@@ -1,4 +1,4 @@
-"""The backend's own experts with a hook on every parameter, which keeps what autograd passes to it."""
+"""The backend's experts with a hook on every parameter, which records the gradients that autograd passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend's own experts, shared out among their replicas as the config asks: gradients, or parameters as well.
+"""The backend's experts with gradients, or parameters as well, sharded over the replicas of an expert.
 
 Tokens are uneven, some ranks have none in a microbatch, and an expert may get none at all.
 """

@@ -1,1 +1,1 @@
-"""The pinned workloads of this chapter."""
+"""The pinned workloads of groups: sizes that do not divide, and the proxy model."""

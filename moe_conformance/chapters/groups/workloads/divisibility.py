@@ -1,4 +1,4 @@
-"""Scripts for what a layout cannot divide: experts over ep, the width of an expert over etp. Nothing may be built."""
+"""Scripts that try sizes that do not divide: experts over ep, the width of experts over etp. All must be refused."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from moe_conformance.workloads.selection.profiles import Profile
 
 EXPERTS, NO_EXPERTS, WIDTH = "indivisible-experts", "no-experts", "indivisible-width"
 NAMES = (EXPERTS, NO_EXPERTS, WIDTH)
-_WIDEST = 6  # ranks: what cannot be divided is no other on more
+_WIDEST = 6  # ranks: more ranks would show nothing else
 
 
 def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield what does not divide: of experts a few too many, fewer than ranks and none; of widths likewise."""
+    """Yield the scripts of a layout: too many experts, fewer than ep, and none; widths likewise."""
     del profile
     if layout.world > _WIDEST:
         return
@@ -33,10 +33,10 @@ def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
 
 
 def _workload(name: str, configs: list[Config], surfaces: tuple[str, ...], layout: Layout) -> Workload:
-    asked: list[tuple[str, Mapping[str, Config]]] = [
+    builds: list[tuple[str, Mapping[str, Config]]] = [
         (surface, {"config": config}) for config in configs for surface in surfaces
     ]
-    calls = tuple(Call(surface, (given,) * layout.world, may_raise=True) for surface, given in asked)
+    calls = tuple(Call(surface, (given,) * layout.world, may_raise=True) for surface, given in builds)
     config = Config(variant=configs[0].variant)
     return Workload(name, ON_SESSION, config, layout, (), calls=calls, shows=frozenset({"sizes that do not divide"}))
 

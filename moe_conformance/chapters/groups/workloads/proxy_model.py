@@ -1,7 +1,7 @@
-"""The pinned corpus of the proxy model: two blocks, each with a dense part and an MoE layer, on every layout.
+"""The pinned workloads of the proxy model: two blocks, each with a dense part and an MoE layer, on every layout.
 
-It is computed in float64, so that a wrong result cannot hide in rounding, and no choice of experts is in doubt: seeds
-are tried until the least clear one of all tokens in all blocks has a margin.
+It is computed in float64, so that a wrong result is not mistaken for rounding. The selection of experts is unambiguous:
+seeds are tried until all tokens in all blocks have a margin.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from moe_conformance.workloads.records.workload import Batch, ParameterKey, Work
 from moe_conformance.workloads.selection.profiles import Profile
 
 BLOCKS = 2
-MARGIN = 2.0**-14  # of selection scores: float32 errs by 2^-10 of that
+MARGIN = 2.0**-14  # in selection scores; the error of float32 is 2^-10 of that
 MIX = 24  # H of the dense part
 _MOST_RANKS = 8
 
 
 @dataclass(frozen=True)
 class ProxyModelStep:
-    """A training step of a small model around a layer."""
+    """The run of a training step of the proxy model."""
 
     scenario: ClassVar[str] = "proxy model"
 
@@ -45,7 +45,7 @@ class ProxyModelStep:
 
 @dataclass(frozen=True)
 class ProxyRecipe:
-    """How to draw one workload of the model."""
+    """The name and options of one workload of the model."""
 
     name: str
     config: dict[str, Any] = field(default_factory=dict)
@@ -62,20 +62,20 @@ NAMES = tuple(recipe.name for recipe in PROXIES)
 
 
 def proxies(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the model's workloads of a variant on a layout whose pipeline its blocks divide over."""
+    """Yield the workloads of a variant on a layout whose pp divides the number of blocks."""
     if layout.world <= _MOST_RANKS and BLOCKS % layout.pp == 0:
         yield from (proxy_workload(recipe, variant, layout) for recipe in PROXIES)
 
 
 def proxy_workload(recipe: ProxyRecipe, variant: str, layout: Layout) -> Workload:
-    """Draw the workload of a recipe for a variant on a layout; variants get the same one."""
+    """Draw the workload of a recipe for a variant on a layout; it is the same for all variants."""
     workload = _clear(recipe.name, layout)
     return replace(workload, config=replace(workload.config, variant=variant))
 
 
 @lru_cache(maxsize=64)  # more than a layout has
 def _clear(name: str, layout: Layout) -> Workload:
-    recipe = next(each for each in PROXIES if each.name == name)
+    recipe = next(proxy for proxy in PROXIES if proxy.name == name)
     config = Config(experts=max(4, 2 * layout.ep), dtype=torch.float64, hidden=16, ffn=12)
     config = config.changed(recipe.config)
     for seed in count():
@@ -86,7 +86,7 @@ def _clear(name: str, layout: Layout) -> Workload:
 
 
 def solved(workload: Workload) -> ModelGradients:
-    """Ask the oracle what the model yields, sequence by sequence; see `sequences`."""
+    """Return the oracle's outputs and gradients of the model, sequence by sequence; see `sequences`."""
     config = workload.config
     xs, dys = [], []
     for m, ranks, last in sequences(workload):
@@ -106,7 +106,7 @@ def solved(workload: Workload) -> ModelGradients:
 
 
 def sequences(workload: Workload) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield every sequence: its microbatch, the ranks of the first stage that hold it in order, those of the last."""
+    """Yield every sequence: its microbatch, the ranks of the first stage that hold it, in order, those of the last."""
     layout = workload.layout
     groups = layout.groups()
     stages = list(zip(*groups["pp"], strict=True))
@@ -125,10 +125,10 @@ def _drawn(recipe: ProxyRecipe, config: Config, layout: Layout, generator: torch
 
     D, parameters = config.hidden, dict[ParameterKey, Tensor]()
     for b in range(BLOCKS):
-        own = shared_experts.layer_parameters(config, generator)
-        own["mix_in", None], own["mix_out", None] = normal(MIX, D) * D**-0.5, normal(D, MIX) * MIX**-0.5
-        parameters |= {(f"block{b}/{name}", expert): value for (name, expert), value in own.items()}
-    place = {rank: at for ranks in layout.groups()["pp"] for rank in ranks for at in (ranks[0],)}
+        drawn = shared_experts.layer_parameters(config, generator)
+        drawn["mix_in", None], drawn["mix_out", None] = normal(MIX, D) * D**-0.5, normal(D, MIX) * MIX**-0.5
+        parameters |= {(f"block{b}/{name}", expert): value for (name, expert), value in drawn.items()}
+    place = {rank: ranks[0] for ranks in layout.groups()["pp"] for rank in ranks}
     none = torch.empty(0, 0)
 
     def batch(m: int, rank: int) -> Batch:

@@ -1,4 +1,4 @@
-"""Scripts for the load meter on what must not change its values, and on ranks that recorded different passes."""
+"""Scripts for the load meter with conditions that must not change its values, and with passes that differ by rank."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from moe_conformance.workloads.selection.profiles import Profile
 
 
 def _in_two(tokens: int) -> tuple[int, ...]:
-    """Return (S, B) with B = 2."""
+    """Return the leading dimensions (S, B) of tokens, with B = 2."""
     return tokens // 2, 2
 
 
 def _forms(drawn: Drawn) -> Passes:
-    """Return tokens in two dimensions and in one, some of them padding, on one rank all of them or none at all."""
+    """Return passes of tokens in two dimensions and in one, with padding: some, all, or no tokens on a rank."""
     first, second = drawn.layers
     masks = [torch.arange(8) >= 5 - drawn.rank, torch.full((4,), drawn.rank % 2 == 1)]
     ids = [drawn.ids(len(mask_T)).masked_fill(mask_T[:, None], -1) for mask_T in masks]
@@ -40,11 +40,11 @@ def _forms(drawn: Drawn) -> Passes:
         drawn.forward(first, 1, ids_TK=drawn.ids(2 + 4 * drawn.rank), lead=_in_two),
         drawn.forward(second, 1, ids_TK=drawn.ids(0 if drawn.rank % 2 else 5)),
     )
-    return (*forwards, *(MeteredPass("backward", each.layer, each.microbatch) for each in reversed(forwards)))
+    return (*forwards, *(MeteredPass("backward", entry.layer, entry.microbatch) for entry in reversed(forwards)))
 
 
 def _received(first: int, last: int) -> Step:
-    """Return a step in which all pairs of few tokens go to one end of the group, and later of many to the other."""
+    """Return a step in which few tokens go to one end of the group, and later many tokens to the other."""
 
     def step(drawn: Drawn) -> Passes:
         block = EXPERTS // drawn.layout.ep  # the experts of a rank
@@ -62,7 +62,7 @@ def _received(first: int, last: int) -> Step:
 
 
 def _recomputed(drawn: Drawn) -> Passes:
-    """Return two microbatches in flight, of which one layer is recomputed, then both; evaluation between them."""
+    """Return two microbatches in flight, with one layer recomputed, then both layers, and evaluation between them."""
     (f0, b0), (f1, b1) = drawn.block(0, recomputed=(1,)), drawn.block(1, recomputed=(0, 1))
     (f2, b2) = drawn.block(2)
     mask_T = torch.arange(6) >= 4
@@ -74,32 +74,32 @@ def _recomputed(drawn: Drawn) -> Passes:
 
 
 def _uneven_slices(drawn: Drawn) -> Passes:
-    """Return one microbatch more on every second exchange group of a stage."""
+    """Return passes with one more microbatch on every second exchange group of a stage."""
     groups = drawn.layout.groups()
     group = next(ranks for ranks in groups["ep_etp"] if drawn.rank in ranks)
     blocks = [drawn.block(microbatch) for microbatch in range(1 + groups["ep_etp"].index(group) % 2)]
-    return tuple(each for forwards, backwards in blocks for each in (*forwards, *backwards))
+    return tuple(entry for forwards, backwards in blocks for entry in (*forwards, *backwards))
 
 
 def _uneven_in_group(drawn: Drawn) -> Passes:
-    """Return passes of which the first of two ranks has one more in training."""
+    """Return passes of which every first of two ranks has one more in training."""
     forwards, backwards = drawn.block(0)
     apart = drawn.forward(drawn.layers[0], 5, "evaluation" if drawn.rank % 2 else "alone")
     return (*forwards, *backwards, apart)
 
 
 def _of_stage(stage: int, microbatches: int) -> Step:
-    """Return a step in which one stage has passes and the others have none."""
+    """Return a step in which one pipeline stage has passes and the others have none."""
 
     def step(drawn: Drawn) -> Passes:
         blocks = [drawn.block(microbatch) for microbatch in range(microbatches if drawn.stage == stage else 0)]
-        return tuple(each for forwards, backwards in blocks for each in (*forwards, *backwards))
+        return tuple(entry for forwards, backwards in blocks for entry in (*forwards, *backwards))
 
     return step
 
 
 def _twice(drawn: Drawn) -> Passes:
-    """Return the same passes whenever it is asked: two microbatches, and an entry without rows on some ranks."""
+    """Return the same passes at every call: two microbatches, and an entry without rows on some ranks."""
     drawn = Drawn("load-twice", drawn.rank, drawn.layout)
     (f0, b0), (f1, b1) = drawn.block(0), drawn.block(1, recomputed=(0,))
     few = drawn.forward(drawn.layers[0], 2, ids_TK=drawn.ids(3, within=2))
@@ -112,7 +112,7 @@ def _afterwards(drawn: Drawn) -> Passes:
 
 
 def _of_other(drawn: Drawn) -> Passes:
-    """Return what another meter sees: other tokens, all to the first experts."""
+    """Return the passes of another meter: other tokens, all for the first experts."""
     layer = drawn.layers[1]
     return drawn.forward(layer, 3, ids_TK=drawn.ids(9, within=2)), MeteredPass("backward", layer, 3)
 
@@ -136,7 +136,7 @@ _COPIES = {"load-copies": Recipe((_forms,), {"token_copies": True}, shows=("form
 
 
 def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield all but what every variant or another layout has."""
+    """Yield the scripts except those of `forms` and `copies`."""
     del profile
     if layout in LAYOUTS:
         for name, recipe in _SCRIPTS.items():
@@ -145,7 +145,7 @@ def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload
 
 
 def forms(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield tokens in several forms, which every variant must count alike."""
+    """Yield the script of tokens in several forms, which every variant must count alike."""
     del profile
     if layout in _SENDING:
         for name, recipe in _FORMS.items():
@@ -153,7 +153,7 @@ def forms(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
 
 
 def copies(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield tokens that two ranks hold."""
+    """Yield the script of tokens that all ranks of a tp group hold."""
     del profile
     if layout == TP2_EP2:
         for name, recipe in _COPIES.items():

@@ -1,6 +1,6 @@
-"""What a rank draws for the passes of a load meter, and how steps of passes become the calls of a script.
+"""Draw the passes of a load meter on every rank, and turn steps of passes into the calls of a script.
 
-Every rank draws its own tokens, uneven in number.
+Every rank has other tokens, and another number of them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Lead = Callable[[int], tuple[int, ...]]  # the leading dims of T tokens
 
 
 def flat(tokens: int) -> tuple[int, ...]:
-    """Return (T,)."""
+    """Return the leading dimensions (T,) of tokens."""
     return (tokens,)
 
 
 class Drawn:
-    """What one rank draws: its tokens, and the numbers of the layers of its stage."""
+    """Draws the passes of one rank, with its tokens and the layers of its pipeline stage."""
 
     def __init__(self, name: str, rank: int, layout: Layout, *, copies: bool = False) -> None:
-        """Begin with nothing drawn; with `copies` all ranks of a tp group draw the same."""
+        """Seed the generators of a rank; with `copies` all ranks of a tp group draw the same."""
         first = min(next(ranks for ranks in layout.groups()["tp"] if rank in ranks)) if copies else rank
         self.rank, self.layout = first, layout
         self.generator = draw.generator(f"{name}-{first}")
@@ -44,7 +44,7 @@ class Drawn:
         self.layers = (2 * self.stage, 2 * self.stage + 1)
 
     def ids(self, tokens: int | None = None, *, within: int = EXPERTS) -> Tensor:
-        """Return distinct experts of every token, all of them below `within`."""
+        """Return ids (T, K) of distinct experts for every token, all below `within`."""
         T = int(torch.randint(1, 12, (), generator=self.generator)) if tokens is None else tokens
         return torch.rand(T, within, generator=self.generator).argsort(1)[:, :TOP_K]
 
@@ -59,7 +59,7 @@ class Drawn:
         *,
         recomputed: bool = False,
     ) -> MeteredPass:
-        """Return a forward, of tokens that lean to the first experts in odd microbatches."""
+        """Return a forward pass; in odd microbatches all tokens go to the first three experts."""
         ids_TK = self.ids(within=3 if microbatch % 2 else EXPERTS) if ids_TK is None else ids_TK
         padding_T = torch.zeros(len(ids_TK), dtype=torch.bool) if padding_T is None else padding_T
         x = torch.randn(*lead(len(ids_TK)), HIDDEN, generator=self.values)
@@ -76,7 +76,7 @@ class Drawn:
         )
 
     def block(self, microbatch: int, *, recomputed: Sequence[int] = ()) -> tuple[Passes, Passes]:
-        """Return the forwards and the backwards of one microbatch through the stage; some layers are recomputed."""
+        """Return the forwards and backwards of one microbatch through the stage, with some layers recomputed."""
         forwards = tuple(
             self.forward(layer, microbatch, recomputed=i in recomputed) for i, layer in enumerate(self.layers)
         )
@@ -84,7 +84,7 @@ class Drawn:
 
 
 def one(ids: Callable[[Drawn], Tensor]) -> Step:
-    """Return a step of one entry."""
+    """Return a step of one forward and its backward."""
     return lambda drawn: (
         drawn.forward(drawn.layers[0], 0, ids_TK=ids(drawn)),
         MeteredPass("backward", drawn.layers[0]),
@@ -98,18 +98,18 @@ def nothing(drawn: Drawn) -> Passes:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A script: steps, each of which ends in a report, with the meter switched on or off between them."""
+    """One script: steps, each of which ends in a report, and switches of the meter between them."""
 
     steps: Sequence[Step | bool]
     config: Mapping[str, Any] = field(default_factory=dict)  # options by name
-    may_raise: bool = False  # a report
-    stages: int = 1  # at least so many pipeline stages
-    beside: Sequence[Step] = ()  # of another meter in the same processes
+    may_raise: bool = False  # whether reports may raise
+    stages: int = 1  # least number of pipeline stages
+    beside: Sequence[Step] = ()  # steps of another meter in the same processes
     shows: tuple[str, ...] = ()
 
 
 def workload(name: str, recipe: Recipe, variant: str, layout: Layout) -> Workload:
-    """Return the script of a recipe; the steps of each meter are drawn by ranks of its own."""
+    """Return the script of a recipe; the steps of another meter are drawn from other generators."""
     config = Config(variant=variant, experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN).changed(recipe.config)
     beside = [Recipe(recipe.beside, recipe.config)] if recipe.beside else []
     return Workload(

@@ -1,6 +1,6 @@
-"""Scripts for the load meter: what is in flight at once follows 1F1B, all forwards first, or an interleaving of layers.
+"""Scripts for the load meter with schedules of passes: 1F1B, all forwards first, interleaved layers, and others.
 
-What is around the passes, such as padding, recomputation or another meter, is in `conditions.py`.
+Conditions other than schedules, such as padding, recomputation or another meter, are in `conditions.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _even(drawn: Drawn) -> Tensor:
 
 
 def _uneven_tokens(drawn: Drawn) -> Tensor:
-    """Return pairs that arrive evenly, of ranks with 12 and 100 tokens."""
+    """Return ids that load all experts evenly, of 12 tokens on even and 100 on odd ranks."""
     return torch.arange(TOP_K * (100 if drawn.rank % 2 else 12)).remainder(EXPERTS).reshape(-1, TOP_K)
 
 
@@ -48,7 +48,12 @@ def _dropped(drawn: Drawn) -> Passes:
 
 def _forwards_first(drawn: Drawn) -> Passes:
     blocks = [drawn.block(microbatch) for microbatch in range(3)]
-    return (*(each for forwards, _ in blocks for each in forwards), *(each for _, back in blocks for each in back))
+    passes: list[MeteredPass] = []
+    for forwards, _ in blocks:
+        passes += forwards
+    for _, backwards in blocks:
+        passes += backwards
+    return tuple(passes)
 
 
 def _one_f_one_b(drawn: Drawn) -> Passes:
@@ -81,28 +86,28 @@ def _abandoned(drawn: Drawn) -> Passes:
 
 
 def _interleaved(drawn: Drawn) -> Passes:
-    """Return two microbatches through virtual stages of one layer each: each takes both microbatches in turn.
+    """Return two microbatches through two virtual stages of one layer, each of which runs both in turn.
 
-    The peak comes after a backward that takes away the smallest of what is in flight, as the first experts get all.
+    The peak comes after a backward that frees the smallest entry in flight, as the first experts then get all tokens.
     """
     first, second = drawn.layers
     tokens = {(first, 0): 11, (first, 1): 5, (second, 0): 1, (second, 1): 9}
     forwards = [(layer, microbatch) for layer in (first, second) for microbatch in (0, 1)]
     backwards = [(layer, microbatch) for layer in (second, first) for microbatch in (0, 1)]
     ran = {
-        each: drawn.forward(*each, ids_TK=drawn.ids(tokens[each], within=2 if each == forwards[3] else EXPERTS))
-        for each in forwards
+        place: drawn.forward(*place, ids_TK=drawn.ids(tokens[place], within=2 if place == forwards[3] else EXPERTS))
+        for place in forwards
     }
-    back = [MeteredPass("backward", *each) for each in backwards]
-    return (*(ran[each] for each in forwards[:3]), back[0], ran[forwards[3]], *back[1:])
+    back = [MeteredPass("backward", *place) for place in backwards]
+    return (*(ran[place] for place in forwards[:3]), back[0], ran[forwards[3]], *back[1:])
 
 
 def _empty_entries(drawn: Drawn) -> Passes:
-    """Return entries without tokens beside others, of one layer with others and of a layer of its own."""
+    """Return entries without tokens in flight with others, in a layer that has others and in one that has none."""
     first, second = drawn.layers
     tokens = {(first, 0): 3, (first, 1): 0, (second, 0): 0}
-    forwards = tuple(drawn.forward(*each, ids_TK=drawn.ids(T)) for each, T in tokens.items())
-    return (*forwards, *(MeteredPass("backward", *each) for each in tokens))
+    forwards = tuple(drawn.forward(*place, ids_TK=drawn.ids(T)) for place, T in tokens.items())
+    return (*forwards, *(MeteredPass("backward", *place) for place in tokens))
 
 
 _SCRIPTS: Mapping[str, Recipe] = {
@@ -125,7 +130,7 @@ _SCRIPTS: Mapping[str, Recipe] = {
 
 
 def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield all scripts on small layouts."""
+    """Yield all scripts on the layouts in `LAYOUTS`."""
     del profile
     if layout in LAYOUTS:
         for name, recipe in _SCRIPTS.items():

@@ -1,4 +1,4 @@
-"""The pinned corpus of routers whose logits are at the ends of what numbers can be, or no numbers at all.
+"""The pinned workloads of routers with logits that are very large, very small, -inf, NaN or infinite.
 
 The router's weight is a diagonal of plus and minus one, so that an entry of a token is a logit.
 """
@@ -21,18 +21,18 @@ from moe_conformance.workloads.records.workload import Batch, ParameterKey, Work
 from moe_conformance.workloads.selection.profiles import Profile
 
 HUGE = 1e30
-_PLACES = (0, 3)  # of a rank's tokens that are spoilt
+_PLACES = (0, 3)  # the tokens of a rank that are spoilt
 
 
 @dataclass(frozen=True)
 class ExtremeRecipe:
-    """How to draw one workload: finite logits of any size, experts masked by -inf, or tokens that are spoilt."""
+    """The options of one workload: finite logits of any size, experts masked by -inf, or NaN or inf in tokens."""
 
     name: str
     config: dict[str, Any] = field(default_factory=dict)
-    tokens: tuple[int, ...] = (18, 9)  # of rank r: the entry r modulo the length
+    tokens: tuple[int, ...] = (18, 9)  # rank r has the entry r modulo the length
     masked: tuple[int, ...] = ()  # experts whose logits are -inf
-    spoilt: float | None = None  # what an entry of every spoilt token is
+    spoilt: float | None = None  # the value of one entry of every spoilt token
 
 
 _SIGMOID = {"routing.score": "sigmoid", "routing.normalise": True, "routing.scale": 2.5}
@@ -68,16 +68,15 @@ EXTREMES = (
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all."""
+    """Return the names of the workloads."""
     return tuple(recipe.name for recipe in EXTREMES)
 
 
 def extremes(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the workloads; the variant only has to be one that the backend knows.
+    """Yield the workloads, which do not depend on the variant.
 
-    Where tokens are spoilt, they are so in microbatch 1; microbatches 0 and 2 have its other tokens and no more.
-    Nothing goes backward where a logit is not finite: the gradient of the matrix product before it is no number in any
-    router.
+    Spoilt tokens are in microbatch 1; microbatches 0 and 2 have only its other tokens. There is no backward if a logit
+    is not finite, since the gradient of the matrix product before it is NaN in any router.
     """
     for recipe in EXTREMES:
         config = Config(variant=variant).changed(recipe.config)
@@ -87,16 +86,16 @@ def extremes(variant: str, layout: Layout, profile: Profile) -> Iterator[Workloa
         schedule = "F0" if recipe.masked else "F0 B0"
         if recipe.spoilt is not None:
             rest = tuple(map(_rest, given))
-            batches = (rest, tuple(_spoil(each, recipe.spoilt) for each in given), rest)
+            batches = (rest, tuple(_spoil(batch, recipe.spoilt) for batch in given), rest)
             schedule = "F0 F1 F2"
         parameters = _parameters(config, recipe.masked, draw.generator(recipe.name, layout.name, "router"))
         yield Workload(recipe.name, RouterStep(logits="extreme"), config, layout, batches, schedule, parameters)
 
 
 def _parameters(config: Config, masked: tuple[int, ...], generator: torch.Generator) -> dict[ParameterKey, Tensor]:
-    """Return a router by which the logit of expert e is the token's entry e, or minus that where e is odd.
+    """Return a router in which the logit of expert e is the token's entry e, negated if e is odd.
 
-    Where some are masked, all others are below zero, so that a mask that counts as zero is seen.
+    If experts are masked, the logits of all others are below zero, so that a mask that counts as zero is detected.
     """
     made = draw.router_parameters(config, generator, bias=0.3, twins=False)
     signs_E = torch.tensor([-1.0 if masked else 1.0, -1.0]).repeat(config.experts)[: config.experts]
@@ -107,7 +106,7 @@ def _parameters(config: Config, masked: tuple[int, ...], generator: torch.Genera
 
 
 def _batch(recipe: ExtremeRecipe, config: Config, layout: Layout, rank: int) -> Batch:
-    """Return tokens of all manners in turn; where experts are masked every entry is above zero."""
+    """Return tokens that go through `_MANNERS` in turn; if experts are masked, every entry is above zero."""
     generator = draw.generator(recipe.name, layout.name, rank)
     tokens = recipe.tokens[rank % len(recipe.tokens)]
     batch = draw.route_batch(tokens, config, generator, 1.0)
@@ -127,9 +126,9 @@ _MANNERS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x_D: torch.zeros_like(x_D),  # all logits equal
     lambda x_D: _alternating(x_D, HUGE),  # all logits equal, and huge
     lambda x_D: _alternating(x_D, -HUGE),
-    lambda x_D: torch.full_like(x_D, HUGE),  # half of them at one end, half at the other
+    lambda x_D: torch.full_like(x_D, HUGE),  # half of the logits huge, half of them huge and negative
     lambda x_D: x_D.sign() * HUGE,
-    lambda x_D: _alternating(x_D, -200.0),  # all scores underflow, but for those of a softmax
+    lambda x_D: _alternating(x_D, -200.0),  # all scores underflow, except those of a softmax
     lambda x_D: x_D * 100,
     lambda x_D: x_D * 1e-30,
 )

@@ -1,4 +1,4 @@
-"""Routers with the parameters of a new model. Memory that is not initialised holds NaN."""
+"""Scripts that read the parameters of a router of a new model. Uninitialised memory holds NaN."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = tuple(_CONFIGS)
 
 
 def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield a script for each kind of parameters, most of them on few ranks in the quick profile."""
+    """Yield a script for each config, in the quick profile most of them on one layout."""
     if layout.world > USUAL_RANKS:
         return
     for name, options in _CONFIGS.items():

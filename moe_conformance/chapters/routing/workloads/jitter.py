@@ -1,7 +1,7 @@
-"""Routers with jitter, in training and in evaluation mode, and a layer that has one; and random routes, recomputed.
+"""Routers and a layer with jitter, in training and evaluation mode, and random routes with recomputation.
 
-Every row of the router's weight has one element, so that logits show the factors: the first rows read one column each,
-the others some of these columns again.
+Every row of the router's weight has one nonzero element, so that logits show the factors: the first rows read one
+column each, the others read some of these columns again.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ TRAINING, EVALUATION = (1, 2, 7), (4, 5)  # numbers of calls; the first two of t
 
 
 def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the script of the router: training, evaluation, and training again."""
+    """Yield the script of a router with jitter: training, evaluation, and training again."""
     if layout.world > USUAL_RANKS:
         return
     config = Config(variant, _E, _K, _D, jitter=0.25)
     identity_DD = torch.eye(_D)
     router_ED = torch.cat([identity_DD, -identity_DD[: _E - _D]])
     drawn = [_given(rank, layout) for rank in range(layout.world)]
-    tokens, others, upstream = ([each[i] for each in drawn] for i in range(3))
+    tokens, others, upstream = ([of_rank[i] for of_rank in drawn] for i in range(3))
     calls = (
         _switch(True, layout),
         *[_call(tokens, upstream)] * 2,
@@ -47,7 +47,7 @@ def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload
 
 
 def _given(rank: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the tokens of a rank, none of them near 0, others, and an upstream gradient (T, K)."""
+    """Return two batches of tokens of a rank, with no value near 0, and an upstream gradient (T, K)."""
     g = draw.generator("jitter", layout.name, rank)
     drawn_2TD = torch.randn(2, _T + 2 * rank, _D, generator=g)
     x_2TD = drawn_2TD + drawn_2TD.sign() / 2
@@ -62,11 +62,11 @@ def _call(x: list[torch.Tensor], upstream: list[torch.Tensor] | None = None) -> 
     given = tuple({"x": x_TD} for x_TD in x)
     if upstream is None:
         return Call("__call__", given)
-    return Call("__call__", given, ("x",), tuple({"routing.weights_TK": each} for each in upstream))
+    return Call("__call__", given, ("x",), tuple({"routing.weights_TK": upstream_TK} for upstream_TK in upstream))
 
 
 def layers(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the layer, whose router is zero."""
+    """Yield the layer with jitter, whose router is zero."""
     if layout.world <= USUAL_RANKS:
         workload = layer_workload(JITTERED, variant, layout)
         zero_ED = torch.zeros_like(workload.parameters["router", None])
@@ -79,7 +79,7 @@ _NOISY: dict[str, dict[str, Any]] = {"recomputed-jitter": {"jitter": 0.5}, "reco
 
 
 def recomputed(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield routers whose routes are random, with two microbatches in flight."""
+    """Yield routers with random routes, by jitter or forcing, with two microbatches in flight."""
     if layout.world > USUAL_RANKS:
         return
     for name, options in _NOISY.items():
@@ -94,7 +94,7 @@ def recomputed(variant: str, layout: Layout, profile: Profile) -> Iterator[Workl
 
 
 def recomputed_layers(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the layer whose routes are random."""
+    """Yield the layer whose routes are random, by jitter."""
     if layout.world <= USUAL_RANKS:
         yield replace(layer_workload(JITTERED_TOO, variant, layout), run=LayerStep(noise=True))
 

@@ -1,6 +1,6 @@
-"""Router replay: microbatches are recorded, and replayed in other orders, into other logits, and with records missing.
+"""Scripts for router replay: record microbatches, replay them in other orders, with other logits, and incomplete.
 
-Layers without a router lie before and between those that have one.
+There are layers without a router before and between those that have one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_conformance.workloads.records.training import Change, RouterBatch
 from moe_conformance.workloads.records.workload import Call, ParameterKey, Workload
 from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 
-_B, _M, _POSITIONS = 2, 3, (5, 4)  # sequences, microbatches, and positions of every rank in turn
+_B, _M, _POSITIONS = 2, 3, (5, 4)  # sequences, microbatches, and positions by rank, alternating
 CHANGES: tuple[Change, ...] = (
     "a layer is missing",
     "a microbatch is missing",
@@ -51,7 +51,7 @@ NAMES = (*(recipe.name for recipe in _RECIPES), "replay-lacking")
 
 
 def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield all scripts; in the quick profile most of them on one rank, as nothing is exchanged."""
+    """Yield all scripts; in the quick profile most of them on one rank only, as nothing is exchanged."""
     if layout.world > USUAL_RANKS or layout.pp > 1:
         return
     for recipe in _RECIPES:
@@ -63,24 +63,24 @@ def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload
 
 
 def _script(recipe: _Recipe, variant: str, layout: Layout) -> Workload:
-    """Record, replay the same tokens, then others in every schedule."""
+    """Return the script that records, replays the same tokens, then other tokens in every schedule."""
     config, parameters = _model(recipe, variant)
     recorded = _batches(recipe.name, config, layout, 0)
-    calls = [Call("record", tuple({"batches": each} for each in recorded))]
+    calls = [Call("record", tuple({"batches": of_rank} for of_rank in recorded))]
     for number, schedule in enumerate(recipe.schedules):
         batches = _batches(recipe.name, config, layout, number)
-        calls.append(Call("replay", tuple({"batches": each, "schedule": schedule} for each in batches)))
+        calls.append(Call("replay", tuple({"batches": of_rank, "schedule": schedule} for of_rank in batches)))
     return Workload(recipe.name, ON_REPLAY_ROUTERS, config, layout, (), parameters=parameters, calls=tuple(calls))
 
 
 def _lacking(variant: str, layout: Layout) -> Workload:
-    """Record, and replay with something missing from the last record."""
+    """Return the script that records, and replays with part of the last record missing."""
     recipe = _Recipe("replay-lacking", {"top_k": 3}, Replay((1, 3)))
     config, parameters = _model(recipe, variant)
     batches = _batches(recipe.name, config, layout, 0)
-    calls = [Call("record", tuple({"batches": each} for each in batches))]
+    calls = [Call("record", tuple({"batches": of_rank} for of_rank in batches))]
     for change in CHANGES:
-        given = tuple({"batches": each, "schedule": "F0 F1 F2", "change": change} for each in batches)
+        given = tuple({"batches": of_rank, "schedule": "F0 F1 F2", "change": change} for of_rank in batches)
         calls.append(Call("replay", given, may_raise=True))
     return Workload(recipe.name, ON_REPLAY_ROUTERS, config, layout, (), parameters=parameters, calls=tuple(calls))
 
@@ -96,7 +96,7 @@ def _model(recipe: _Recipe, variant: str) -> tuple[Config, dict[ParameterKey, Te
 
 
 def _batches(name: str, config: Config, layout: Layout, number: int) -> list[tuple[RouterBatch, ...]]:
-    """Return the microbatches of every rank; under another number with other tokens, as many."""
+    """Return the microbatches of every rank; another `number` gives as many other tokens."""
 
     def one(rank: int, m: int) -> RouterBatch:
         g = draw.generator(name, "tokens", number, rank, m)

@@ -1,7 +1,6 @@
-"""Scripts for adding rows to an output that may lie in the memory of other tensors, under grad modes and compilers.
+"""Scripts that add rows to an output that shares memory with other tensors, in grad modes and compiled.
 
-Output rows that no index names hold values of their own. Sums are of few digits where bits are compared with those of
-an oracle.
+Output rows that no index names hold other values. Sums have few digits where bits are compared with those of an oracle.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Given = Mapping[str, Any]
 
 
 def _rows(seed: str, rows: int = _N, added: int = _J, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Return out (N, D) above 0, an index of J rows with repeats, none of it the last row, and src (J, D)."""
+    """Return out (N, D) above 0, an index of J rows with repeats but without the last row, and src (J, D)."""
     g = draw.generator(seed)
     return {
         "out_ND": (torch.rand(rows, _D, generator=g) + 0.5).to(dtype),
@@ -46,7 +45,7 @@ def _rows(seed: str, rows: int = _N, added: int = _J, dtype: torch.dtype = torch
 
 
 def _related(gradients: bool) -> Iterator[Call]:
-    """Yield a call for every relation, one of them with nothing to add, and one without rows."""
+    """Yield a call for every memory relation, one with no source rows, and one without any rows."""
     shapes: list[tuple[Relation, int, int]] = [(relation, _N, _J) for relation in RELATIONS]
     for relation, rows, added in (*shapes, ("same tensor", _N, 0), ("overlapping", 0, 0)):
         drawn = _rows(f"{relation} {rows} {added}", rows, added)
@@ -64,7 +63,7 @@ def _related(gradients: bool) -> Iterator[Call]:
 
 
 def _given(kind: str, drawn: Mapping[str, Any], seed: str) -> Given:
-    """Return the arguments of `add`; of `combine_add` with tokens that lie apart."""
+    """Return the arguments of `add`; for `combine_add` with tokens in other memory."""
     if kind == "scatter_add":
         return drawn
     x_ND = torch.randn(_N, _D, generator=draw.generator(f"x {seed}")).to(drawn["src_JD"].dtype)
@@ -72,7 +71,7 @@ def _given(kind: str, drawn: Mapping[str, Any], seed: str) -> Given:
 
 
 def _differentiated(kind: str) -> Iterator[Call]:
-    """Yield calls with gradients: out a leaf, out saved by what made it, nothing to add."""
+    """Yield calls with gradients: out is a leaf, or saved for the backward of its operation; one adds nothing."""
     for seed, added, root in (("leaf", _J, False), ("saved", _J, True), ("nothing added", 0, True)):
         drawn: dict[str, Any] = dict(_rows(f"{kind} {seed}", added=added))
         if root:
@@ -82,7 +81,7 @@ def _differentiated(kind: str) -> Iterator[Call]:
 
 
 def _nested(kind: str) -> Iterator[Call]:
-    """Yield the same call under every nesting of grad modes; backward goes what records."""
+    """Yield the same call under every nesting of grad modes, with a backward if gradients are recorded."""
     given = _given(kind, _rows(f"{kind} modes"), "modes")
     upstream = ({"": torch.randn(_N, _D, generator=draw.generator(f"upstream {kind} modes"))},)
     for modes in _MODES:
@@ -91,7 +90,7 @@ def _nested(kind: str) -> Iterator[Call]:
 
 
 def _set(kind: str) -> Iterator[Call]:
-    """Yield calls under every value of the deterministic setting: one that succeeds, one of rows that do not fit."""
+    """Yield calls under every deterministic setting: one that succeeds, one whose rows do not fit, one without rows."""
     fitting = _given(kind, _rows(f"{kind} settings"), "settings")
     broken = {**fitting, "src_JD": torch.ones(_J, _D + 1)}
     for modes in _SETTINGS:
@@ -101,7 +100,7 @@ def _set(kind: str) -> Iterator[Call]:
 
 
 def _without_data(kind: str) -> Iterator[Call]:
-    """Yield calls on fake and meta tensors, also with nothing to add."""
+    """Yield calls on fake and meta tensors, with source rows and without."""
     for added in (_J, 0):
         given = _given(kind, _rows(f"{kind} no data", added=added, dtype=torch.bfloat16), "no data")
         yield Call("add", (given,), through="fake")
@@ -109,7 +108,7 @@ def _without_data(kind: str) -> Iterator[Call]:
 
 
 def _exported(kind: str) -> Iterator[Call]:
-    """Yield a call and what its exported program gives; of a scatter-add, of the in-place form too."""
+    """Yield a call and the same call of its exported program; for scatter-add also in place."""
     given = _given(kind, _rows(f"{kind} exported"), "exported")
     for method in ("add", "add_") if kind == "scatter_add" else ("add",):
         in_place = method == "add_"
@@ -118,7 +117,7 @@ def _exported(kind: str) -> Iterator[Call]:
 
 
 def _compiled(kind: str) -> Iterator[Call]:
-    """Yield a call and what it gives compiled as one graph, with gradients and without."""
+    """Yield a call and the same call compiled as one graph, with gradients and without."""
     given = _given(kind, _rows(f"{kind} compiled"), "compiled")
     upstream = ({"": torch.randn(_N, _D, generator=draw.generator(f"upstream {kind} compiled"))},)
     yield Call("add", (given,), ("out_ND", "src_JD"), upstream)
@@ -142,7 +141,7 @@ _FULL = ("exported", "compiled")  # they import a compiler
 
 
 def _names(profile: Profile) -> Iterator[tuple[str, str, Callable[[str], Iterator[Call]]]]:
-    """Yield the name of every script, its kind and what makes its calls."""
+    """Yield the name of every script, the surface, and the function that draws its calls."""
     for kind, prefix in _KINDS.items():
         for name, calls in _SCRIPTS.items():
             if (kind == "combine_add" or "relations" not in name) and (profile == "full" or name not in _FULL):

@@ -1,8 +1,8 @@
-"""Scripts for adding rows back into an output, in place and not.
+"""Scripts that add rows to an output, in place and out of place.
 
-Each calls both forms twice on the same values, so that runs can be compared bit for bit; with two ranks both have the
-same inputs, so that two processes can. Values are not whole numbers: another order of addition gives other bits. Output
-rows that no index names hold -0.0, whose sign an addition of zero would lose.
+A script calls both forms twice on the same values, to compare results bit for bit; two ranks have the same inputs, to
+compare two processes. Values are not whole numbers, so that another order of addition gives other bits. Output rows
+that no index names hold -0.0, whose sign an addition of zero would change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _D = 7
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How to draw one script: N output rows, of which the last is never named, and J source rows."""
+    """The sizes of one script: N output rows, of which no index names the last, and J source rows."""
 
     name: str
     rows: int
@@ -35,7 +35,7 @@ class _Recipe:
     one_row: bool = False  # all indices are equal
 
     def index(self, generator: torch.Generator) -> Tensor:
-        """Return index_J, with as many repeats as there are more sources than rows."""
+        """Return a random index_J, with repeats if there are more source rows than output rows."""
         named = 1 if self.one_row else max(1, self.rows - 1)
         return torch.randint(0, named, (self.sources,), generator=generator)
 
@@ -53,7 +53,7 @@ NAMES = tuple(recipe.name for recipe in _RECIPES)
 
 
 def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield all scripts on one rank, and on two that have the same inputs."""
+    """Yield all scripts on one rank, and on two ranks with the same inputs."""
     del profile
     if layout in (SINGLE, EP2):
         for recipe in _RECIPES:
@@ -66,7 +66,7 @@ def _script(recipe: _Recipe, config: Config, layout: Layout) -> Workload:
     out_ND[-1:] = -0.0
     src_JD = torch.randn(recipe.sources, _D, generator=g).to(recipe.dtype)
     given = {"out_ND": out_ND, "index_J": recipe.index(g), "src_JD": src_JD}
-    # A library may have no form in place, and refuse it: what is out of place is judged all the same.
+    # A library may have no in-place form and refuse it; the other form is judged in any case.
     methods = ("add", "add_", "add", "add_")
     calls = tuple(Call(method, (given,) * layout.world, may_raise=method == "add_") for method in methods)
     return Workload(recipe.name, Script("scatter_add"), config, layout, (), calls=calls)

@@ -1,1 +1,1 @@
-"""The pinned workloads of this chapter."""
+"""The pinned workloads of fused and low-latency token exchanges."""

@@ -1,6 +1,6 @@
-"""Scripts for where tokens go: dispatch layouts, and whether a group stays within one transport domain.
+"""Scripts for dispatch layouts, and for whether a process group lies within one transport domain.
 
-They run on one rank, which is told who owns what and which ranks share a node.
+They run on one rank: the owners of experts and the nodes of ranks are arguments.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def _in_turn(experts: int, ranks: int) -> list[int]:
 
 
 def _some_idle(experts: int, ranks: int) -> list[int]:
-    """All experts are on ranks 1 and the last."""
+    """Return the owners if all experts are on rank 1 and the last rank."""
     return [1 if expert < experts // 2 else ranks - 1 for expert in range(experts)]
 
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How to draw one layout: T tokens of K slots to E experts on the ranks of nodes of the given sizes."""
+    """The sizes of one script: T tokens with K slots, E experts on the ranks of nodes of the given sizes."""
 
     name: str
     nodes: tuple[int, ...] = (4, 4)
@@ -45,9 +45,9 @@ class _Recipe:
     top_k: int = 3
     tokens: int = 21
     owners: Owners = _blocks
-    empty: float = 0.0  # share of slots
+    empty: float = 0.0  # share of empty slots
     twice: bool = False
-    scattered: bool = False  # the ranks of a node do not follow each other
+    scattered: bool = False  # the ranks of a node are not consecutive
 
 
 _RECIPES = (
@@ -70,7 +70,7 @@ _RECIPES = (
 
 _EIGHT = tuple("a" * 8 + "b" * 8)  # two hosts of 8 ranks
 _UNEQUAL = tuple("a" * 3 + "b" * 5 + "c" * 2)
-# Of every table of domains: groups, and how many devices their processes see.
+# For every table of domains: groups, and the number of devices that their processes see.
 _TRANSPORTS: tuple[tuple[str, tuple[str, ...], tuple[tuple[tuple[int, ...], int], ...]], ...] = (
     (
         "transport-two-hosts",
@@ -80,7 +80,7 @@ _TRANSPORTS: tuple[tuple[str, tuple[str, ...], tuple[tuple[tuple[int, ...], int]
             ((0, 1), 1),  # one host, each process sees one device
             (tuple(range(8)), 8),
             (tuple(range(8, 16)), 1),
-            (tuple(range(0, 16, 2)), 8),  # strided: as many as a host has, on both
+            (tuple(range(0, 16, 2)), 8),  # strided: as many ranks as a host has, on both hosts
             (tuple(range(0, 8, 2)), 4),
             ((7, 8), 8),  # neighbours
             ((8, 15), 2),

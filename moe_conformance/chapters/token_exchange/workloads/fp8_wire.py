@@ -1,4 +1,4 @@
-"""Scripts of the token exchange over a wire of eight bits: rows whose signs say whose they are, whatever is rounded."""
+"""Scripts of the token exchange with fp8 dispatch: the signs of rows are tags, which survive rounding."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
-SIGNED = 32  # columns whose numbers are large enough to keep their signs
+SIGNED = 32  # columns whose values are large enough to keep their signs
 BLOCKS = 272  # columns: two blocks of 128 and a short one
 ONE_BLOCK = 40  # columns
 
 
 def magnitudes(tokens: int, hidden: int, generator: torch.Generator) -> Tensor:
-    """Draw |x| (T, D): no two neighbouring blocks have nearly the same scale, in a row or below each other.
+    """Draw |x| (T, D) such that neighbouring blocks, in a row or a column, have clearly different scales.
 
-    Columns past those that keep their signs reach from the largest of their block down to nothing. Of four tokens one
-    has a block of zeros, one a number that is none, and one a block whose largest number, times a power of two, is the
-    largest of e4m3, or little above it.
+    Columns after the first `SIGNED` have values from the largest of their block down to zero. Of four tokens one has a
+    block of zeros, one has inf or NaN, and one a block whose largest value, times a power of two, is the largest value
+    of e4m3 or slightly above it.
     """
     starts = range(0, hidden, 128)
     size_TD = torch.zeros(tokens, hidden)
@@ -55,9 +55,9 @@ def magnitudes(tokens: int, hidden: int, generator: torch.Generator) -> Tensor:
 
 
 def rounded(drawing: Drawing, sizes: Sequence[int], hidden: int) -> Workload:
-    """Dispatch no token at all, for what travels even then, and some; combine what came.
+    """Return the script that dispatches no token, then some, and combines the received rows.
 
-    Upstream gradients have more bits than any format of eight.
+    The first dispatch shows what is sent even without tokens. Upstream gradients have more bits than an fp8 format.
     """
     drawing.config = replace(drawing.config, hidden=hidden, wire="float8")
     none, some = drawing.tokens(0, (0,)), drawing.tokens(1, tuple(sizes))

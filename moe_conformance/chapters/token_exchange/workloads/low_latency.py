@@ -1,8 +1,8 @@
-"""Scripts of the token exchange with fixed places: what fills them, and more tokens than were said to come.
+"""Scripts of the low-latency token exchange: filled buffers, and more tokens than `tokens_max`.
 
-The signs of a row are a tag. All numbers are exact in float32: what combine adds up are weights of sixteenths times
-numbers of `BITS` bits, and a weight's gradient adds up as many products as there are columns, of which one factor has
-those bits and the other is a tag or a quarter.
+The signs of a row are a tag. All numbers are exact in float32: combine sums weights, multiples of 1/16, times numbers
+of `BITS` bits, and a weight's gradient is a sum over columns of products of a number of these bits and a tag or a
+quarter.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ BITS = 12  # more than bfloat16 and float16 have
 
 
 def dispatch(tokens: Tokens, tokens_max: int, *, may_raise: bool = False) -> Call:
-    """Dispatch tokens, of which each rank brings at most so many."""
+    """Return the dispatch of tokens with the given `tokens_max`."""
     given = tuple({"x_TD": b.x_TD, "ids_TK": b.ids_TK, "tokens_max": tokens_max} for b in tokens.batches)
     return Call("dispatch", given, ("x_TD",), may_raise=may_raise)
 
 
 def combine(tokens: Tokens, first: int) -> Call:
-    """Combine what a dispatch brought, with NaN where it brought nothing, and go backward."""
+    """Return the combine of the rows of a dispatch, with NaN in unfilled places, and its backward."""
     rows = Filled(Ref(first, "rows_NCD"), Ref(first, "counts_N"))
     came = {"rows_NCD": rows, "handle": Ref(first, "handle")}
     given = tuple({"weights_TK": b.weights_TK, **came} for b in tokens.batches)
@@ -38,9 +38,9 @@ def combine(tokens: Tokens, first: int) -> Call:
 
 
 def filled(drawing: Drawing, sizes: Sequence[int], others: Sequence[int]) -> Workload:
-    """Two dispatches under way at once, each of few tokens and many; memory that nobody wrote is NaN.
+    """Return the script of two dispatches in flight at the same time; uninitialised memory is NaN.
 
-    Tokens of the first have many bits, and so have the upstream gradients of the second.
+    The tokens of the first and the upstream gradients of the second have many bits.
     """
     drawing.memory = "filled"
     generator = draw.generator(drawing.name, drawing.layout.name, "filled")
@@ -62,7 +62,7 @@ def filled(drawing: Drawing, sizes: Sequence[int], others: Sequence[int]) -> Wor
 
 
 def over_limit(drawing: Drawing) -> Workload:
-    """As many tokens as were said to come, one more on all ranks, one more on one rank of each group, and none."""
+    """Return the script of `tokens_max` tokens, one more on all ranks, one more on one rank per group, none on it."""
     last = {group[-1] for group in drawing.layout.groups()["ep_etp"]}
     world = range(drawing.layout.world)
     limit = 6
