@@ -8,16 +8,25 @@ check of the requirement. `python -m tools.deciding_oracles` writes it, and test
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 FILE = Path(__file__).with_suffix(".toml")
+UNCONFIRMED = Path(__file__).with_name("unconfirmed.toml")
 
 _HEAD = "# By requirement: its oracles, and the case on which each decides. Written by tools/deciding_oracles.py."
 
 
 def read(file: Path = FILE) -> Mapping[str, Mapping[str, str]]:
     """Return by requirement and oracle the case on which it decides; nothing where there is no file."""
+    return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def unconfirmed(file: Path = UNCONFIRMED) -> Mapping[str, Sequence[str]]:
+    """Return by requirement the oracles that claim to decide it and were not seen to; nothing where there is no file.
+
+    The list may only shrink: lint refuses a claim that is neither seen nor in it, and an entry that is seen or gone.
+    """
     return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
