@@ -140,7 +140,7 @@ class TestClaimsThatWait:
         assert [] == _problems(tree)
 
     def test_a_listed_claim_that_is_gone_is_a_problem(self, tree: Path) -> None:
-        """An entry for an oracle that does not claim the requirement excuses nothing."""
+        """An entry for an oracle without that claim excuses nothing."""
         _write(tree, self.WAITING, 'EXCH-01 = ["exchange.deliveries:others"]\n')
         gone = "EXCH-01: exchange.deliveries:others is in unconfirmed.toml, and is seen to decide or says so no more"
         assert [f"{gone}: take it out"] == _problems(tree)
