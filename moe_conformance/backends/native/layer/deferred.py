@@ -93,6 +93,6 @@ class WeightGradients:
         Implements: OVLP-08.
         """
         if parameter.grad is None:
-            parameter.grad = gradient
+            parameter.grad = gradient.to(parameter.grad_dtype)
         else:
             parameter.grad.add_(gradient)

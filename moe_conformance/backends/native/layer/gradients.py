@@ -22,6 +22,15 @@ class Replicated(nn.Module):
 
     replicas: ClassVar[tuple[str, ...]]
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Have the gradient of a parameter of half precision accumulated in float32, and kept in it.
+
+        Implements: GRAD-17.
+        """
+        if param is not None:
+            param.grad_dtype = torch.promote_types(param.dtype, torch.float32)
+        super().register_parameter(name, param)
+
     def after_reduction(self) -> None:
         """Called once the gradients are summed over the replicas; a module may keep a part of them alone."""
 
@@ -47,7 +56,7 @@ class GradientFinisher:
         for module in modules:
             for parameter in filter(lambda parameter: parameter.requires_grad, module.parameters()):
                 if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
                 parameter.grad.copy_(self._summed(parameter.grad, module.replicas))
             module.after_reduction()
 

@@ -112,7 +112,7 @@ def _added_in_place(stacked: Tensor, n: int) -> Tensor:
 
     def add(gradient: Tensor) -> None:
         if stacked.grad is None:
-            stacked.grad = torch.zeros_like(stacked)
+            stacked.grad = torch.zeros_like(stacked, dtype=stacked.grad_dtype)
         stacked.grad[n] += gradient
 
     matrix.register_hook(add)
@@ -177,5 +177,5 @@ class FrozenFilledWithZeros(GradientFinisher):
         every = list(modules)
         for parameter in (parameter for module in every for parameter in module.parameters()):
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         super().finish(every)

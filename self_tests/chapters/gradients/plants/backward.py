@@ -322,8 +322,8 @@ class _PastAutograd(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        before = ctx.parameter.grad
-        ctx.parameter.grad = gradients[0].clone() if before is None else before + gradients[0]
+        before, gradient = ctx.parameter.grad, gradients[0].to(ctx.parameter.grad_dtype, copy=True)
+        ctx.parameter.grad = gradient if before is None else before + gradient
         return None, None
 
 

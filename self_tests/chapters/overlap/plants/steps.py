@@ -118,7 +118,7 @@ class ReplacesTheGradient(WeightGradients):
     """A gradient that was put off takes the place of what earlier microbatches have left."""
 
     def _add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        parameter.grad = gradient
+        parameter.grad = gradient.to(parameter.grad_dtype)
 
 
 class Unfinished(WeightGradients):
