@@ -5,12 +5,15 @@ from __future__ import annotations
 from moe_conformance.chapters.determinism import workloads as determinism
 from moe_conformance.chapters.gradients.judge.finite_differences import judge_differences
 from moe_conformance.chapters.gradients.judge.gradient_accumulation import (
+    judge_accumulation,
     judge_padding_gradients,
     judge_steps,
     judge_sum,
+    one_of_each,
 )
 from moe_conformance.chapters.gradients.judge.hooked import judge_hooked
 from moe_conformance.chapters.gradients.judge.sharding import judge_sharded_gradients
+from moe_conformance.chapters.gradients.workloads.gradients import ACCUMULATES
 from moe_conformance.judging.observed.aliasing import judge_kept_gradients
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.equivalence.refusals import judge_with_a_graph
@@ -42,6 +45,7 @@ from moe_conformance.workloads.records.features import (
     likened_once,
     likened_steps,
     likened_sums,
+    shows,
 )
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
 from moe_conformance.workloads.records.workload import Workload
@@ -128,6 +132,11 @@ class TestOwnExperts:
 
     test_microbatches_add_up = Row("GRAD-11", ExpertsStep(), judge_sum, when=likened_sums, twins=laws.alone)
     """Experts end with the sum of the gradients that every microbatch gives alone."""
+
+    test_small_gradients_are_not_rounded_away = Row(
+        "GRAD-17", ExpertsStep(), judge_accumulation, when=shows(ACCUMULATES), twins=one_of_each
+    )
+    """Small gradients that follow large ones are in the sum over microbatches, which has float32 in between."""
 
     test_hooks_see_what_is_accumulated = Row(
         "GRAD-11", ExpertsStep(), judge_hooked, when=lambda workload: workload.twist.hooked

@@ -135,3 +135,26 @@ def divisor(dp: int, cp: int, convention: str) -> int:
         raise ValueError(f"dp {dp}, cp {cp}, convention {convention}")
     parts = [(at_dp, at_cp) for at_dp in range(dp) for at_cp in range(cp)]
     return len(parts) if convention != "sum" else 1
+
+
+def accumulated(parts: Sequence[Fraction], ranks: int, tokens: int, narrow: bool) -> tuple[Fraction, ...]:
+    """Of one element: the sum of what microbatches give it, and its largest errors, without and with rounded sums.
+
+    Every addition in float32, also of the ranks' and of the tokens' numbers, errs by 2^-24 of all that is added.
+    In bfloat16 each part may be rounded, none of which is larger than the largest, and then the result.
+    """
+    total, size, largest = Fraction(0), Fraction(0), Fraction(0)
+    for part in parts:
+        total += part
+        size += abs(part)
+        largest = max(largest, abs(part))
+    without = Fraction(0)
+    for _ in range(len(parts) + ranks + tokens):
+        without += size / 2**24
+    if not narrow:
+        return total, without, without
+    rounded = Fraction(0)
+    for _ in range(len(parts) + 1):
+        without += largest / 2**8
+        rounded += size / 2**8
+    return total, without, rounded + ranks * size / 2**8

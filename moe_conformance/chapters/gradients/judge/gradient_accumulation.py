@@ -6,12 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
+from moe_conformance.chapters.gradients.workloads.gradients import LARGE, SMALL
+from moe_conformance.judging.compare.bounded import compare
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.finished_gradients import steps_of
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.equivalence.parameters import allowed_of, assembled, assembled_again, far_off
 from moe_conformance.judging.shared.equivalence.runs import Ran, judge_alike, read_twin, those_that_ran
 from moe_conformance.judging.verdict import NotOffered, Tally, WrongGradient
+from moe_conformance.reference.gradients.accumulation import accumulated
+from moe_conformance.workloads import laws
+from moe_conformance.workloads.records.workload import Workload
+from moe_conformance.workloads.twins import Twin
 
 
 def judge_sum(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
@@ -62,6 +68,40 @@ def judge_steps(reading: Reading, alone: Sequence[Ran], stepped: Ran, tally: Tal
             findings += far_off(reading, stage, (found[stage, key], was, allowed), sentence, tally)
     if findings:
         fail(WrongGradient, "finish", findings, start=f"run {stepped.twin.how}, ")
+
+
+def one_of_each(workload: Workload) -> list[Twin]:
+    """Run a microbatch with large gradients alone, and one with small ones."""
+    alone = laws.alone(workload)
+    return [alone[0], alone[-1]]
+
+
+def judge_accumulation(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+    """Decide whether gradients are added up over microbatches without being rounded below float32 in between.
+
+    Raises:
+        NotOffered: a microbatch was not run alone, or the backend finishes no gradients.
+        WrongGradient: a gradient is farther from the sum of what the microbatches give alone; in the words of the
+            message, within what sums in the dtype of the parameters may lose, or beyond it.
+    """
+    _require_all(ran)
+    workload = reading.outcome.workload
+    whole, (large, small) = assembled(reading), (assembled(read_twin(each)) for each in ran)
+    narrow = workload.config.dtype == torch.bfloat16
+    tokens = sum(workload.tokens[0])
+    findings = list[Finding]()
+    for (stage, key), actual in whole.items():
+        parts_M = torch.stack([large[stage, key]] * LARGE + [small[stage, key]] * SMALL)
+        bound = accumulated(parts_M, ranks=workload.layout.world, tokens=tokens, narrow=narrow)
+        within = compare(actual, bound.total, bound.narrow).holds
+        name, expert = key
+        sentence = (
+            f"the gradient of {name} of expert {expert} is not the sum over {len(parts_M)} microbatches"
+            f"{'; likely cause: partial sums are rounded below float32' if within else ''}"
+        )
+        findings += far_off(reading, stage, (actual, bound.total, bound.wide), sentence, tally)
+    if findings:
+        fail(WrongGradient, "finish", findings)
 
 
 def _require_all(ran: Sequence[Ran]) -> None:
