@@ -1,6 +1,5 @@
 """GRAD: bugs of gradients that are accumulated over microbatches."""
 
-# ruff: noqa: D102 - a plant says in its class what its methods do wrong
 from __future__ import annotations
 
 from torch import nn
