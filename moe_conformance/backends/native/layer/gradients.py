@@ -28,7 +28,9 @@ class Replicated(nn.Module):
         Implements: GRAD-17.
         """
         if param is not None:
-            param.grad_dtype = torch.promote_types(param.dtype, torch.float32)
+            wide = torch.promote_types(param.dtype, torch.float32)
+            # Without this attribute, in older torch, a gradient has the dtype of its tensor, and GRAD-17 is not kept.
+            param.grad_dtype = wide if hasattr(torch.Tensor, "grad_dtype") else param.dtype
         super().register_parameter(name, param)
 
     def after_reduction(self) -> None:

@@ -204,7 +204,7 @@ def _step(experts: ChangingExperts, values: Values, *, fused: bool = False) -> N
     """Run an optimizer step of size 1 with gradients that lead exactly to the values, which have few digits."""
     filled = experts._filled(values)
     for parameter, new in filled:
-        parameter.grad = (parameter.detach() - new).to(parameter.grad_dtype)
+        parameter.grad = (parameter.detach() - new).to(getattr(parameter, "grad_dtype", None) or parameter.dtype)
     torch.optim.SGD([parameter for parameter, _ in filled], lr=1.0, fused=fused, foreach=False).step()
     for parameter, _ in filled:
         parameter.grad = None
