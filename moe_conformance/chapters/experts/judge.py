@@ -7,7 +7,7 @@ from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Shard, stages
 from moe_conformance.judging.observed.script import values
 from moe_conformance.judging.verdict import Tally, Uncovered, WrongParameter
-from moe_conformance.reference.experts_initial import Part, Problem, problems
+from moe_conformance.reference.experts import Part, Problem, problems
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
 
 _CUT = {"gate": 0, "up": 0, "down": 1}  # the dimension of size F

@@ -191,7 +191,7 @@ test_by_hand = by_hand(
             ]
         ),
         ("what stands in an empty slot says nothing", (KEPT, IDS, 3),
-         {**HEAVIEST, "weights_TK": NOTHING, "errors_TK": NOTHING}, [False, False, True]),
+         {**HEAVIEST, "weights_TK": NOTHING, "errors_TK": NOTHING}, [True, False, True]),
     ),
     *rows(first_drops.keep, second_drops.keep,
         ("random keep", (IDS, 3), ANY, REFUSED),
