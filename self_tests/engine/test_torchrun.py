@@ -16,6 +16,8 @@ CHECKS = str(PROJECT / "checks.py")
 RIGHT = "self_tests.plugin.project.backend:RightToy"
 DESERTER = "self_tests.plugin.project.deserter:Deserter"
 TOKEN = "a token of the test, and of no other"
+# So that cases are judged one by one: what travels with the case that ends a rank is lost with it.
+ALONE = ("-p", "self_tests.plugin.project.one_at_a_time")
 
 
 def reported(folder: Path) -> dict[str, Any]:
@@ -45,7 +47,7 @@ class TestOneMachine:
 
     def test_a_killed_process_ends_the_run_and_what_was_found_is_kept(self, tmp_path: Path) -> None:
         """Torchrun ends all processes when it misses one; the report is written first."""
-        run = torchrun(*asked(DESERTER), cwd=tmp_path)
+        run = torchrun(*asked(DESERTER), *ALONE, cwd=tmp_path)
         assert 0 != run.status
         report = reported(tmp_path)
         assert report["interrupted"]
@@ -85,7 +87,7 @@ class TestSeveralMachines:
 
     def test_a_lost_machine_ends_the_run_and_what_was_found_is_kept(self, tmp_path: Path) -> None:
         """The driver's agent does not know; the driver does, and says which process it was."""
-        first, second = agents(*asked(DESERTER), cwd=tmp_path, MOE_CONFORMANCE_TOKEN=TOKEN)
+        first, second = agents(*asked(DESERTER), *ALONE, cwd=tmp_path, MOE_CONFORMANCE_TOKEN=TOKEN)
         assert 0 not in (first.status, second.status)
         report = reported(tmp_path)
         assert report["interrupted"]

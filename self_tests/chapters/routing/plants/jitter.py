@@ -43,7 +43,10 @@ class OneFactorPerColumn(Router):
     """All tokens of a batch are multiplied by the same factors."""
 
     def _factors(self, x_TD: Tensor) -> Tensor:
-        return super()._factors(x_TD[:1]).expand_as(x_TD)
+        few_TD = super()._factors(x_TD[:1])
+        ranks_D = few_TD.flatten().argsort().argsort()  # evenly spaced in a drawn order: few draws may lie unevenly
+        even_D = 1 + self.config.jitter * (2 * (ranks_D + 0.5) / len(ranks_D) - 1)
+        return even_D.to(x_TD.dtype).expand_as(x_TD)
 
 
 @planted(Expectation("ROUTE-18", "jitter", "route", "two calls on rank 0 have factors in common"))
