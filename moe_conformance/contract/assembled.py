@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, make_dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, get_origin
 
-from moe_conformance.discovery import modules
-
-_PARTS = ("SECTIONS", "ClaimsPart", "SessionPart")
+from moe_conformance.discovery import modules, registered
 
 
 def _surfaces() -> Iterator[ModuleType]:
-    """Yield the module surface.py of every chapter that has one.
+    """Yield every surface.py.
 
     Raises:
-        ImportError: one of them was imported before `contract`, so that its names are not defined yet.
+        ImportError: one of them is being imported by itself: its names are not there yet.
     """
     for module in modules("surface"):
         if getattr(module.__spec__, "_initializing", False):
@@ -30,29 +28,44 @@ def _surfaces() -> Iterator[ModuleType]:
 
 
 def _public(module: ModuleType) -> dict[str, Any]:
-    """Return the public classes and types that a surface.py defines, by name."""
-    names = [name for name in vars(module) if not name.startswith("_") and name not in _PARTS]
-    public = {name: vars(module)[name] for name in names}
-    return {
-        name: value
-        for name, value in public.items()
-        if getattr(value, "__module__", module.__name__) == module.__name__
-    }
+    """Return by name the classes that a surface.py defines, and its type aliases; without the parts joined here."""
+    found = {name: each for name, each in vars(module).items() if not name.startswith("_") and name not in PARTS}
+    return {name: each for name, each in found.items() if _is_own(each, module) or get_origin(each) is not None}
 
 
-_found = tuple(_surfaces())
-_options = {name: kind for module in _found for name, kind in getattr(module, "SECTIONS", {}).items()}
+def _is_own(value: object, module: ModuleType) -> bool:
+    return isinstance(value, type) and value.__module__ == module.__name__
+
+
+def bases(part: str, surfaces: tuple[ModuleType, ...]) -> tuple[type, ...]:
+    """Return the classes of that name of all surfaces, to derive one class from.
+
+    Raises:
+        ImportError: two of them define the same attribute, of which one would hide the other.
+    """
+    seen: dict[str, str] = {}
+    found = [(each.__name__, vars(each)[part]) for each in surfaces if part in vars(each)]
+    for name, kind in found:
+        attributes = {each for each in {*vars(kind), *kind.__annotations__} if not each.startswith("_")}
+        if twice := sorted(attributes & seen.keys()):
+            raise ImportError(f"{part} of {name} and of {seen[twice[0]]} both define {', '.join(twice)}")
+        seen.update(dict.fromkeys(attributes, name))
+    return tuple(kind for _, kind in found)
+
+
+PARTS = ("ClaimsPart", "SessionPart")
+SURFACES = tuple(_surfaces())
+
 Sections = make_dataclass(
-    "Sections", [(name, kind, field(default=kind())) for name, kind in _options.items()], frozen=True, kw_only=True
+    "Sections",
+    [(name, kind, field(default=kind())) for name, kind in registered("surface", "SECTIONS").items()],
+    frozen=True,
+    kw_only=True,
 )
-ClaimsPart = dataclass(frozen=True)(
-    type("ClaimsPart", tuple(part.ClaimsPart for part in _found if hasattr(part, "ClaimsPart")), {})
-)
-SessionPart = type("SessionPart", tuple(part.SessionPart for part in _found if hasattr(part, "SessionPart")), {})
+ClaimsPart = dataclass(frozen=True)(type("ClaimsPart", bases("ClaimsPart", SURFACES), {}))
+SessionPart = type("SessionPart", bases("SessionPart", SURFACES), {})
 Sections.__module__ = ClaimsPart.__module__ = SessionPart.__module__ = __name__
 
-__all__ = ["ClaimsPart", "Sections", "SessionPart"]
-for _module in _found:
-    for _name, _value in _public(_module).items():
-        globals()[_name] = _value
-        __all__ += [_name]
+_names = {name: value for module in SURFACES for name, value in _public(module).items()}
+globals().update(_names)
+__all__ = ["ClaimsPart", "Sections", "SessionPart", *_names]
