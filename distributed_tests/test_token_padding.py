@@ -5,10 +5,10 @@ from __future__ import annotations
 from moe_conformance.chapters.token_padding.judge import (
     judge_added_rows,
     judge_alignment,
-    judge_asked_group,
     judge_broken_bound,
     judge_dispatched_rows,
-    judge_nobody_asked,
+    judge_group_of_maximum,
+    judge_no_maximum,
     judge_padded_counts,
     judge_stated_padding,
 )
@@ -79,7 +79,7 @@ class TestCount:
     def test_the_exchange_group_is_asked(self, reading: Reading, tally: Tally) -> None:
         """The exchange group all-reduces (MAX) the token count, with no other rank, and dispatches that many tokens."""
         judge_dispatched_rows(reading, tally)
-        judge_asked_group(reading, tally)
+        judge_group_of_maximum(reading, tally)
 
     test_a_broken_bound_is_refused_by_all = Row("PACK-12", ON_EXCHANGE, judge_broken_bound, when=bounded)
     """Where a rank has more tokens than padding.bound, all ranks of its group raise, and none waits for another."""
@@ -126,7 +126,7 @@ class TestExchange:
     @requirement("PACK-11", run=ExchangeStep(), when=bounded)
     def test_a_bound_needs_no_question(self, reading: Reading, tally: Tally) -> None:
         """With padding.bound no collective of token counts is called, and outputs and gradients are the same."""
-        judge_nobody_asked(reading, tally)
+        judge_no_maximum(reading, tally)
         judge_dispatched_rows(reading, tally)
         judge_outputs(reading, tally)
         judge_dx(reading, tally)
@@ -135,7 +135,7 @@ class TestExchange:
     @requirement("PACK-13", run=ExchangeStep(), when=unpadded)
     def test_switched_off_it_does_nothing(self, reading: Reading, tally: Tally) -> None:
         """Without padding no such collective is called, and outputs and gradients equal the oracle's bit for bit."""
-        judge_nobody_asked(reading, tally)
+        judge_no_maximum(reading, tally)
         judge_dispatched_rows(reading, tally)
         judge_outputs(reading, tally)
         judge_dx(reading, tally)

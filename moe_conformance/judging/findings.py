@@ -20,7 +20,7 @@ from moe_conformance.judging.verdict import Mismatch, Stage
 class Finding:
     """One fault, in words. A message has the first and the worst finding of each kind, and counts the others."""
 
-    kind: str
+    kind: str  # "" if it is to be listed with others
     sentence: str
     ranks: tuple[int, ...]  # at which the fault is
     size: float = 0.0  # the size of the error in any unit, only used to choose the worst of a kind
@@ -29,9 +29,13 @@ class Finding:
 def tell(findings: Sequence[Finding]) -> str:
     """Return a message with the first and the worst finding of every kind, and the number of the others.
 
+    Of those without a kind the first three are listed.
+
     >>> lost = [Finding("lost", f"token {t} was not delivered", (0,)) for t in range(3)]
     >>> tell([*lost, Finding("twice", "token 7 was delivered twice", (1,))])
     'token 0 was not delivered; 2 more of the same kind. Also: token 7 was delivered twice'
+    >>> tell([Finding("", f"rank {rank} sends nothing", (rank,)) for rank in range(4)])
+    'rank 0 sends nothing, rank 1 sends nothing, rank 2 sends nothing and 1 more'
     """
     kinds: dict[str, list[Finding]] = {}
     for finding in findings:
@@ -40,6 +44,8 @@ def tell(findings: Sequence[Finding]) -> str:
 
 
 def _tell_kind(same: Sequence[Finding]) -> str:
+    if not same[0].kind:
+        return some(finding.sentence for finding in same)
     first, worst = same[0], max(same, key=lambda finding: finding.size)
     sentences = [first.sentence]
     if worst.size > first.size:

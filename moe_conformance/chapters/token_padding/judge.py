@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.engine.ledger.entry import Entry, group_words
+from moe_conformance.judging.comparisons import Comparison, Comparisons, Note, judge
 from moe_conformance.judging.findings import count, some, unequal
 from moe_conformance.judging.observed.probe_expected import expect
 from moe_conformance.judging.observed.row_multiple import padded_rows
@@ -35,52 +36,50 @@ from moe_conformance.scenarios.outcome import Outcome, RankOutcome
 from moe_conformance.workloads.records import tags
 
 
-def judge_padded_counts(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongCount, "dispatch")
+def judge_padded_counts(outcome: Outcome) -> Comparisons:
     """Decide whether every rank pads to its group's largest token count, rounded up, or to the bound.
 
     Raises:
         WrongForm: a rank returns no integer.
         WrongCount: a rank pads to another number.
     """
-    groups, found = outcome.workload.layout.groups(), []
+    groups = outcome.workload.layout.groups()
     for number, tokens in enumerate(_tokens(outcome)):
         expected = _expected(outcome, tokens, groups["ep_etp"])
         for rank, P in enumerate(_counts(outcome, number)):
             if P == expected[rank]:
-                tally.add(pairs=1, rank=rank)
+                yield Comparison(rank, pairs=1)
                 continue
             mistaken = [name for name in groups if _expected(outcome, tokens, groups[name])[rank] == P]
             cause = f"; likely cause: the maximum was taken over its {mistaken[0]} group" if mistaken else ""
             of = next(group for group in groups["ep_etp"] if rank in group)
             counts = ", ".join(str(tokens[other]) for other in of)
             padded = f"rank {rank} pads {tokens[rank]} tokens to {P} rows instead of {expected[rank]}"
-            found.append(f"{padded}, for {counts} tokens in its exchange {group_words(of)}{cause}")
-    if found:
-        raise WrongCount("dispatch", some(found))
+            yield Comparison(rank, f"{padded}, for {counts} tokens in its exchange {group_words(of)}{cause}")
 
 
-def judge_alignment(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongCount, "dispatch")
+def judge_alignment(outcome: Outcome) -> Comparisons:
     """Decide whether every padded count is a multiple of the configured alignment, which is claimed too.
 
     Raises:
         WrongForm: the backend claims another alignment, or none, or a rank returns no integer.
         WrongCount: a count is not a multiple.
     """
-    A, found = outcome.workload.config.padding.alignment, []
+    A = outcome.workload.config.padding.alignment
     for of_rank in outcome.ranks:
         if (claimed := of_rank.claims.alignment) != A:
             sentence = f"rank {of_rank.rank} claims alignment = {claimed} instead of the configured {A}"
             raise WrongForm("dispatch", sentence, ranks=(of_rank.rank,))
     for number, tokens in enumerate(_tokens(outcome)):
         for rank, P in enumerate(_counts(outcome, number)):
-            if padding.aligned(P, alignment=A) != P:
-                found.append(f"rank {rank} pads {tokens[rank]} tokens to {P} rows, not a multiple of the alignment {A}")
-            tally.add(pairs=1, rank=rank)
-    if found:
-        raise WrongCount("dispatch", some(found))
+            wrong = f"rank {rank} pads {tokens[rank]} tokens to {P} rows, not a multiple of the alignment {A}"
+            yield Comparison(rank, wrong if padding.aligned(P, alignment=A) != P else "", pairs=1)
 
 
-def judge_stated_padding(reading: Reading, tally: Tally) -> None:
+@judge(WrongForm, "dispatch")
+def judge_stated_padding(reading: Reading) -> Comparisons:
     """Decide whether the exchange claims the configured padding and alignment.
 
     Raises:
@@ -93,14 +92,13 @@ def judge_stated_padding(reading: Reading, tally: Tally) -> None:
             ("alignment", claims.alignment, config.padding.alignment),
             ("padding", claims.padding, config.padding.tokens),
         ):
-            if claimed != configured:
-                whose = f"the exchange of rank {rank.rank} claims {name}"
-                sentence = f"{whose} = {claimed!r} instead of the configured {configured!r}"
-                raise WrongForm("dispatch", sentence, ranks=(rank.rank,))
-        tally.add(pairs=1, rank=rank.rank)
+            claim = f"the exchange of rank {rank.rank} claims {name} = {claimed!r}"
+            wrong = f"{claim} instead of the configured {configured!r}" if claimed != configured else ""
+            yield Comparison(rank.rank, wrong, pairs=1)
 
 
-def judge_dispatched_rows(reading: Reading, tally: Tally) -> None:
+@judge(WrongCount, "dispatch")
+def judge_dispatched_rows(reading: Reading) -> Comparisons:
     """Decide whether a dispatch of all rows to all ranks has P rows per rank, or T without padding.
 
     For an exchange that claims padding without being configured, P is the largest count, rounded up to the claimed
@@ -110,7 +108,7 @@ def judge_dispatched_rows(reading: Reading, tally: Tally) -> None:
         WrongCount: a rank dispatches another number of rows.
         WrongForm: the exchange claims padding that is not configured, and no alignment.
     """
-    workload, found = reading.outcome.workload, []
+    workload = reading.outcome.workload
     groups, hidden = workload.layout.groups()["ep_etp"], workload.config.hidden
     W = len(groups[0])
     if reading.claims.wire != "all" or W == 1:
@@ -125,38 +123,34 @@ def judge_dispatched_rows(reading: Reading, tally: Tally) -> None:
             elif workload.config.padding.tokens != "no":
                 expected = _expected(reading.outcome, tokens, groups)
             leaving = sum(rows_leaving(entry, rank.rank, hidden) for entry in calls if carries_rows(entry, hidden))
-            if leaving != expected[rank.rank] * (W - 1):
-                rows = f"{leaving / (W - 1):g} rows instead of {expected[rank.rank]}"
-                found.append(f"rank {rank.rank} dispatches {rows} for {tokens[rank.rank]} tokens in {phase}")
-            tally.add(pairs=1, rank=rank.rank)
-    if found:
-        raise WrongCount("dispatch", some(found))
+            rows = f"{leaving / (W - 1):g} rows instead of {expected[rank.rank]}"
+            wrong = f"rank {rank.rank} dispatches {rows} for {tokens[rank.rank]} tokens in {phase}"
+            yield Comparison(rank.rank, wrong if leaving != expected[rank.rank] * (W - 1) else "", pairs=1)
 
 
-def judge_asked_group(reading: Reading, tally: Tally) -> None:
+@judge(WrongCollectives, "dispatch")
+def judge_group_of_maximum(reading: Reading) -> Comparisons:
     """Decide whether the largest token count is reduced over the exchange group, and over no other.
 
     Raises:
         WrongCollectives: the collective is over other ranks.
         NotOffered: the ledger has no such call; the count is computed in another way.
     """
-    groups, found, calls = reading.outcome.workload.layout.groups(), [], 0
+    groups, calls = reading.outcome.workload.layout.groups(), 0
     for rank in reading.ranks:
         of = next(group for group in groups["ep_etp"] if rank.rank in group)
         for phase, entry in _number_calls(reading, rank):
             calls += 1
-            if entry.ranks != of:
-                name = next((name for name in groups if entry.ranks in groups[name]), "no")
-                over = f"{_op(entry)} over {group_words(entry.ranks)}, its {name} group, for the largest token count"
-                found.append(f"rank {rank.rank} calls {over} in {phase}; its rows are exchanged in {group_words(of)}")
-            tally.add(pairs=1, rank=rank.rank)
-    if found:
-        raise WrongCollectives("dispatch", some(found))
+            name = next((name for name in groups if entry.ranks in groups[name]), "no")
+            over = f"{_op(entry)} over {group_words(entry.ranks)}, its {name} group, for the largest token count"
+            wrong = f"rank {rank.rank} calls {over} in {phase}; its rows are exchanged in {group_words(of)}"
+            yield Comparison(rank.rank, wrong if entry.ranks != of else "", pairs=1)
     if not calls:
         raise NotOffered("the ledger has no collective for the largest token count before the rows are sent")
 
 
-def judge_nobody_asked(reading: Reading, tally: Tally) -> None:
+@judge(WrongCollectives, "dispatch")
+def judge_no_maximum(reading: Reading) -> Comparisons:
     """Decide whether a dispatch has no collective for the largest token count.
 
     One such call is allowed, before the rows are sent, for an exchange that delivers a fixed number of rows on every
@@ -168,7 +162,7 @@ def judge_nobody_asked(reading: Reading, tally: Tally) -> None:
         WrongCollectives: a dispatch has such a call, or more than are allowed.
         WrongCount: the exchange claims a fixed number of rows, and the ranks receive different numbers.
     """
-    found, static = [], reading.claims.handed == "static"
+    static = reading.claims.handed == "static"
     if static:
         _judge_static(reading)
     free = 1 if static or reading.claims.wire.startswith("capacity") or _pads_unasked(reading) else 0
@@ -184,11 +178,10 @@ def judge_nobody_asked(reading: Reading, tally: Tally) -> None:
                     times = f"{len(entries) + free} times instead of {free}" if free else "instead of not at all"
                     over = f"{_op(entries[0])} over {group_words(entries[0].ranks)} for a largest number"
                     where = f"in {phase}, {when} ({entries[0].where})"
-                    found.append(f"rank {rank.rank} calls {over} {where}, {times}")
-        tally.add(pairs=len(reading.batches), rank=rank.rank)
-    if found:
-        capacity = "; a backend that sends every rank's capacity to every expert by design claims wire = 'capacity'"
-        raise WrongCollectives("dispatch", some(found) + (capacity if only_capacity else ""))
+                    yield Comparison(rank.rank, f"rank {rank.rank} calls {over} {where}, {times}")
+        yield Comparison(rank.rank, pairs=len(reading.batches))
+    if only_capacity:
+        yield Note("; a backend that sends every rank's capacity to every expert by design claims wire = 'capacity'")
 
 
 def _judge_static(reading: Reading) -> None:
@@ -217,7 +210,8 @@ def _alignment_unasked(reading: Reading) -> int:
     return claims.alignment
 
 
-def judge_added_rows(reading: Reading, tally: Tally) -> None:
+@judge(WrongDelivery, "dispatch")
+def judge_added_rows(reading: Reading) -> Comparisons:
     """Decide whether no expert receives an added token (a row of zeros), except as padding of its rows.
 
     Padding fills an expert's rows up to the multiple that the backend reports; an expert without rows may have one
@@ -226,7 +220,7 @@ def judge_added_rows(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongDelivery: an expert receives an added token.
     """
-    multiple, found = reading.claims.multiple, Counter[tuple[int, int]]()
+    multiple, excess = reading.claims.multiple, Counter[tuple[int, int]]()
     rows = Counter(_whose(entry) for entry in reading.entries if entry.kind != tags.PADDING)
     zeros = Counter(_whose(entry) for entry in reading.entries if entry.kind == tags.PADDING)
     for whose, number in zeros.items():
@@ -235,13 +229,13 @@ def judge_added_rows(reading: Reading, tally: Tally) -> None:
         in_places = len(handed.shape) == 3 and handed.counts_N is None
         filling = padded_rows([max(routed, 1)], multiple) - routed if multiple > 1 else 0
         if number > filling and not in_places:
-            found[holder, expert] += number - filling
-    if found:
-        words = [f"rank {r} receives {count(n, 'row')} of zeros for expert {e}" for (r, e), n in found.items()]
-        filled = f" in addition to the padding to multiples of {multiple}" if multiple > 1 else ""
-        raise WrongDelivery("dispatch", f"{some(words)}{filled}; likely cause: padding tokens were routed")
-    for rank in reading.ranks:
-        tally.add(pairs=len(rank.microbatches), rank=rank.rank)
+            excess[holder, expert] += number - filling
+    for (rank, expert), number in excess.items():
+        yield Comparison(rank, f"rank {rank} receives {count(number, 'row')} of zeros for expert {expert}")
+    filled = f" in addition to the padding to multiples of {multiple}" if multiple > 1 else ""
+    yield Note(f"{filled}; likely cause: padding tokens were routed")
+    for of_rank in reading.ranks:
+        yield Comparison(of_rank.rank, pairs=len(of_rank.microbatches))
 
 
 def _whose(entry: Row) -> tuple[int, int, int, int]:

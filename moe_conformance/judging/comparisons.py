@@ -1,0 +1,94 @@
+"""A judge yields comparisons, and `judge` makes of it a function that counts them, joins what is wrong and fails.
+
+    @judge(Costly, "run")
+    def judge_no_calls(reading: Reading) -> Comparisons:
+        for rank in reading.ranks:
+            calls = ...
+            yield Comparison(rank.rank, f"rank {rank.rank} calls {len(calls)} collectives" if calls else "", pairs=1)
+
+It is called as `judge_no_calls(reading, tally)`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
+
+from moe_conformance.judging.findings import Finding, fail, likeliest
+from moe_conformance.judging.verdict import Mismatch, Stage, Tally
+
+Subject = TypeVar("Subject")  # what is judged: an outcome, or its reading
+Given = ParamSpec("Given")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was compared at one place, and what is wrong there."""
+
+    rank: int | None  # whose result it is; None if it is of no rank, or of several
+    # Nothing, a sentence, or the findings that may each explain this one fault, of which `likeliest` chooses.
+    wrong: str | Finding | Sequence[Finding] = ""
+    pairs: int = 0  # (token, slot) pairs or rows that were compared
+    elements: int = 0  # elements that were compared
+    worst: float = 0.0  # largest observed/allowed error of a bounded comparison
+
+    def findings(self) -> Sequence[Finding]:
+        """Return the findings that may explain what is wrong; none if all is right."""
+        if isinstance(self.wrong, Finding):
+            return (self.wrong,)
+        if isinstance(self.wrong, str):
+            return (Finding("", self.wrong, () if self.rank is None else (self.rank,)),) if self.wrong else ()
+        return self.wrong
+
+
+@dataclass(frozen=True)
+class Note:
+    """What ends the message if anything is wrong, such as the claim under which it would be right."""
+
+    words: str
+
+
+Comparisons = Iterator[Comparison | Note]
+
+
+def judge(
+    error: type[Mismatch], stage: Stage
+) -> Callable[[Callable[Concatenate[Subject, Given], Comparisons]], Callable[Concatenate[Subject, Tally, Given], None]]:
+    """Return a decorator that makes a judge of a function that yields comparisons.
+
+    The judge counts in its second argument, the tally, what is right. It raises `error` in `stage` if anything is
+    wrong, with the findings of all comparisons and the ranks to blame; a function may raise other errors itself.
+    """
+
+    def decorate(
+        compare: Callable[Concatenate[Subject, Given], Comparisons],
+    ) -> Callable[Concatenate[Subject, Tally, Given], None]:
+        @wraps(compare)
+        def judged(subject: Subject, tally: Tally, /, *given: Given.args, **named: Given.kwargs) -> None:
+            faults, note = _count(compare(subject, *given, **named), tally)
+            if faults:
+                fail(error, stage, likeliest(faults), note=note)
+
+        first, *rest = inspect.signature(compare).parameters.values()
+        tally = inspect.Parameter("tally", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        judged.__signature__ = inspect.Signature([first, tally, *rest])  # type: ignore[attr-defined]
+        return judged
+
+    return decorate
+
+
+def _count(comparisons: Comparisons, tally: Tally) -> tuple[list[Sequence[Finding]], str]:
+    """Count what is right, and return the possible findings for each fault, and the notes."""
+    faults: list[Sequence[Finding]] = []
+    note = ""
+    for compared in comparisons:
+        if isinstance(compared, Note):
+            note += compared.words
+        elif findings := compared.findings():
+            faults.append(findings)
+        else:
+            tally.add(elements=compared.elements, pairs=compared.pairs, rank=compared.rank, worst=compared.worst)
+    return faults, note
