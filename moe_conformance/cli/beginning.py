@@ -15,7 +15,7 @@ from moe_conformance.plugin import options
 
 
 @main.command(name="list")
-@click.argument("what", type=click.Choice(["requirements", "checks", "backends"]))
+@click.argument("what", type=click.Choice(["requirements", "checks", "backends", "surfaces"]))
 @click.option("--importable", is_flag=True, help="only backends whose library is here")
 @click.option(
     "--native-only",
@@ -23,7 +23,7 @@ from moe_conformance.plugin import options
     help="only requirements that no real library was judged by: its floor and waivers do not name them",
 )
 def list_(what: str, importable: bool, native_only: bool) -> None:
-    """List requirements, checks or backends."""
+    """List requirements, checks, backends, or the surfaces that an adapter may offer."""
     if importable and what != "backends":
         raise click.UsageError("--importable goes with `list backends`")
     if native_only and what != "requirements":
@@ -35,6 +35,8 @@ def list_(what: str, importable: bool, native_only: bool) -> None:
         lines = catalogue.native_only_lines() if native_only else catalogue.requirement_lines()
     elif what == "checks":
         lines = catalogue.check_lines()
+    elif what == "surfaces":
+        lines = catalogue.surface_lines()
     else:
         lines = catalogue.backend_lines(importable)
     for line in lines:

@@ -1,4 +1,4 @@
-"""What there is to list: requirements, the checks that decide them, backends and whether they can run here."""
+"""What there is to list: requirements, checks, backends and whether they can run here, and surfaces of the contract."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import importlib
 import pkgutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from inspect import isclass
+from inspect import cleandoc, isclass, isfunction
 from types import ModuleType
 
 from moe_conformance import spec
 from moe_conformance.backends import registry
 from moe_conformance.cli import explaining
+from moe_conformance.discovery import modules
 from moe_conformance.plugin import collecting
 from moe_conformance.plugin.options import Unusable
 from moe_conformance.plugin.run import open_backend
@@ -95,6 +96,15 @@ def check_lines() -> Iterator[str]:
     """Yield a line per check."""
     for check in checks():
         yield f"{check.module}::{check.name}  {', '.join(check.requirements)}  ({check.run})"
+
+
+def surface_lines() -> Iterator[str]:
+    """Yield a line per method of `Session` that a chapter adds: its name, the chapter, and what it builds."""
+    for module in modules("surface"):
+        for name, method in vars(vars(module).get("SessionPart", object)).items():
+            if isfunction(method):
+                summary = cleandoc(method.__doc__ or "").partition("\n")[0]
+                yield f"{name:20}  {module.__name__.split('.')[2]:20}  {summary}"
 
 
 def _of_module(module: ModuleType) -> Iterator[Check]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from moe_conformance import cli, spec, waiving
+from moe_conformance import cli, contract, spec, waiving
 from moe_conformance.report import floor
 from self_tests.plugin import plugin_runs
 
@@ -69,6 +69,13 @@ class TestList:
         """With versions, or with what to install; `--importable` gives bare names."""
         assert "native: torch " in printed("list", "backends")
         assert "native" in printed("list", "backends", "--importable").splitlines()
+
+    def test_surfaces(self) -> None:
+        """Each method of `Session` that a chapter adds, with the chapter and what it builds."""
+        lines = {line.split()[0]: line for line in printed("list", "surfaces").splitlines()}
+        built = "Build the exchange with a meter of overload attached; collective."
+        assert ["load_meter", "overload", built] == lines["load_meter"].split(maxsplit=2)
+        assert lines.keys() <= set(dir(contract.Session))
 
     def test_importable_goes_with_backends(self) -> None:
         """Anywhere else it would be ignored."""

@@ -20,6 +20,7 @@ from moe_conformance.workloads.plan import Case, Plan
 from moe_conformance.workloads.records.runs import ExchangeStep
 from moe_conformance.workloads.records.workload import Batch
 from moe_conformance.workloads.selection import power
+from moe_conformance.workloads.selection import stored as selections
 from moe_conformance.workloads.selection.shards import Shard
 from moe_conformance.workloads.selection.stored import FOLDER, of, read
 from self_tests.checked_runs import EXPECTED
@@ -51,6 +52,12 @@ def stored(backend: str) -> set[Place]:
     return {(v, layout, name) for v, names in tables.items() for name, layouts in names.items() for layout in layouts}
 
 
+def selected(backend: str) -> set[Place]:
+    """Return the cases that are selected: stored, or of a workload that native's file alone mentions."""
+    selection = of(backend, plan_of(backend).backend.variants)
+    return {place for place in demands_of(backend) if selection.holds(*place)}
+
+
 def met(backend: str, places: Iterable[Place]) -> set[Demand]:
     """Return all that cases meet together."""
     return {demand for place in places for demand in demands_of(backend)[place]}
@@ -64,7 +71,7 @@ class TestStored:
 
     def test_every_demand_is_met(self, backend: str) -> None:
         """What some case of the pool meets, a selected one does: workloads, checks on variants and layouts, traits."""
-        missing = met(backend, demands_of(backend)) - met(backend, stored(backend))
+        missing = met(backend, demands_of(backend)) - met(backend, selected(backend))
         assert [] == sorted(missing, key=str), AGAIN.format(backend)
 
     def test_it_is_a_part(self, backend: str) -> None:
@@ -168,6 +175,21 @@ class TestRotation:
         plan = Plan(Native(), "cpu", "quick", rotation=Shard(1, 3))
         assert () == plan.drawing(ExchangeStep())
         assert () == plan.worlds
+
+
+class TestUnmentioned:
+    def test_a_workload_that_a_file_does_not_mention_runs_as_without_a_file(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nothing has to be selected for a library when a workload comes to native's file; what is there stays."""
+        tables = read("transformers")
+        without = {variant: {name: row[name] for name in row if name != "even"} for variant, row in tables.items()}
+        monkeypatch.setattr(selections, "read", lambda name: without if name == "transformers" else read(name))
+        variants = list(tables)
+        found, expected = of("transformers", variants).layouts, of("adopted", variants).layouts
+        assert [expected[each].get("even") for each in variants] == [found[each].get("even") for each in variants]
+        mentioned = next(name for name in tables[variants[0]] if name != "even")
+        assert tables[variants[0]][mentioned] == found[variants[0]][mentioned]
 
 
 class Adopted(Native):

@@ -5,8 +5,9 @@ A backend may have a file. A table is a variant, a line of it a workload and the
     [alltoall]
     even = "single ep2 ep2-edp2"
 
-`python -m tools.select_cases` writes them; they are not edited by hand. A workload that a file does not mention is
-new, and runs wherever it can until the tool is run again.
+`python -m tools.select_cases` writes them; they are not edited by hand. A workload that a library's file does not
+mention runs as it does for a backend without a file. One that native's does not mention either is new, and runs
+wherever it can until the tool is run again.
 """
 
 from __future__ import annotations
@@ -40,19 +41,32 @@ class Selection:
 def of(backend: str, variants: Sequence[str]) -> Selection:
     """Return the selection of a backend, given its name and its variants.
 
-    It is that of the backend's file, if there is one. Else it is native's, if the variants are native's, as those of
-    planted bugs are. Any other backend runs with its first variant what native runs with its first, and with the others
-    what native runs with any but its first.
+    Of workloads that the backend's file mentions it is what the file says. Of others it is native's, if the variants
+    are native's, as those of planted bugs are. Any other backend runs with its first variant what native runs with its
+    first, and with the others what native runs with any but its first.
     """
-    stored = read(backend)
-    general = stored or read(GENERAL)
-    known = frozenset(name for names in general.values() for name in names)
-    if stored or set(variants) <= set(general):
-        return Selection(general, known)
+    general, stored = read(GENERAL), read(backend)
+    known = _workloads(general) | _workloads(stored)
+    alike = set(variants) <= set(general)
+    layouts = general if alike else _borrowed(general, variants)
+    if not stored:
+        return Selection(layouts, known, borrowed=not alike)
+    mentioned = _workloads(stored)
+    rest = {
+        variant: {name: where for name, where in row.items() if name not in mentioned}
+        for variant, row in layouts.items()
+    }
+    return Selection({variant: {**rest[variant], **stored.get(variant, {})} for variant in variants}, known)
+
+
+def _borrowed(general: Stored, variants: Sequence[str]) -> Stored:
     first, *others = general.values()
-    union = {name: frozenset().union(*(other.get(name, ()) for other in others)) for name in known}
-    layouts = {variant: first if variant == variants[0] else union for variant in variants}
-    return Selection(layouts, known, borrowed=True)
+    union = {name: frozenset[str]().union(*(other.get(name, ()) for other in others)) for name in _workloads(general)}
+    return {variant: first if variant == variants[0] else union for variant in variants}
+
+
+def _workloads(tables: Stored) -> frozenset[str]:
+    return frozenset(name for row in tables.values() for name in row)
 
 
 @cache
