@@ -17,7 +17,7 @@ from moe_conformance.judging.shared.exchange.expert_placement import judge_place
 from moe_conformance.judging.shared.exchange.outputs import judge_outputs
 from moe_conformance.judging.shared.experts.experts import judge_expert_gradients, judge_replicas
 from moe_conformance.judging.verdict import Tally
-from moe_conformance.scenarios.outcome import Told
+from moe_conformance.scenarios.outcome import GroupAnswer
 from moe_conformance.spec import requirement
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import shows
@@ -34,13 +34,13 @@ class TestFolding:
 
     @requirement("GROUP-02", run=GroupAnswers())
     def test_sizes_are_taken_if_and_only_if_they_make_a_layout(
-        self, size_answers: Mapping[Wish, Told], tally: Tally
+        self, size_answers: Mapping[Wish, GroupAnswer], tally: Tally
     ) -> None:
         """Every layout of a world has groups or a documented refusal, and invalid sizes are refused."""
         judge_sizes(size_answers, tally)
 
     @requirement("GROUP-04", run=GroupAnswers())
-    def test_no_group_has_ranks_of_two_stages(self, group_answers: Mapping[Wish, Told], tally: Tally) -> None:
+    def test_no_group_has_ranks_of_two_stages(self, group_answers: Mapping[Wish, GroupAnswer], tally: Tally) -> None:
         """In every order of axes, dense groups and expert groups put every rank into the same pipeline stage."""
         judge_stages(group_answers, tally)
 

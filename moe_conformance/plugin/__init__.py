@@ -1,26 +1,24 @@
-"""The pytest plug-in, idle until it is asked by an option or by collecting distributed_tests.
+"""The pytest plug-in. It does nothing until an option is given or distributed_tests is collected.
 
-Every pytest run of an environment in which the suite is installed imports this file, so that it imports nothing heavy.
+Every pytest run of an environment in which the suite is installed imports this file, so it imports nothing heavy.
 
-    collecting.py the checks, under the one name that they are imported by
+    collecting.py imports the checks under one name
     options.py    the options, for pytest and for the command line
-    run.py        what a run stands on, checked before it starts
-    driver.py     what pytest collects, and the fixtures of checks that draw or ask for groups
+    run.py        options, backend and waivers of a run, checked before it starts
+    driver.py     what pytest collects, and the fixtures of checks that draw workloads or request groups
     case_items.py one item per case, and the checks in it
     case_run.py   from a case to the verdicts of its checks
-    garbage.py    when the driver looks for garbage
-    agenda.py     in which order items run, and which case follows which
-    outcomes.py   the ranks at work, one case ahead of the judge
-    trial.py      from the end of an item to its verdict
-    recording.py  from the verdict to the record, and to what pytest shows
+    agenda.py     the order of items, and which cases follow an item
+    outcomes.py   runs cases on ranks, ahead of the judge
+    trial.py      the verdict of an item that ended
+    recording.py  the record of a verdict, and what pytest shows of it
     drawing.py    how Hypothesis draws
     launching.py  the processes of a launcher such as torchrun
-    gpus.py       which GPUs an xdist worker's ranks see
-    scheduling.py which xdist worker judges what
-    roster.py     which items there are, for those that never end
-    stopping.py   how a run ends early, in order
-    scripts.py    failures into scripts that run without pytest
-    reporter.py   records into progress, matrix, result.json and the exit status
+    scheduling.py which cells run on which xdist worker
+    roster.py     all selected items, so that those that never end are reported
+    stopping.py   ends a run early
+    scripts.py    writes scripts that reproduce failures without pytest
+    reporter.py   makes progress, matrix, result.json and the exit status of records
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     option = config.option
     if not launching.is_launched() or hasattr(config, "workerinput") or option.help or option.version:
         return None
-    return launching.join(config) if _is_asked(config) else None
+    return launching.join(config) if _takes_part(config) else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -99,7 +97,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
     """Begin in the controller, which collects nothing itself, when a worker has collected the suite's own checks."""
     config: pytest.Config = node.config
-    files = {each.partition("::")[0] for each in ids}
+    files = {node_id.partition("::")[0] for node_id in ids}
     if any(collecting.holds(config.rootpath / file) for file in files):
         begin(config)
     reporter: Reporter | None = config.pluginmanager.get_plugin(_REPORTER)
@@ -138,23 +136,19 @@ def begin(config: pytest.Config) -> None:
         driver = Driver(prepare(options.from_mapping(given), launching.site_of(config)))
     except options.Unusable as error:
         raise pytest.UsageError(str(error)) from None
-    asked = driver.run.options
+    run_options = driver.run.options
     if config.getoption("--hypothesis-profile", None) is None:
-        drawing.load_profile(asked.profile)
-    stopping = Stopping(config, asked.time_limit)
+        drawing.load_profile(run_options.profile)
+    stopping = Stopping(config, run_options.time_limit)
     manager.register(driver, _DRIVER)
     if not hasattr(config, "workerinput"):  # xdist: the controller reports what the workers judge
         manager.register(Reporter(driver, stopping, config), _REPORTER)
     manager.register(stopping, _STOPPING)  # last, so that its hooks are first
 
 
-def _is_asked(config: pytest.Config) -> bool:
+def _takes_part(config: pytest.Config) -> bool:
     """Whether an option or the path of checks was given."""
-    if any(value is not None for value in _given(config).values()):
-        return True
-    paths = [(config.invocation_params.dir / each.partition("::")[0]).resolve() for each in config.args]
-    named = config.option.pyargs and any(each.startswith(collecting.PACKAGE) for each in config.args)
-    return named or any(collecting.holds(path) for path in paths)
+    return any(value is not None for value in _given(config).values()) or collecting.are_named(config)
 
 
 def _given(config: pytest.Config) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which items run in which order, and which case the ranks can begin while the driver still judges."""
+"""The order in which items run, and the cases that ranks can begin while the driver still judges."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def case_of(item: pytest.Item) -> Case | None:
 
 
 def cell_of(item: pytest.Item) -> Cell | None:
-    """Return the cell of an item, be it of a case or of its own draws."""
+    """Return the cell of an item of a case, or of an item that draws workloads."""
     case, cell = case_of(item), parameters(item).get("cell")
     return case.cell if case is not None else cell if isinstance(cell, Cell) else None
 
 
 def scope_of(item: pytest.Item) -> str | None:
-    """Return what an item belongs to where a run is divided: its cell, "" for a check without one, None if no check."""
+    """Return the id of an item's cell: "" for a check without a cell, None for an item that is no check."""
     cell = cell_of(item)
     if cell is not None:
         return cell.id
@@ -47,7 +47,7 @@ def scope_of(item: pytest.Item) -> str | None:
 
 
 def of_others(item: pytest.Item, other_cells: Collection[str]) -> bool:
-    """Whether an item is for other shards: it belongs to one of their cells, or all of its cases do."""
+    """Whether an item is run by other shards: its cell is theirs, or it stands for a check without a case here."""
     without = (isinstance(item, Check) or "cell" in parameters(item)) and cell_of(item) is None
     return without or scope_of(item) in other_cells
 
@@ -61,7 +61,7 @@ def loads(plan: Plan, ranks: int) -> dict[str, int]:
 
 
 def other_cells(plan: Plan, options: Options) -> frozenset[str]:
-    """Return the cells that the shard which was asked for leaves to the others.
+    """Return the cells that the requested shard leaves to the others.
 
     Raises:
         Unusable: there are fewer cells than shards.
@@ -78,8 +78,8 @@ def other_cells(plan: Plan, options: Options) -> frozenset[str]:
         by_layout[layout_of[cell]] += cases
     if len(by_layout) < _LAYOUTS_OF_A_SHARD * shard.count:
         return frozenset(count) - shards.divide(count, shard.count)[shard.index - 1]
-    own = shards.divide(by_layout, shard.count)[shard.index - 1]
-    return frozenset(cell for cell in count if layout_of[cell] not in own)
+    layouts_of_shard = shards.divide(by_layout, shard.count)[shard.index - 1]
+    return frozenset(cell for cell in count if layout_of[cell] not in layouts_of_shard)
 
 
 def sort(items: list[pytest.Item], examples: Collection[str], power: Mapping[Place, int]) -> None:
@@ -91,12 +91,12 @@ def sort(items: list[pytest.Item], examples: Collection[str], power: Mapping[Pla
     those of another and the driver have the processors. Items without a case come last.
     """
     placed = [(place, item) for item in items if (place := _place(item)) is not None]
-    placed.sort(key=lambda each: (each[0], each[1].name not in examples))
+    placed.sort(key=lambda entry: (entry[0], entry[1].name not in examples))
     urgent = {place for place, item in placed if item.name in examples}
     first = [item for place, item in placed if place in urgent]
     last = [item for item in items if _place(item) is None]
     others = [(power.get(_named(item), inf), place, item) for place, item in placed if place not in urgent]
-    powerful = [item for number, _, item in sorted(others, key=lambda each: each[0]) if number < inf]
+    powerful = [item for number, _, item in sorted(others, key=lambda entry: entry[0]) if number < inf]
     usual = [(place, item) for number, place, item in others if number == inf]
     items[:] = [*first, *powerful, *_spread(usual), *last]
 
@@ -104,7 +104,7 @@ def sort(items: list[pytest.Item], examples: Collection[str], power: Mapping[Pla
 def _spread(placed: Iterable[tuple[tuple[float, ...], pytest.Item]]) -> Iterator[pytest.Item]:
     """Yield items that are sorted by place so that those of every number of ranks are evenly among the others."""
     by_ranks: dict[int, list[list[pytest.Item]]] = {}
-    for _, of_place in groupby(placed, key=lambda each: each[0]):
+    for _, of_place in groupby(placed, key=lambda entry: entry[0]):
         together = [item for _, item in of_place]
         cell = cell_of(together[0])
         assert cell is not None  # it has a place
@@ -114,7 +114,7 @@ def _spread(placed: Iterable[tuple[tuple[float, ...], pytest.Item]]) -> Iterator
         for world, groups in by_ranks.items()
         for number, together in enumerate(groups)
     ]
-    for *_, together in sorted(spread, key=lambda each: each[:2]):
+    for *_, together in sorted(spread, key=lambda entry: entry[:2]):
         yield from together
 
 
@@ -156,7 +156,7 @@ def _named(item: pytest.Item) -> Place:
 
 
 def _place(item: pytest.Item) -> tuple[float, ...] | None:
-    """Return where an item's case or cell comes in running order."""
+    """Return the sort key of an item: the place of its case or cell in running order; None without either."""
     case, cell = case_of(item), cell_of(item)
     if case is not None:
         return (case.cell.number, *case.place)

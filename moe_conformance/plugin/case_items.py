@@ -1,8 +1,8 @@
 """One pytest item per case, which runs all checks that read the case.
 
 While pytest collects and selects, every check of every case is a node of its own, so that `-k`, `--lf`, `--deselect`
-and node ids mean what they always mean. What was selected is then put together by case: a check needs no fixtures and
-no protocol of its own, only its arguments, and reports its verdict under its own node id.
+and node ids work as in any pytest run. Selected checks of a case are then put into one item: they need no fixtures and
+no protocol of pytest, only their arguments, and report their verdicts under their node ids.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OF_A_CASE = ARGUMENTS - {"tally"}  # what only a case has
 
 @dataclass(frozen=True)
 class CaseFunction:
-    """A check as it is written: a row, or a function of a module or of a class of which each case gets a new object."""
+    """A check as it is written: a row, or a function of a module, or of a class that is instantiated for every case."""
 
     name: str
     function: Callable[..., None]
@@ -44,11 +44,11 @@ class CaseFunction:
 
     @property
     def line(self) -> int:
-        """Where it is written, from 1."""
+        """Its line number, from 1."""
         return self.function.line if isinstance(self.function, Row) else self.function.__code__.co_firstlineno
 
     def bound(self) -> Callable[..., None]:
-        """Return what is called with the arguments."""
+        """Return the callable that takes the arguments."""
         return self.function if self.owner is None else getattr(self.owner(), self.name)
 
 
@@ -84,32 +84,32 @@ class Check(pytest.Item):
     One without a case stands for a check that this run has no case for.
     """
 
-    def __init__(self, *, asked: CaseFunction, case: Case | None, **node: Any) -> None:
+    def __init__(self, *, definition: CaseFunction, case: Case | None, **node: Any) -> None:
         """Take what to call and on what."""
         super().__init__(**node)
-        self.asked, self.case = asked, case
-        self.own_markers.append(asked.mark)
-        self._named = super().nodeid  # pytest joins its parts each time
+        self.definition, self.case = definition, case
+        self.own_markers.append(definition.mark)
+        self._full_nodeid = super().nodeid  # pytest joins its parts each time
 
     @property
     def nodeid(self) -> str:
         """For example `distributed_tests/test_x.py::TestX::test_y[alltoall-ep2-even]`."""
-        return self._named
+        return self._full_nodeid
 
     @property
     def originalname(self) -> str:
         """The name of the function."""
-        return self.asked.name
+        return self.definition.name
 
     @property
     def function(self) -> Callable[..., None] | None:
-        """The function, whose attributes `-k` looks at; a row has none that anybody would select by."""
-        return None if isinstance(self.asked.function, Row) else self.asked.function
+        """The function, whose attributes `-k` matches; None for a row."""
+        return None if isinstance(self.definition.function, Row) else self.definition.function
 
     def reportinfo(self) -> tuple[Any, int, str]:
-        """Say where it is written."""
+        """Return file, line from 0 and name."""
         names = [node.name for node in self.listchain() if isinstance(node, pytest.Class)]
-        return self.path, self.asked.line - 1, ".".join([*names, self.name])
+        return self.path, self.definition.line - 1, ".".join([*names, self.name])
 
     def runtest(self) -> None:
         """Skip: only one without a case is run by itself."""
@@ -127,23 +127,23 @@ class CaseItem(pytest.Item):
         self.crashes: set[str] = set()  # the messages of those that were reported under EXCH-09
         self.failed = False  # a check that reads this case alone
         self._run = run
-        self._telling: Check | None = None
+        self._reported: Check | None = None
 
     @property
     def nodeid(self) -> str:
-        """Its own; while a check's report is told that of the check, since xdist wants them to be the same."""
-        return super().nodeid if self._telling is None else self._telling.nodeid
+        """That of the item; while a check is reported that of the check, since xdist requires them to be equal."""
+        return super().nodeid if self._reported is None else self._reported.nodeid
 
     @property
     def fixturenames(self) -> frozenset[str]:
         """The arguments of all checks."""
-        return frozenset(argument for check in self.checks for argument in check.asked.arguments)
+        return frozenset(argument for check in self.checks for argument in check.definition.arguments)
 
     @contextmanager
-    def telling(self, check: Check) -> Iterator[None]:
-        """Let hooks be called for a check; what they print is not captured."""
+    def reporting(self, check: Check) -> Iterator[None]:
+        """Give the item the node id of a check while its hooks are called; what they print is not captured."""
         capture = self.config.pluginmanager.get_plugin("capturemanager")
-        self._telling = check
+        self._reported = check
         try:
             if capture is None:
                 yield
@@ -151,15 +151,15 @@ class CaseItem(pytest.Item):
                 with capture.global_and_fixture_disabled():
                     yield
         finally:
-            self._telling = None
+            self._reported = None
 
     def end(self) -> None:
-        """Let go of the case and its checks."""
+        """Release the case and its checks."""
         self.checks = []
         del self.case
 
     def reportinfo(self) -> tuple[Any, None, str]:
-        """Say what it is."""
+        """Return file and name; it has no line."""
         return self.path, None, self.name
 
     def runtest(self) -> None:
@@ -167,21 +167,23 @@ class CaseItem(pytest.Item):
         self._run(self)
 
 
-def checks_of(collector: pytest.Collector, asked: CaseFunction, cases: Sequence[Case]) -> list[pytest.Item]:
-    """Return a node for the check on every case; without any case one that says so."""
+def checks_of(collector: pytest.Collector, definition: CaseFunction, cases: Sequence[Case]) -> list[pytest.Item]:
+    """Return a node for the check on every case; without any case one node that is skipped."""
 
     def node(parameter: str, case: Case | None) -> Check:
-        name = f"{asked.name}[{parameter}]"
+        name = f"{definition.name}[{parameter}]"
         # pytest makes no parameters of a name, and --lf knows an item by them
-        return Check.from_parent(collector, name=name, nodeid=f"{collector.nodeid}::{name}", asked=asked, case=case)
+        return Check.from_parent(
+            collector, name=name, nodeid=f"{collector.nodeid}::{name}", definition=definition, case=case
+        )
 
     return [node(case.id, case) for case in cases] or [node("NOTSET", None)]
 
 
 def by_case(items: Iterable[pytest.Item], run: Callable[[CaseItem], None]) -> Iterator[pytest.Item]:
-    """Yield one item per case, where the first of its checks was, and all other items where they were.
+    """Yield one item per case, at the position of its first check, and all other items at theirs.
 
-    Of the checks of a case those of a SHOULD come last, and of one level those that compare runs.
+    Of the checks of a case those of a SHOULD come last, and within a level those that compare runs.
     """
     found: dict[str, CaseItem] = {}
     grouped: list[pytest.Item] = []
@@ -202,10 +204,10 @@ def by_case(items: Iterable[pytest.Item], run: Callable[[CaseItem], None]) -> It
 
 
 def _last(check: Check) -> tuple[bool, bool]:
-    return only_should(check.asked.requirements), check.asked.compares_runs
+    return only_should(check.definition.requirements), check.definition.compares_runs
 
 
-def each_check(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+def checks_of_items(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     """Yield the checks of items of a case, and all other items as they are."""
     for item in items:
         yield from item.checks if isinstance(item, CaseItem) else (item,)

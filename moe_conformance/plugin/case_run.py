@@ -1,4 +1,4 @@
-"""Runs a case and lets every check judge what came back, each to a verdict and a report of its own."""
+"""Runs a case and calls every check on its outcome: one verdict and one report per check."""
 
 from __future__ import annotations
 
@@ -31,89 +31,89 @@ from moe_conformance.workloads.selection.profiles import too_large
 
 @dataclass
 class CaseRun:
-    """What the items of cases do when they run."""
+    """Runs the items of cases."""
 
     run: Run
     outcomes: Outcomes
     # Not in what pytest prints of an interrupted call: these hold all cases.
     checks: dict[str, Sequence[Check]] = field(default_factory=dict, repr=False)  # by id of a case
     followers: dict[str, tuple[Case, ...]] = field(default_factory=dict, repr=False)  # by node id of an item
-    imported: set[str] = field(default_factory=set)  # backends whose import was looked at
+    imported: set[str] = field(default_factory=set)  # backends whose import was checked
 
     @cached_property
     def _factors(self) -> Factors:
         return Factors(self.run, self.outcomes)
 
     def __call__(self, item: CaseItem) -> None:
-        """Let every check judge the case; one that fails keeps none of the others from its verdict."""
+        """Call every check of the case, whether or not another has failed."""
         hook = item.ihook
         for check in item.checks:
-            about = {"nodeid": check.nodeid, "location": check.location}
-            with item.telling(check):
-                hook.pytest_runtest_logstart(**about)
+            names = {"nodeid": check.nodeid, "location": check.location}
+            with item.reporting(check):
+                hook.pytest_runtest_logstart(**names)
             call, report = self._judge(item, check)
-            with item.telling(check):
+            with item.reporting(check):
                 hook.pytest_runtest_logreport(report=report)
                 if report.failed and call.excinfo is not None:
                     hook.pytest_exception_interact(node=check, call=call, report=report)  # --pdb
-                hook.pytest_runtest_logfinish(**about)
+                hook.pytest_runtest_logfinish(**names)
             _release(call)
             if item.session.shouldfail or item.session.shouldstop:
                 return
 
     def end(self, item: CaseItem) -> None:
-        """Let go of an item's case and of those that follow it: pytest keeps all items, and a case has tensors."""
+        """Release an item's case and those that follow it: pytest keeps all items, and a case has tensors."""
         self.checks.pop(item.case.id, None)
         item.end()
         self.followers.pop(item.nodeid, None)
 
     def runs(self, case: Case) -> bool:
-        """Whether a case is run at all: on enough ranks, within the limits that nobody may break."""
+        """Whether a case is run: there are enough ranks, and it breaks no limit beyond which behaviour is undefined."""
         limit = limit_of(case)
         return not (too_large(case.cell.layout, self.run.options.ranks) or (limit and limit.proof == "undefined"))
 
     def require_ranks(self, trial: Trial, cell: Cell) -> None:
-        """Skip what there are too few ranks for."""
+        """Skip the item if its layout needs more ranks than there are."""
         if reason := too_large(cell.layout, self.run.options.ranks):
             trial.skip("not applicable", f"not applicable: {reason}")
 
     def step(self, trial: Trial, workload: Workload, deadline_s: float | None = None) -> Outcome:
-        """Run a workload now, and count that."""
+        """Run a workload now, and count the run."""
         trial.runs += 1
         return self.outcomes.step(workload, deadline_s)
 
     def foreseen(self, case: Case) -> Sequence[Workload]:
-        """Return the equivalent runs of a case that its checks will ask for, unless it breaks a limit."""
+        """Return the equivalent runs of a case that its checks will request; none if it breaks a limit."""
         if limit_of(case) is not None:
             return ()
-        return foreseen(self.run, case.workload, [check.asked for check in self.checks.get(case.id, ())])
+        return foreseen(self.run, case.workload, [check.definition for check in self.checks.get(case.id, ())])
 
-    def _beside(self, trial: Trial, kept: Kept, workloads: Sequence[Workload]) -> list[Outcome]:
-        """Return what equivalent runs of one world returned, and count them."""
+    def _equivalent_runs(self, trial: Trial, kept: Kept, workloads: Sequence[Workload]) -> list[Outcome]:
+        """Return the outcomes of equivalent runs of one world, and count them."""
         trial.runs += len(workloads)
-        return self.outcomes.beside(kept, workloads)
+        return self.outcomes.equivalent_runs(kept, workloads)
 
     def _judge(self, item: CaseItem, check: Check) -> tuple[pytest.CallInfo[None], pytest.TestReport]:
-        """Return how a check ended, as pytest has it, with its record."""
+        """Call a check; return pytest's call and its report, with the record attached."""
         case = item.case
-        trial = Trial(check.asked.requirements, check.asked.name, case.cell, case.workload)
+        trial = Trial(check.definition.requirements, check.definition.name, case.cell, case.workload)
         stops = (pytest.exit.Exception, KeyboardInterrupt)
-        call = pytest.CallInfo.from_call(partial(self._ask, item, check, trial), when="call", reraise=stops)
+        call = pytest.CallInfo.from_call(partial(self._call, item, check, trial), when="call", reraise=stops)
         ended = ending(trial, call.excinfo.value if call.excinfo else None)
         ended = as_of_a_crash(ended, item.crashes, elsewhere=_finishing(item) not in (None, check))
-        told = ended.message
+        message = ended.message
         if ended.verdict == "error":
             ended = replace(ended, detail=_python_traceback(check, call))
         ended = repeating.looked_again(
-            self.run, self.outcomes, check, trial, ended, case, partial(self._ask_again, check, case)
+            self.run, self.outcomes, check, trial, ended, case, partial(self._call_again, check, case)
         )
         record = record_of(self.run, check, trial, ended)
         if record.verdict == "fail":
-            when = check.asked.mark.kwargs.get("when")
-            told_apart = self._factors.told(ended, case, when, partial(self._ask_again, check))
-            record = replace(record, message=told_apart.message)
+            when = check.definition.mark.kwargs.get("when")
+            ended_with_size = self._factors.with_size(ended, case, when, partial(self._call_again, check))
+            record = replace(record, message=ended_with_size.message)
         if ended.crashed and record.requirements == EVERY_RANK_FINISHES:
-            item.crashes.add(told)
+            item.crashes.add(message)
         report = pytest.TestReport(
             nodeid=check.nodeid,
             location=check.location,
@@ -126,14 +126,14 @@ class CaseRun:
             stop=call.stop,
         )
         attach(report, record, item.config)
-        item.failed |= record.verdict in FAILING and not check.asked.compares_runs
-        if item.failed and record.verdict == "fail" and check.asked.compares_runs:
+        item.failed |= record.verdict in FAILING and not check.definition.compares_runs
+        if item.failed and record.verdict == "fail" and check.definition.compares_runs:
             report.user_properties.append((FOLLOWS, True))
         translate(report, record, self.run)
         return call, report
 
-    def _ask(self, item: CaseItem, check: Check, trial: Trial) -> None:
-        """Call a check on what the case returned; skip where nothing ran or the backend refused."""
+    def _call(self, item: CaseItem, check: Check, trial: Trial) -> None:
+        """Call a check on the outcome of the case; skip where nothing ran or the backend refused."""
         case = item.case
         self.require_ranks(trial, case.cell)
         limit = limit_of(case)
@@ -143,15 +143,15 @@ class CaseRun:
         kept = self.outcomes.of(case, self.followers.get(item.nodeid, ()))
         trial.outcome = kept.outcome
         _examine(trial, case)
-        twins = partial(self._twins, kept, partial(self._beside, trial, kept), self.imported)
-        check.asked.bound()(**_arguments(check, trial, kept, twins))
+        twins = partial(self._twins, kept, partial(self._equivalent_runs, trial, kept), self.imported)
+        check.definition.bound()(**_arguments(check, trial, kept, twins))
 
-    def _ask_again(self, check: Check, case: Case, kept: Kept) -> Ending:
-        """Return how a check ends on another outcome of its case, on ranks that are still those of that outcome."""
+    def _call_again(self, check: Check, case: Case, kept: Kept) -> Ending:
+        """Return how a check ends on another outcome of its case; the ranks of that outcome still run."""
         trial = Trial((), check.name, case.cell, case.workload, outcome=kept.outcome)
         try:
             _examine(trial, case)
-            check.asked.bound()(
+            check.definition.bound()(
                 **_arguments(check, trial, kept, partial(self._twins, kept, self.outcomes.steps, set()))
             )
         except (Exception, pytest.skip.Exception) as error:
@@ -164,19 +164,19 @@ class CaseRun:
 
 
 def _arguments(check: Check, trial: Trial, kept: Kept, twins: Callable[[], Twins]) -> dict[str, Any]:
-    """Return what a check asks for by the names of its arguments."""
+    """Return the arguments of a check by name."""
     offered: dict[str, Callable[[], Any]] = {
         "outcome": lambda: kept.outcome,
         "reading": lambda: kept.reading,
         "tally": lambda: trial.tally,
         "twins": twins,
     }
-    return {name: offered[name]() for name in check.asked.arguments}
+    return {name: offered[name]() for name in check.definition.arguments}
 
 
 def _finishing(item: CaseItem) -> Check | None:
-    """Return the check of a case that every rank finishes, under which a crash is reported; None if it has none."""
-    return next((each for each in item.checks if each.asked.requirements == EVERY_RANK_FINISHES), None)
+    """Return the check that every rank of the case finishes, under which a crash is reported; None without one."""
+    return next((check for check in item.checks if check.definition.requirements == EVERY_RANK_FINISHES), None)
 
 
 def limit_of(case: Case) -> Limit | None:
@@ -192,7 +192,7 @@ def _examine(trial: Trial, case: Case) -> None:
 
 
 def _python_traceback(check: Check, call: pytest.CallInfo[None]) -> str:
-    """Return where an exception of the suite's own came from, from the check on."""
+    """Return the traceback of an exception of the suite, from the check on."""
     assert call.excinfo is not None
     style = check.config.getoption("tbstyle", "auto")
     shown = call.excinfo.getrepr(
@@ -203,7 +203,7 @@ def _python_traceback(check: Check, call: pytest.CallInfo[None]) -> str:
 
 
 def _release(call: pytest.CallInfo[None]) -> None:
-    """Empty the frames of an exception: they hold the outcome, and each other until garbage is collected."""
+    """Clear the frames of an exception: they hold the outcome until garbage is collected."""
     if call.excinfo is not None:
         traceback.clear_frames(call.excinfo.tb)
         call.excinfo = None

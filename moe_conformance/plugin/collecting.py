@@ -1,7 +1,7 @@
-"""The checks, collected under the one name by which they are imported, whichever path pytest was given.
+"""Collects the checks under one module name, whichever path pytest was given.
 
-Pytest would name the module of `distributed_tests/test_x.py` after its folder and load it a second time beside
-`moe_conformance.distributed_tests.test_x`: see docs/decisions/0010.
+Pytest would name the module of `distributed_tests/test_x.py` after its folder and load it a second time, in addition
+to `moe_conformance.distributed_tests.test_x`: see docs/decisions/0010.
 """
 
 from __future__ import annotations
@@ -20,6 +20,13 @@ FOLDER = (Path(__file__).parent.parent / "distributed_tests").resolve()
 def holds(path: Path) -> bool:
     """Whether a path is the folder of the checks or below it, by whatever link."""
     return FOLDER in (resolved := path.resolve(), *resolved.parents)
+
+
+def are_named(config: pytest.Config) -> bool:
+    """Whether the command line names the checks, by a path or by the name of their package."""
+    paths = [(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args]
+    by_package = config.option.pyargs and any(argument.startswith(PACKAGE) for argument in config.args)
+    return by_package or any(holds(path) for path in paths)
 
 
 class CheckModule(pytest.Module):

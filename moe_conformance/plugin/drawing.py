@@ -1,7 +1,7 @@
-"""How Hypothesis draws in a run: the same batches every time, so that running twice gives the same verdicts.
+"""How Hypothesis draws in a run: the same batches every time, so that two runs give the same verdicts.
 
-A search draws batches, runs each on the ranks and has it judged. Then it sees to it that no feature that the limits
-allow went undrawn: for each that did, it draws a batch that has it. What was drawn is counted in the item's trial.
+A search draws batches, runs them on the ranks and judges their outcomes. Then it draws a batch of every feature that
+the limits allow and that no batch had. What was drawn is counted in the item's trial.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Drive = Callable[[SearchStrategy[Workload], Judge], None]
 def load_profile(profile: str) -> None:
     """Make the profile the default of this process.
 
-    A fixture lives as long as its item and not as one example: what the examples of an item share, they share on
-    purpose. There is no deadline, since the first run on a layout starts its ranks.
+    Examples of an item share its fixtures on purpose. There is no deadline, since the first run on a layout starts its
+    ranks.
     """
     phases = (Phase.explicit, Phase.generate, Phase.shrink)
     settings.register_profile(
@@ -90,7 +90,7 @@ class Search:
                 del self.trial.drawn[feature.name]  # the limits allow it, and the backend refuses to build it
 
     def _settled(self, feature: Feature) -> bool:
-        """Whether nothing is to be gained by drawing more of it."""
+        """Whether a batch with the feature was drawn, or the backend refused one that may be refused."""
         refused = feature.refusable and feature.name in self.trial.refused
         return bool(self.trial.drawn[feature.name]) or refused
 
@@ -115,13 +115,13 @@ class Search:
 
     @property
     def _refuses_all(self) -> bool:
-        """Whether so much was refused, and nothing built, that no more is run."""
+        """Whether the backend refused the first MOST_REFUSED runs: then no more is run."""
         return self.refusals >= MOST_REFUSED and not self.trial.drawn["batches"]
 
     def _worth_a_run(self, workload: Workload) -> bool:
-        """Whether to run a workload: each breakdown costs new ranks, so only so many are looked for.
+        """Whether to run a workload: a breakdown costs new ranks, so their number is limited.
 
-        One that broke down is run whenever Hypothesis asks for it, the last time before it is told.
+        A workload that broke down is run again whenever Hypothesis draws it, as it does before it reports it.
         """
         return len(self.broken_down) < _MOST_BREAKDOWNS or _key(workload) in self.broken_down
 
@@ -144,5 +144,5 @@ class Search:
 
 
 def _key(workload: Workload) -> str:
-    """Return what only equal workloads share."""
+    """Return a key that only equal workloads share."""
     return json.dumps(to_json(workload))

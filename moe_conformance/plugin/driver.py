@@ -1,7 +1,8 @@
-"""The driver: what pytest collects and in which order, fixtures of checks that read no case, and how items end."""
+"""The driver: what pytest collects, the order of items, fixtures of checks that read no case, and how items end."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,15 +19,14 @@ from moe_conformance.plugin import agenda, case_items, repeating, roster
 from moe_conformance.plugin.case_items import CaseItem
 from moe_conformance.plugin.case_run import CaseRun, limit_of
 from moe_conformance.plugin.drawing import Drive, Search
-from moe_conformance.plugin.garbage import collected_once
 from moe_conformance.plugin.outcomes import MOST_AHEAD, Outcomes
 from moe_conformance.plugin.recording import attach, record_of, translate
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Trial, ending, forget, trial_of
 from moe_conformance.report.standing import Place, places
 from moe_conformance.reproducing.examining import refusal_of
-from moe_conformance.scenarios.group_lists import CannotTell
-from moe_conformance.scenarios.outcome import Told
+from moe_conformance.scenarios.group_lists import NoAnswer
+from moe_conformance.scenarios.outcome import GroupAnswer
 from moe_conformance.waiving import Item
 from moe_conformance.workloads import group_sizes
 from moe_conformance.workloads.drawn import distribution
@@ -37,10 +37,10 @@ from moe_conformance.workloads.records.workload import Asynchrony, Wish
 
 
 class Driver:
-    """The plug-in's working half; in an xdist worker it has an engine of its own."""
+    """The part of the plug-in that runs items; every xdist worker has one, with an engine."""
 
     def __init__(self, run: Run) -> None:
-        """Start nothing yet: ranks start with the first case.
+        """Plan the run; ranks start with the first case.
 
         Raises:
             Unusable: there are fewer cells than shards.
@@ -62,10 +62,10 @@ class Driver:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self, session: pytest.Session) -> Generator[None, object, object]:
-        """Have the ranks' imports done while items are collected, which live as long as the process."""
+        """Start the ranks' imports while items are collected, and keep the items out of garbage collection."""
         if not session.config.option.collectonly:
             self.outcomes.open()
-        with collected_once():
+        with _uncollected():
             return (yield)
 
     # ---- which items there are ---------------------------------------------------------------------------------
@@ -74,21 +74,21 @@ class Driver:
     def pytest_pycollect_makeitem(
         self, collector: pytest.Module | pytest.Class, name: str, obj: object
     ) -> list[pytest.Item] | None:
-        """Leave out the checks that --only does not name; give one that reads cases a node for each of them."""
+        """Leave out the checks that --only does not name; make a node per case of a check that reads cases."""
         marks = [mark for mark in getattr(obj, "pytestmark", ()) if mark.name == "requirement"]
         if not marks or not collector.istestfunction(obj, name):
             return None
-        asked = set(self.run.options.ids)
-        if asked and not any(asked & set(mark.args) for mark in marks):
+        wanted = set(self.run.options.ids)
+        if wanted and not any(wanted & set(mark.args) for mark in marks):
             return []
         check = case_items.case_function(collector, name, obj)
         if check is None:
             return None
-        said = check.mark.kwargs
-        return case_items.checks_of(collector, check, self.plan.of(said["run"], said["when"], without=self.other_cells))
+        run, when = check.mark.kwargs["run"], check.mark.kwargs["when"]
+        return case_items.checks_of(collector, check, self.plan.of(run, when, without=self.other_cells))
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Give a check that draws its own workloads its cells, and a check of groups its worlds."""
+        """Parametrize a check that draws workloads by cell, and a check of groups by world."""
         mark = metafunc.definition.get_closest_marker("requirement")
         if mark is None:
             return
@@ -96,9 +96,11 @@ class Driver:
             drawing = self.plan.drawing(_drawn(metafunc.definition))
             cells = [cell for cell in drawing if cell.id not in self.other_cells]
             metafunc.parametrize("cell", cells, ids=[cell.id for cell in cells], indirect=True)
-        elif asked := {"group_lists", "group_answers"} & set(metafunc.fixturenames):
+        elif group_fixtures := {"group_lists", "group_answers"} & set(metafunc.fixturenames):
             worlds = self.plan.worlds
-            metafunc.parametrize(asked.pop(), worlds, ids=[f"world-{world}" for world in worlds], indirect=True)
+            metafunc.parametrize(
+                group_fixtures.pop(), worlds, ids=[f"world-{world}" for world in worlds], indirect=True
+            )
         elif "size_answers" in metafunc.fixturenames:
             sizes = [(world, kind) for world in self.plan.worlds for kind in group_sizes.KINDS]
             ids = [f"world-{world}-{kind}" for world, kind in sizes]
@@ -106,10 +108,10 @@ class Driver:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave the other shards' items to them; sort by case, so that each runs once.
+        """Deselect the items of other shards; sort by case, so that a case runs once.
 
-        What the quick profile leaves out, and what the smoke profile runs, are cases alone: the checks that have none
-        are of the quick profile itself.
+        What the quick profile leaves out, and what the smoke profile runs, are cases only: checks without a case are
+        items of the quick profile.
         """
         others = [item for item in items if self._of_others(item)]
         if others:
@@ -120,7 +122,7 @@ class Driver:
         agenda.sort(items, self.run.waivers.examples, power)
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
-        """Keep in mind of which places the run has a part only."""
+        """Record the places of which the run has only a part."""
         self.in_part |= places(roster.roster(items).values())
 
     def _of_others(self, item: pytest.Item) -> bool:
@@ -130,7 +132,7 @@ class Driver:
 
     @pytest.hookimpl(tryfirst=True)  # before xdist tells the controller that it is done
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Put checks together by case, and learn which cases follow which: in an xdist worker, of the same cell."""
+        """Join checks by case, and find the cases that follow an item: in an xdist worker those of the same cell."""
         if session.config.option.collectonly:
             return
         session.items[:] = case_items.by_case(session.items, self.cases)
@@ -149,9 +151,9 @@ class Driver:
         self.plan.forget()  # items hold the cases that run, which are few of those drawn
 
     def _tried_first(self, item: pytest.Item) -> Sequence[Case]:
-        """Return cases within the limits of which a backend refuses all if it refuses whatever an item would draw.
+        """Return the cases that run before an item draws: if the backend refuses all of them, the item is skipped.
 
-        All of a router, which may refuse some configurations and not others.
+        They are within the limits: all of a router, which may refuse some configurations only, else the first.
         """
         run, cell = _drawn(item), agenda.cell_of(item)
         assert cell is not None
@@ -160,12 +162,12 @@ class Driver:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
-        """Let pytest count checks where it tells how far it is."""
-        session.testscollected = sum(1 for _ in case_items.each_check(session.items)) or session.testscollected
+        """Set the number of checks, of which pytest shows the progress."""
+        session.testscollected = sum(1 for _ in case_items.checks_of_items(session.items)) or session.testscollected
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        """Run a case as any item; its checks report for it, unless it fails without them."""
+        """Run an item of a case; its checks report, and the item itself only where it fails outside of them."""
         if not isinstance(item, CaseItem):
             return None
         for report in runtestprotocol(item, nextitem=nextitem, log=False):
@@ -178,27 +180,27 @@ class Driver:
 
     @pytest.fixture
     def cell(self, request: pytest.FixtureRequest) -> Cell:
-        """The variant and layout of an item that draws its own workloads."""
+        """The variant and layout of an item that draws workloads."""
         cell: Cell = request.param
         trial_of(request.node).cell = cell
         return cell
 
     @pytest.fixture
     def tally(self, request: pytest.FixtureRequest) -> Tally:
-        """What this item's judgements have compared."""
+        """Counts what this item's judgements have compared."""
         return trial_of(request.node).tally
 
     @pytest.fixture
     def drive(self, cell: Cell, request: pytest.FixtureRequest) -> Drive:
-        """Runs every workload that a strategy draws on the ranks and has it judged."""
+        """Runs every workload that a strategy draws on the ranks, and calls the judge on its outcome."""
         trial = trial_of(request.node)
         run = _drawn(request.node)
         self.cases.require_ranks(trial, cell)
-        asked = self._tried[request.node.nodeid]
-        if not asked:
+        tried = self._tried[request.node.nodeid]
+        if not tried:
             trial.skip("limit", f"limit, unproved: every workload is outside a declared limit of {cell.variant}")
-        refusals = list(takewhile(bool, (refusal_of(self.cases.step(trial, case.workload)) for case in asked)))
-        if len(refusals) == len(asked) and refusals[0]:
+        refusals = list(takewhile(bool, (refusal_of(self.cases.step(trial, case.workload)) for case in tried)))
+        if len(refusals) == len(tried) and refusals[0]:
             trial.skip(*refusals[0])
         freedom = Freedom.under(cell.limits, cell.layout, cell.device)
         item = Item(request.node.name, trial.requirements, cell.variant, cell.layout.name, None)
@@ -212,21 +214,21 @@ class Driver:
         """The rank lists that the backend would build, for every layout of a world that it has."""
         trial = trial_of(request.node)
         answers = self._answers(trial, tuple(Wish(layout) for layout in group_sizes.possible(request.param)))
-        if raised := [f"{wish}: {told.error}" for wish, told in answers.items() if told.by == "raised"]:
+        if raised := [f"{wish}: {answer.error}" for wish, answer in answers.items() if answer.by == "raised"]:
             raise RunFailed("groups", f"groups() of the backend was called with {raised[0]}")
-        lists = {wish.layout: told.lists for wish, told in answers.items() if told.lists is not None}
+        lists = {wish.layout: answer.lists for wish, answer in answers.items() if answer.lists is not None}
         if not lists:
             trial.skip("not adapted", f"not adapted: {next(iter(answers.values())).error}")
         return lists
 
     @pytest.fixture
-    def group_answers(self, request: pytest.FixtureRequest) -> Mapping[Wish, Told]:
+    def group_answers(self, request: pytest.FixtureRequest) -> Mapping[Wish, GroupAnswer]:
         """What the backend answers for every layout of a world in every order of axes."""
         return self._answers(trial_of(request.node), self._wishes(request.param, group_sizes.LAYOUTS))
 
     @pytest.fixture
-    def size_answers(self, request: pytest.FixtureRequest) -> Mapping[Wish, Told]:
-        """What the backend answers for sizes of one kind: each kind is an item, so that one fault hides no other."""
+    def size_answers(self, request: pytest.FixtureRequest) -> Mapping[Wish, GroupAnswer]:
+        """What the backend answers for sizes of one kind: every kind is an item, so that one fault hides no other."""
         return self._answers(trial_of(request.node), self._wishes(*request.param))
 
     def _wishes(self, world: int, kind: str) -> tuple[Wish, ...]:
@@ -234,13 +236,13 @@ class Driver:
         orders = ("", *getattr(self.run.backend, "orders", ())) if kind == group_sizes.LAYOUTS else ("",)
         return tuple(Wish(layout, order) for order in orders for layout in group_sizes.of_kind(kind, world))
 
-    def _answers(self, trial: Trial, wishes: tuple[Wish, ...]) -> dict[Wish, Told]:
+    def _answers(self, trial: Trial, wishes: tuple[Wish, ...]) -> dict[Wish, GroupAnswer]:
         if not hasattr(self.run.backend, "groups"):
             trial.skip("not adapted", "not adapted: the backend has no groups()")
         trial.runs += 1
         try:
             return dict(zip(wishes, self.outcomes.group_lists(wishes), strict=True))
-        except CannotTell as error:
+        except NoAnswer as error:
             raise RunFailed("groups", f"groups() of the backend raised {error}") from error
 
     # ---- how items end -----------------------------------------------------------------------------------------
@@ -249,11 +251,11 @@ class Driver:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Attach the item's record to the report of the phase that ended it, and let its verdict be the report's."""
+        """Attach the item's record to the report of the phase that ended it, with its verdict."""
         if call.when == "teardown":
             forget(item)  # it holds an outcome
-        goes_on = call.when == "teardown" or (call.when == "setup" and call.excinfo is None)
-        if goes_on or item.get_closest_marker("requirement") is None:
+        has_not_ended = call.when == "teardown" or (call.when == "setup" and call.excinfo is None)
+        if has_not_ended or item.get_closest_marker("requirement") is None:
             return (yield)
         trial = trial_of(item)
         ended = ending(trial, call.excinfo.value if call.excinfo else None)
@@ -271,15 +273,32 @@ class Driver:
 
 
 @contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collect no garbage inside, and exempt from later collections all objects that then exist.
+
+    Python examines all objects whenever their number has grown by a quarter, and items, cases and imported modules are
+    a million objects that stay.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
 def _tracebacks(config: pytest.Config, *, wanted: bool) -> Iterator[None]:
-    """Have pytest write no traceback where a verdict says it all: it reads and parses every file on the way."""
-    asked = config.getoption("tbstyle", "auto")  # there is no option without the terminal's plug-in
+    """Have pytest write no traceback unless it is wanted: pytest reads and parses every file of the traceback."""
+    style = config.getoption("tbstyle", "auto")  # there is no option without the terminal's plug-in
     if not wanted:
         config.option.tbstyle = "line"
     try:
         yield
     finally:
-        config.option.tbstyle = asked
+        config.option.tbstyle = style
 
 
 def _drawn(item: pytest.Item) -> DrawnStep:

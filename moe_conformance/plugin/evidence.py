@@ -1,4 +1,4 @@
-"""What a failed run left that helps to find its cause: tracebacks, what was printed, ledgers side by side."""
+"""What helps to find the cause of a failed run: tracebacks, printed output, and the ledgers of its ranks."""
 
 from __future__ import annotations
 

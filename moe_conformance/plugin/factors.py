@@ -1,7 +1,7 @@
-"""Which size a wrong factor is, where several have its value: the case is run on a layout where they differ.
+"""Finds the size that a wrong factor equals, where several sizes have its value: runs a layout where they differ.
 
-On four ranks ep, tp and dp are 2 together, and "every expert gradient is 2.000 x the expected value: ep or dp" leaves
-open what to look for.
+On four ranks ep, tp and dp may all be 2, and "every expert gradient is 2.000 x the expected value: ep or dp" does not
+say which of them is wrong.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from moe_conformance.workloads.records.features import broken
 from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.selection.profiles import too_large
 
-MOST_RUNS = 8  # of a session; where more fail they fail alike
+MOST_RUNS = 8  # of a session; more failures have the same factor
 _EQUAL = 1e-6
 
 
 class Factors:
-    """Tells sizes apart by further runs."""
+    """Distinguishes sizes of one value by further runs."""
 
     def __init__(self, run: Run, outcomes: Outcomes) -> None:
         """Run on those ranks."""
         self._run, self._outcomes, self._runs = run, outcomes, 0
 
-    def told(
+    def with_size(
         self, ended: Ending, case: Case, when: Callable[[Workload], bool] | None, judge: Callable[[Case, Kept], Ending]
     ) -> Ending:
-        """Return how a check ended, with the size that its factor is on a further layout as well.
+        """Return how a check ended, with the size that its factor equals on a further layout too.
 
-        Unchanged where it is no factor, one size alone has its value, no layout with as few ranks tells them apart, or
-        the further run has no factor.
+        Unchanged if the error is no factor, if only one size has its value, if no layout with as few ranks
+        distinguishes the sizes, or if the further run has no factor.
 
         Args:
             ended: How it ended.
             case: What it read.
-            when: What the check asks of a workload.
-            judge: Says how it ends on the outcome of another case.
+            when: Whether the check reads a workload.
+            judge: Returns how it ends on the outcome of another case.
         """
         if not ended.ratio or self._runs == MOST_RUNS:
             return ended
@@ -61,7 +61,7 @@ class Factors:
         return replace(ended, message=ended.message + note)
 
     def _case(self, case: Case, names: Sequence[str], when: Callable[[Workload], bool] | None) -> Case | None:
-        """Return the same workload of the variant on the layout that tells most of some sizes apart."""
+        """Return the same workload of the variant on the layout where most of the named sizes differ."""
         plan = Plan(self._run.backend, self._run.options.device, "full")
 
         def different(layout: Layout) -> int:

@@ -1,7 +1,7 @@
-"""Which equivalent runs the checks of a case will ask for, told before it runs, so that ranks need not wait for it.
+"""Finds the equivalent runs that the checks of a case will request, before it runs: ranks run them without waiting.
 
-A check asks for them by what its workload is, not by what a run of it returned; so it is called without an outcome, up
-to where it asks. What cannot be told this way runs when it is asked for.
+A check requests them by its workload, not by the outcome; so it is called without an outcome, up to its request. Runs
+that cannot be found this way start when they are requested.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moe_conformance.workloads.twins import Twin
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What there is of an outcome before a case has run."""
+    """The part of an outcome that exists before a case has run."""
 
     workload: Workload
 
@@ -30,50 +30,49 @@ class _Reading:
     outcome: _Outcome
 
 
-class _Asked(Exception):
-    """Ends a check where it asks for its equivalent runs."""
+class _TwinsRequested(Exception):
+    """Ends a check at its request for equivalent runs."""
 
     def __init__(self, twins: Sequence[Twin]) -> None:
         self.twins = twins
 
 
 @dataclass(frozen=True)
-class _Ask:
+class _TwinRequests:
     variants: Sequence[str]
 
     def __call__(self, twins: Sequence[Twin]) -> NoReturn:
-        raise _Asked(twins)
+        raise _TwinsRequested(twins)
 
 
 def foreseen(run: Run, workload: Workload, checks: Iterable[CaseFunction]) -> list[Workload]:
-    """Return the equivalent runs, each once, that checks will ask for and that can run behind the workload.
+    """Return the equivalent runs, without duplicates, that checks will request and that can follow the workload.
 
-    On the same ranks, that is, and within the limits of their variants.
+    They can follow it if they run on the same ranks and within the limits of their variants.
     """
-    asked = [twin for check in checks for twin in _asked_by(check, workload, run.backend.variants)]
-    found = {
-        twin.workload.name: twin.workload
-        for twin in {twin.how: twin for twin in asked}.values()
-        if twin.workload.layout.world == workload.layout.world
-        and not (twin.fresh or twin.workload.twist.lifetime)  # they need or leave other processes
-        and limit_of_twin(run.backend, run.options.device, twin) is None
-    }
+    requested = {twin.how: twin for check in checks for twin in _requested_by(check, workload, run.backend.variants)}
+    found: dict[str, Workload] = {}
+    for twin in requested.values():
+        same_ranks = twin.workload.layout.world == workload.layout.world
+        new_processes = twin.fresh or twin.workload.twist.lifetime
+        if same_ranks and not new_processes and limit_of_twin(run.backend, run.options.device, twin) is None:
+            found[twin.workload.name] = twin.workload
     return list(found.values())
 
 
-def _asked_by(asked: CaseFunction, workload: Workload, variants: Sequence[str]) -> Sequence[Twin]:
-    if "twins" not in asked.arguments:
+def _requested_by(check: CaseFunction, workload: Workload, variants: Sequence[str]) -> Sequence[Twin]:
+    if "twins" not in check.arguments:
         return ()
     offered: dict[str, Any] = {
         "outcome": _Outcome(workload),
         "reading": _Reading(_Outcome(workload)),
         "tally": Tally(),
-        "twins": _Ask(variants),
+        "twins": _TwinRequests(variants),
     }
     try:
-        asked.bound()(**{name: offered[name] for name in asked.arguments})
-    except _Asked as told:
-        return told.twins
-    except Exception:  # it reads more of the outcome first; a fault of its own is met again when it judges
+        check.bound()(**{name: offered[name] for name in check.arguments})
+    except _TwinsRequested as request:
+        return request.twins
+    except Exception:  # it reads more of the outcome first; a fault of the check is raised again when it judges
         return ()
     return ()

@@ -1,4 +1,4 @@
-"""Under a launcher such as torchrun: RANK 0's process runs pytest, the others fork ranks for it and print nothing."""
+"""Under a launcher such as torchrun RANK 0's process runs pytest; the others fork ranks for it and print nothing."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _USAGE_ERROR = int(pytest.ExitCode.USAGE_ERROR)
 
 
 class Launched:
-    """A plug-in of RANK 0's process: it lets the others go, with the status of the session, when pytest ends."""
+    """A plug-in of RANK 0's process: when pytest ends it ends the other processes with the session's exit status."""
 
     def __init__(self, launch: Launch, site: RemoteCluster | None) -> None:
-        """Remember them; a launcher of one process needs no site."""
+        """Hold the launch and its machines; a launcher of one process needs no site."""
         self.size = launch.size
         self.site = site
         self._session: pytest.Session | None = None
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Remember what will know the status."""
+        """Hold the session, which has the exit status at the end."""
         self._session = session
 
     def end(self) -> None:
-        """Let the others go."""
+        """End the other processes."""
         if self.site is not None:
             self.site.end(_USAGE_ERROR if self._session is None else int(self._session.exitstatus))
 
@@ -46,8 +46,8 @@ def is_launched() -> bool:
 def join(config: pytest.Config) -> int | None:
     """Take this process's part in a launcher's job.
 
-    Returns None in RANK 0's process, which then runs pytest, once the others are there; in theirs the exit status, once
-    RANK 0's has let them go.
+    Returns None in RANK 0's process once the others have joined: it then runs pytest. Returns the exit status in the
+    others, once RANK 0's process has ended them.
 
     Raises:
         pytest.UsageError: in RANK 0's process, if the run cannot start; says why and what to do.
@@ -81,7 +81,7 @@ def join(config: pytest.Config) -> int | None:
 
 
 def with_ranks(config: pytest.Config, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options as they were given, with as many ranks as there are processes if that was not.
+    """Return the given options, with one rank per process unless the number of ranks is given.
 
     Raises:
         pytest.UsageError: the launcher's other processes cannot know that they are needed.
@@ -94,7 +94,7 @@ def with_ranks(config: pytest.Config, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _problem(config: pytest.Config) -> str | None:
-    """Say what a launcher's job cannot be, as far as every process can tell."""
+    """Return why a launcher's job cannot run, as far as every process can find out; None if it can."""
     if config.getoption("numprocesses", None) or config.getoption("tx", None):
         return "pytest-xdist starts processes of its own; leave out either -n or torchrun"
     ranks, size = str(config.getoption("moe_ranks", None)), os.environ["WORLD_SIZE"]
@@ -104,5 +104,5 @@ def _problem(config: pytest.Config) -> str | None:
 
 
 def site_of(config: pytest.Config) -> RemoteCluster | None:
-    """Return the machines on which ranks run, None for this one alone."""
+    """Return the machines on which ranks run, None for this one only."""
     return config.stash[LAUNCHED].site if LAUNCHED in config.stash else None

@@ -12,7 +12,7 @@ from moe_conformance.workloads.selection import shards
 from moe_conformance.workloads.selection.shards import Shard
 
 REPLAYED = ("backend", "device", "plant", "profile")  # the options of `replay`
-# Options that say what part of a run is wanted, or how it is told; a command that repeats a failure has none of them.
+# Options that select a part of a run, or how it is reported; a command that repeats a failure has none of them.
 _OF_ONE_RUN = ("only", "against", "report", "matrix", "propose_waivers", "shard", "time_limit")
 MOST_RANKS = 64  # group construction is checked against its oracle up to here
 FEWEST_VIRTUAL, MOST_VIRTUAL = 8, 512  # ranks of the profile "virtual"
@@ -27,11 +27,11 @@ class Option:
     help: str
     choices: tuple[str, ...] | None = None
     flag: bool = False  # it has no value
-    lists: bool = False  # may be given several times, which is as if the values were given with commas between them
+    lists: bool = False  # may be given several times: the values are joined by commas
 
     @property
     def field(self) -> str:
-        """The name as Python has it."""
+        """The name of its field in `Options`."""
         return self.name.replace("-", "_")
 
 
@@ -86,7 +86,7 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for, as text; `only` and the paths are resolved by whoever uses them."""
+    """The options of a run; requirement ids and paths are text that its users resolve."""
 
     backend: str = "native"
     ranks: int = 4
@@ -107,10 +107,10 @@ class Options:
     time_limit: float = 0.0  # seconds; 0 is none
 
     def __post_init__(self) -> None:
-        """Refuse values that no run could have.
+        """Refuse values that no run can have.
 
         Raises:
-            Unusable: says which.
+            Unusable: a value is out of range, or two values exclude each other.
         """
         for option in OPTIONS:
             value = getattr(self, option.field)
@@ -139,12 +139,12 @@ class Options:
 
     @property
     def part(self) -> Shard | None:
-        """The shard that was asked for."""
+        """The requested shard."""
         return self._part("shard")
 
     @property
     def rotated(self) -> Shard | None:
-        """The part of what the profile leaves out that was asked for."""
+        """The requested part of the cases that the profile leaves out."""
         return self._part("rotation")
 
     def _part(self, name: str) -> Shard | None:
@@ -166,21 +166,21 @@ class Options:
 
     @property
     def again(self) -> str:
-        """A pasteable command that repeats the run, without what chose a part of it."""
+        """The command that repeats the run, without the options that select a part of it."""
         words = ["moe-conformance", "run", *self.arguments("--", _OF_ONE_RUN)]
         if self.backend == Options.backend and not self.plant:
             words[2:2] = ["--backend", self.backend]
         return shlex.join(words)
 
     def replay(self, example: Path) -> str:
-        """Return a pasteable command that runs an example in a file on the same implementation and kind of ranks."""
+        """Return the command that runs an example in a file on the same implementation and kind of ranks."""
         others = tuple(field.name for field in fields(self) if field.name not in REPLAYED)
         others += () if self.profile == "virtual" else ("profile",)
         return shlex.join(["moe-conformance", "replay", str(example), *self.arguments("--", others)])
 
 
 def from_mapping(given: dict[str, Any]) -> Options:
-    """Return the options that are not None, the others at their defaults.
+    """Return the options that are given, the others at their defaults; None is not given.
 
     Raises:
         Unusable: a value is out of range or not a number.

@@ -1,4 +1,4 @@
-"""The ranks at work: the outcome of one case after the other, the next cases running while some are judged."""
+"""Runs cases on ranks: the next cases run while the outcomes of earlier ones are judged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_conformance.plugin.run import Run, engine_needs
 from moe_conformance.plugin.stopping import stop_now
 from moe_conformance.scenarios.group_lists import group_lists
 from moe_conformance.scenarios.moe_step import Step, start, start_many
-from moe_conformance.scenarios.outcome import Outcome, Told
+from moe_conformance.scenarios.outcome import GroupAnswer, Outcome
 from moe_conformance.workloads.plan import VIRTUAL, Case
 from moe_conformance.workloads.records.workload import Wish, Workload
 
@@ -36,12 +36,12 @@ _USAGE_ERROR = int(pytest.ExitCode.USAGE_ERROR)
 
 @dataclass
 class Kept:
-    """What a case returned, and its reading once somebody asked for it; all checks of the case share both."""
+    """The outcome of a case, and its reading once a check requests it; all checks of the case share both."""
 
     case: Case | None  # None: it was drawn
     outcome: Outcome
     alongside: dict[str, Ran] = field(default_factory=dict)  # equivalent runs, by how they differ
-    begun: dict[str, Step] = field(default_factory=dict)  # equivalent runs that nobody asked for yet, by workload
+    begun: dict[str, Step] = field(default_factory=dict)  # equivalent runs not yet requested, by workload
 
     @cached_property
     def reading(self) -> judging.Reading:
@@ -51,7 +51,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class _Ahead:
-    """A case that was started before its first item asked for it, together with others."""
+    """A case that was started before its first item ran, in a batch with others."""
 
     case: Case
     step: Step
@@ -61,20 +61,20 @@ class _Ahead:
 
 @dataclass
 class _Lane:
-    """What was begun on one number of ranks."""
+    """The cases that were begun on one number of ranks."""
 
     ahead: deque[_Ahead] = field(default_factory=deque)  # not yet taken, in running order
-    batch: int = 0  # the latest
-    size: int = 1  # of that; 0 once a case has failed since
+    batch: int = 0  # number of the latest batch
+    size: int = 1  # of the latest batch; 0 once a case has failed since
 
     @property
     def idle(self) -> bool:
-        """Whether its ranks have nothing to do, and not too much was begun that nobody has taken."""
+        """Whether its ranks have nothing to run, and few enough begun cases have not been taken."""
         return not self.ahead or (len(self.ahead) <= MOST_AHEAD - MOST_TOGETHER and self.ahead[-1].step.running.ready)
 
 
 def _ends_with_its_site(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make the session end where a machine is lost: no item could run any more."""
+    """End the session if a machine is lost: no item can run any more."""
 
     @wraps(method)
     def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -91,18 +91,18 @@ def _nothing(case: Case) -> Sequence[Workload]:
 
 
 class Outcomes:
-    """Runs cases on ranks of its own, which start with the first.
+    """Runs cases on ranks, which start with the first case.
 
-    Holds the latest case. Those after it run in batches, a batch on each number of ranks at the same time: while the
-    cases of one are judged those ranks run the next. The first is small, so that its verdicts come early, and each has
-    twice as many cases as the one before. After a case that failed they begin anew with one.
+    Holds the latest case. Those after it run in batches, one batch on each number of ranks at the same time: while the
+    cases of a batch are judged its ranks run the next one. A batch has twice as many cases as the one before; the first
+    is small, so that its verdicts come early. After a case that failed the next batch has one case.
     """
 
     def __init__(self, run: Run, foreseen: Callable[[Case], Sequence[Workload]] = _nothing) -> None:
-        """Start nothing yet; `foreseen` tells which equivalent runs of a case will be asked for."""
+        """Start nothing yet; `foreseen` returns the equivalent runs of a case that its checks will request."""
         self._run = run
         self._deadline_s = run.options.deadline
-        self.notice: Callable[[str], None] | None = None  # told where ranks are that take long
+        self.notice: Callable[[str], None] | None = None  # called with what slow ranks are doing
         self._foreseen = foreseen
         self._opened: Future[Engine] | None = None
         self._kept: Kept | None = None
@@ -112,10 +112,9 @@ class Outcomes:
         self._repeats = 0
 
     def open(self) -> None:
-        """Begin to start what forks the ranks, which imports for seconds; whoever needs the ranks first waits for it.
+        """Begin to start the engine, which imports for seconds; the first call that needs ranks waits for it.
 
-        Its fault is told then. A daemon thread does it: a session that ends before is not kept, and what it leaves
-        half started ends with it.
+        A fault is raised by that call. The thread is a daemon: a session that ends earlier does not wait for it.
         """
         if self._opened is None:
             # Tensors of workloads and oracles are tiny: more threads only take the cores from the ranks.
@@ -125,21 +124,21 @@ class Outcomes:
             Thread(target=self._open, args=(opened,), name="opens the engine", daemon=True).start()
 
     def holds(self, case: Case) -> bool:
-        """Whether asking for the case runs nothing."""
+        """Whether the outcome of the case is held, so that nothing has to run."""
         return self._kept is not None and self._kept.case is case
 
     @_ends_with_its_site
     def of(self, case: Case, following: Sequence[Case]) -> Kept:
-        """Return what a case returned; of those that follow it, in running order, some are begun."""
+        """Return the outcome of a case, and begin some of the cases that follow it in running order."""
         if self._kept is None or self._kept.case is not case:
             self._kept = self._repeated = None
             first = not self._batches
             taken = self._take(case)
             # Before the outcome is read: so that the ranks need not wait for it.
-            for world in sorted({_world(each) for each in following}):
+            for world in sorted({_world(next_case) for next_case in following}):
                 lane = self._lane(world)
                 if lane.batch == taken.batch or (lane.idle and not first):  # no verdict waits for others to start
-                    self._begin(lane, [each for each in following if _world(each) == world])
+                    self._begin(lane, [next_case for next_case in following if _world(next_case) == world])
             self._kept = Kept(case, taken.step.outcome(), begun=taken.begun)
             if not all(rank.status in ("ok", "refused") for rank in self._kept.outcome.ranks):
                 self._lane(_world(case)).size = 0  # a backend that fails fails often, and each time a batch in vain
@@ -147,7 +146,7 @@ class Outcomes:
 
     @_ends_with_its_site
     def step(self, workload: Workload, deadline_s: float | None = None) -> Outcome:
-        """Run a workload now; what ran ahead is there when its case is asked for."""
+        """Run a workload now; cases that were begun keep their outcomes."""
         return start(self._started, self._run.target, workload, deadline_s or self._deadline_s).outcome()
 
     @_ends_with_its_site
@@ -158,22 +157,25 @@ class Outcomes:
         return [step.outcome() for step in start_many(self._started, self._run.target, workloads, self._deadline_s)]
 
     @_ends_with_its_site
-    def beside(self, kept: Kept, workloads: Sequence[Workload]) -> list[Outcome]:
-        """Return what equivalent runs of a case returned; those that were not begun with it run now, together."""
-        begun = {id(each): step for each in workloads if (step := kept.begun.pop(each.name, None)) is not None}
-        others = [each for each in workloads if id(each) not in begun]
+    def equivalent_runs(self, kept: Kept, workloads: Sequence[Workload]) -> list[Outcome]:
+        """Return the outcomes of equivalent runs of a case; those that were not begun with it run now, together."""
+        begun: dict[int, Step] = {}
+        for workload in workloads:
+            if (step := kept.begun.pop(workload.name, None)) is not None:
+                begun[id(workload)] = step
+        others = [workload for workload in workloads if id(workload) not in begun]
         ran = dict(zip(map(id, others), self.steps(others), strict=True))
-        return [begun[id(each)].outcome() if id(each) in begun else ran[id(each)] for each in workloads]
+        return [begun[id(workload)].outcome() if id(workload) in begun else ran[id(workload)] for workload in workloads]
 
     @_ends_with_its_site
     def renew(self, world: int) -> None:
-        """End the ranks of that many, once what ran ahead on them is there: what comes next there has new ones."""
+        """Wait for what was begun on that many ranks, then end them: the next run on as many has new ones."""
         self._finish(world)
         self._started.renew(world)
 
     @_ends_with_its_site
     def again(self, case: Case | None, workload: Workload) -> Kept | None:
-        """Return what a workload returns from new ranks, once more; None if enough was repeated already.
+        """Run a workload once more, on new ranks; None if MOST_REPEATS workloads were repeated already.
 
         All checks of a case share its repeat.
         """
@@ -186,16 +188,16 @@ class Outcomes:
         return self._repeated
 
     @_ends_with_its_site
-    def group_lists(self, wishes: tuple[Wish, ...]) -> list[Told]:
-        """Ask the backend for its groups, on a rank.
+    def group_lists(self, wishes: tuple[Wish, ...]) -> list[GroupAnswer]:
+        """Return the groups of the backend, which a rank calls for them.
 
         Raises:
-            CannotTell: the rank did not answer.
+            NoAnswer: the rank did not answer.
         """
         return group_lists(self._started, self._run.target, wishes)
 
     def close(self) -> None:
-        """End the ranks, if there are any, and what runs on them."""
+        """End the ranks, if there are any."""
         self._lanes.clear()
         opened, self._opened = self._opened, None
         if opened is not None and opened.exception() is None:
@@ -214,8 +216,8 @@ class Outcomes:
         return _Ahead(case, start(self._started, self._run.target, case.workload, self._deadline_s), lane.batch)
 
     def _begin(self, lane: _Lane, following: Sequence[Case]) -> None:
-        """Begin the first of some cases of a lane, as many as may run together; what is begun already is left."""
-        cases = [case for case in following if all(case is not each.case for each in lane.ahead)]
+        """Begin the first of some cases of a lane that are not begun yet, as many as may run together."""
+        cases = [case for case in following if all(case is not ahead.case for ahead in lane.ahead)]
         lane.size = min(2 * lane.size, MOST_TOGETHER) or 1
         together = _together(cases[: lane.size])
         if not together:
@@ -231,7 +233,7 @@ class Outcomes:
         workloads = [workload for case, twins in chosen for workload in (case.workload, *twins)]
         try:
             steps = iter(start_many(self._started, self._run.target, workloads, self._deadline_s))
-        except EngineError:  # the item of the case at fault will meet it again, and tell it
+        except EngineError:  # raised again, and reported, when the item of the case runs
             return
         self._batches += 1
         lane.batch = self._batches
@@ -240,7 +242,7 @@ class Outcomes:
             lane.ahead.append(_Ahead(case, step, lane.batch, {twin.name: next(steps) for twin in twins}))
 
     def _finish(self, world: int) -> None:
-        """Wait for what runs ahead on that many ranks, so that it outlives them."""
+        """Wait for what was begun on that many ranks, so that its outcomes are kept when they end."""
         steps = [ahead.step for ahead in self._lane(world).ahead]
         if self._kept is not None:
             steps += self._kept.begun.values()
@@ -282,7 +284,7 @@ def _world(case: Case) -> int:
 
 
 def _together(cases: Sequence[Case]) -> Sequence[Case]:
-    """Return the first of some cases that may run on the same ranks; one that changes its process runs alone."""
+    """Return the first cases that may run on the same ranks; a case that changes its process runs alone."""
     for number, case in enumerate(cases):
         if case.workload.twist.lifetime:
             return cases[: max(number, 1)]

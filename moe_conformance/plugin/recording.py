@@ -1,24 +1,26 @@
-"""From the end of an item to its record, and from the record to what pytest shows."""
+"""Makes the record of an item that ended, and the report by which pytest shows it."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from moe_conformance.plugin import examples
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial
 from moe_conformance.report.records import CASE_CRASHED, EVERY_RANK_FINISHES, FAILING, PROPERTY, Record
 from moe_conformance.report.words import failure
 from moe_conformance.waiving import Item, Waiver, only_should
+from moe_conformance.workloads.drawn.example import to_json
 from moe_conformance.workloads.records.features import traits
 
 
 def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending) -> Record:
-    """Return the record of an item that ended; a waiver turns a failure, and a pass too."""
+    """Return the record of an item that ended; a waiver changes the verdict of a failure, and of a pass."""
     decided = tuple(sorted(trial.tally.decided)) if ended.verdict == "pass" else ()
     requirements = ended.violated or decided or trial.requirements
     waiver = waiver_of(run, item, trial, requirements, ended)
@@ -54,31 +56,50 @@ def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending) -> Recor
         waiver=None if waiver is None else waiver.id,
         runs=trial.runs,
         drawn=trial.drawn,
-        replay=examples.keep(run, trial, ended),
+        replay=_kept_examples(run, trial, ended),
     )
 
 
-def as_of_a_crash(ended: Ending, told: Collection[str], elsewhere: bool) -> Ending:
-    """Return how a check ended; as not run, if what it met is the crash of its case and another check reports that.
+def _kept_examples(run: Run, trial: Trial, ended: Ending) -> tuple[str, ...]:
+    """Write each drawn workload that failed into the report folder; return the command that replays each.
+
+    Nothing is written where there is no such folder, or nothing was drawn.
+    """
+    if not run.options.report or trial.cell is None:
+        return ()
+    commands: list[str] = []
+    for number, mismatch in enumerate(ended.failed):
+        assert mismatch.outcome is not None  # those in `failed` have one
+        name = "-".join(["drawn", trial.cell.id, mismatch.requirement or mismatch.stage])
+        path = Path(run.options.report) / f"{name}{f'-{number}' if number else ''}.json"
+        failure = {"backend": run.target, "versions": dict(run.versions), "diagnosis": str(mismatch)}
+        content = {"said": failure, "workload": to_json(mismatch.outcome.workload)}
+        path.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
+        commands.append(run.options.replay(path))
+    return tuple(commands)
+
+
+def as_of_a_crash(ended: Ending, reported_crashes: Collection[str], elsewhere: bool) -> Ending:
+    """Return how a check ended: "not run" if its case crashed and another check reports the crash.
 
     Args:
         ended: How it ended.
-        told: The messages of the case's crashes that checks of it have reported under EXCH-09.
-        elsewhere: Another check of the case is of EXCH-09.
+        reported_crashes: The messages of the case's crashes that checks of it have reported under EXCH-09.
+        elsewhere: Another check of the case decides EXCH-09.
     """
-    if not ended.crashed or not (elsewhere or ended.message in told):
+    if not ended.crashed or not (elsewhere or ended.message in reported_crashes):
         return ended
     why = f"not run: the case crashed, which is reported under {EVERY_RANK_FINISHES[0]}"
     return Ending("not run", why, CASE_CRASHED)
 
 
 def _known(waiver: Waiver | None, requirements: tuple[str, ...], ended: Ending) -> bool:
-    """Whether a waiver of some requirements names how an item ended."""
+    """Whether a waiver covers the requirements and names how the item ended."""
     return waiver is not None and set(requirements) <= set(waiver.requirements) and waiver.excuses(ended.faults)
 
 
 def _excused(ended: Ending, waiver: Waiver) -> Ending:
-    """Return a failure as waived, if it is the one that the waiver names; else say that it is another."""
+    """Return a failure as waived if the waiver names it, else with a note that it is another one."""
     if waiver.excuses(ended.faults):
         return replace(ended, verdict="waived", message=f"waived by {waiver.id}: {ended.message}")
     fault = next(fault for fault in ended.faults if not waiver.excuses([fault]))
@@ -88,13 +109,13 @@ def _excused(ended: Ending, waiver: Waiver) -> Ending:
 
 
 def advised(run: Run, requirements: tuple[str, ...], ended: Ending) -> bool:
-    """Whether an item that failed does not fail the run: all that it violates are SHOULD, and --strict is not given."""
+    """Whether a failed item does not fail the run: it violates SHOULD requirements only, without --strict."""
     strict = run.options.strict or run.options.plant  # a planted bug of a SHOULD is to be detected
     return ended.verdict == "fail" and not strict and only_should(requirements)
 
 
 def waiver_of(run: Run, item: pytest.Item, trial: Trial, requirements: tuple[str, ...], ended: Ending) -> Waiver | None:
-    """Return the waiver that holds where the item is, if one does; of several the one that excuses how it ended.
+    """Return the waiver of the item, None without one; of several the one that excuses how it ended.
 
     Without --strict a SHOULD that is not kept needs none; a crash or a hang always does. A crash is looked for under
     the check's own requirements, and under that of a run that ends.
@@ -104,21 +125,21 @@ def waiver_of(run: Run, item: pytest.Item, trial: Trial, requirements: tuple[str
     if trial.cell is None:
         return run.waivers.match(Item.of_groups(item.name, requirements), ended.faults)
     workload = trial.workload.name if trial.workload else None
-    asked = Item(item.name, requirements, trial.cell.variant, trial.cell.layout.name, workload)
-    waiver = run.waivers.match(asked, ended.faults)
+    place = Item(item.name, requirements, trial.cell.variant, trial.cell.layout.name, workload)
+    waiver = run.waivers.match(place, ended.faults)
     if not ended.crashed or _known(waiver, requirements, ended):
         return waiver
-    return run.waivers.match(replace(asked, requirements=EVERY_RANK_FINISHES), ended.faults) or waiver
+    return run.waivers.match(replace(place, requirements=EVERY_RANK_FINISHES), ended.faults) or waiver
 
 
 def attach(report: pytest.TestReport, record: Record, config: pytest.Config) -> None:
-    """Let a record travel with the report: as it is, or as plain data where xdist sends it to another process."""
+    """Add the record to the report: the object, or plain data where xdist sends it to another process."""
     in_worker = hasattr(config, "workerinput")
     report.user_properties.append((PROPERTY, record.to_json() if in_worker else record))
 
 
 def translate(report: pytest.TestReport, record: Record, run: Run) -> None:
-    """Let pytest see the verdict: failing verdicts fail, pass passes, the others are skips with a reason."""
+    """Set pytest's outcome: failing verdicts fail, pass passes, the others are skips with a reason."""
     if record.verdict in FAILING:
         report.outcome = "failed"
         report.longrepr = failure(record, run.options.again)

@@ -1,4 +1,4 @@
-"""A failure looked at a second time, on new ranks: what then ends otherwise is unstable, a failure of its own.
+"""Repeats a failed check on new ranks: if it then ends with another verdict it is unstable, which fails the run.
 
 The repeat is for diagnosis only. It never makes a run pass.
 """
@@ -21,7 +21,7 @@ from moe_conformance.workloads.plan import Case
 
 
 class CannotRepeat(Exception):
-    """The check did not say how it judges."""
+    """The check has set no judge, so that its outcome cannot be judged again."""
 
 
 def looked_again(
@@ -33,18 +33,19 @@ def looked_again(
     case: Case | None,
     judge: Callable[[Kept], Ending],
 ) -> Ending:
-    """Return how a failed check ended in the light of a repeat on new ranks.
+    """Return how a failed check ended, or that it is unstable: a repeat on new ranks had another verdict.
 
-    What a waiver or a plant foretells, what does not fail the run, or took all of its deadline, is not repeated.
+    A failure is not repeated if a waiver names it, a bug is planted, it does not fail the run, or it was a hang until
+    the deadline.
 
     Args:
         run: What is judged.
         outcomes: Runs the repeat.
         item: The check's node.
-        trial: What is known of it.
+        trial: Its trial.
         ended: How it ended at first.
         case: What it reads; None if it draws.
-        judge: Says how it ends on another outcome.
+        judge: Returns how it ends on another outcome.
     """
     if ended.verdict not in ("fail", "crash", "hang") or trial.outcome is None or run.options.plant:
         return ended
@@ -65,10 +66,10 @@ def looked_again(
 
 
 def drawn_again(failed: Trial, outcome: Outcome) -> Ending:
-    """Return how a check that draws its workloads ends on another outcome of the one that it failed on.
+    """Return how a check that draws workloads ends on another outcome of the workload that failed.
 
     Raises:
-        CannotRepeat: it did not say how it judges.
+        CannotRepeat: the check has set no judge.
     """
     if failed.judge is None:
         raise CannotRepeat(failed.check)

@@ -1,4 +1,4 @@
-"""Runs one drawn workload from a file on ranks and judges it: the smallest example of a failure, seen again.
+"""Runs a drawn workload from a file on ranks and judges it: the smallest example of a failure.
 
 The file is data. It names the backend that failed, which runs unless the command line names another or a plant.
 """
@@ -29,7 +29,7 @@ from moe_conformance.workloads.records.workload import Workload
 
 
 def named_backend(path: Path) -> str:
-    """Return the backend that an example in a file failed on.
+    """Return the backend on which the example in a file failed.
 
     Raises:
         Unusable: the file holds no example, or names none.
@@ -41,7 +41,7 @@ def named_backend(path: Path) -> str:
 
 
 def replay(path: Path, options: Options, tell: Callable[[str], None]) -> int:
-    """Run and judge the example in a file, and tell what comes of it; return 0 if it passes and 1 if it fails.
+    """Run and judge the example in a file, and print the verdict; return 0 if it passes and 1 if it fails.
 
     Raises:
         Unusable: the file holds no example, the backend is not there or runs no such workload, or no rank can start.

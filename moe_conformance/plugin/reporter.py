@@ -1,4 +1,4 @@
-"""The reporter: gathers the records of all items, those of xdist workers too, and decides how the run ends."""
+"""The reporter: collects the records of all items, those of xdist workers too, and sets the exit status."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from moe_conformance import spec
-from moe_conformance.plugin import agenda, gpus, roster
-from moe_conformance.plugin.case_items import each_check
+from moe_conformance.plugin import agenda, roster, run
+from moe_conformance.plugin.case_items import checks_of_items
 from moe_conformance.plugin.driver import Driver
 from moe_conformance.plugin.scripts import Scripts
 from moe_conformance.plugin.stopping import Stopping
@@ -30,15 +30,15 @@ from moe_conformance.report.standing import places, standings
 from moe_conformance.workloads.plan import SMOKE
 
 _LETTERLESS = ""  # the progress line stands for pytest's letters
-_CATEGORIES = {"pass": "passed", "error": "suite error"}  # pytest tells its own "error" a second time
+_CATEGORIES = {"pass": "passed", "error": "suite error"}  # pytest prints those under "error" a second time
 _WIDE = 200  # columns where there is no terminal to fit
 
 
 class Reporter:
-    """The plug-in's telling half; it lives where pytest reports, not in xdist workers."""
+    """The part of the plug-in that reports; it exists where pytest reports, not in xdist workers."""
 
     def __init__(self, driver: Driver, stopping: Stopping, config: pytest.Config) -> None:
-        """Gather for that driver's run."""
+        """Report the run of a driver."""
         self._driver, self._run, self._stopping, self._config = driver, driver.run, stopping, config
         self._collected = False
         self._roster: roster.Roster = {}
@@ -54,29 +54,29 @@ class Reporter:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self) -> None:
-        """Know that all items are there and chosen from: on a wrong argument pytest goes on to the next hook, too."""
+        """Record that collection succeeded: after a wrong argument pytest calls the next hook too."""
         self._collected = True
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Begin the report with all items: time may be up before the first of them runs."""
+        """Begin the report with all items: the time limit may end the run before the first of them."""
         if self._collected and not self._config.option.collectonly:
             self._roster = roster.roster(session.items)
             self._open()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
-        """Begin the report where workers collect; take over the line of files, as items come by case."""
+        """Begin the report where workers collect; replace pytest's progress by files, as items come by case."""
         if self._config.option.collectonly:
             return
         self._open()
         terminal = self._terminal
         if terminal is None:
             return
-        self._driver.outcomes.notice = lambda sentence: self._tell([sentence])
+        self._driver.outcomes.notice = lambda sentence: self._print([sentence])
         terminal.showfspath = False
         if terminal.verbosity > 0:
             return  # pytest tells every item itself
-        total = sum(1 for _ in each_check(session.items))
+        total = sum(1 for _ in checks_of_items(session.items))
         if terminal.isatty:
             columns = shutil.get_terminal_size().columns
             self._progress = Progress.on_terminal(terminal.rewrite, columns, total)
@@ -85,13 +85,13 @@ class Reporter:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_setupnodes(self, specs: list[Any]) -> None:
-        """Say which worker's ranks have which GPUs: it decides who shares one, and so what goes over NCCL."""
+        """Print the GPUs of every worker's ranks: those that share one do not communicate over NCCL."""
         if self._run.options.device == "cuda" and self._terminal is not None:
-            for sentence in gpus.sentences(len(specs)):
+            for sentence in run.gpu_sentences(len(specs)):
                 self._terminal.write_line(sentence)
 
     def collected(self, node: Any, ids: list[str]) -> None:
-        """Learn from an xdist worker which items there are: the controller collects none itself."""
+        """Take the roster of items from an xdist worker: the controller collects none itself."""
         self._open()
         if taken := roster.take(node.workerinput):
             self._roster, in_part = taken
@@ -101,7 +101,7 @@ class Reporter:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
-        """Give the report that xdist makes of an item with which a worker ended its record."""
+        """Add the record to the report that xdist makes of an item that ended with its worker."""
         entry = roster.running(self._roster, crashitem, {record.node for record in self._records})
         if entry is not None:
             report.nodeid = entry.node  # --lf takes it from there
@@ -109,14 +109,14 @@ class Reporter:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        """Count an item under its verdict."""
+        """Return the category of an item, which is its verdict."""
         record = of_report(report.user_properties)
         if record is None:
             return None
         return (_CATEGORIES.get(record.verdict, record.verdict), _LETTERLESS, record.verdict.upper())
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the item's records."""
+        """Keep the item's records, and print a failure at once."""
         records = list(all_of_report(report.user_properties))
         if records and self._journal is not None:
             self._journal.write(records)
@@ -124,12 +124,12 @@ class Reporter:
         follows = any(name == FOLLOWS for name, _ in report.user_properties)
         for record in records:
             script = self._scripts.write(record)
-            self._tell(() if follows else self._live.lines(record, str(script or "")))
+            self._print(() if follows else self._live.lines(record, str(script or "")))
             if self._progress is not None:
                 self._progress.step(record.case or record.check, failed=record.verdict in FAILING, runs=record.runs)
 
-    def _tell(self, lines: Sequence[str]) -> None:
-        """Write what went wrong as soon as it did."""
+    def _print(self, lines: Sequence[str]) -> None:
+        """Print a failure: the first line in red."""
         terminal = self._terminal
         if not lines or terminal is None:
             return
@@ -173,7 +173,7 @@ class Reporter:
             self._journal.delete()
 
     def _open(self) -> None:
-        """Begin the report: what is there already tells the truth, should this process be killed."""
+        """Write a first report, which is true if this process is killed."""
         folder = self._run.options.report
         if folder and self._journal is None:
             self._journal = Journal(Path(folder))
@@ -184,7 +184,7 @@ class Reporter:
         return result.write(Path(self._run.options.report), content)
 
     def _facts(self) -> result.Facts:
-        """Return what is known from the beginning."""
+        """Return the facts that are known from the beginning."""
         options, other = self._run.options, self._driver.other_cells
         loads = agenda.loads(self._driver.plan, options.ranks) if other else {}
         return result.Facts(
@@ -201,13 +201,13 @@ class Reporter:
             filtered=self._filtered(),
             only=options.ids,
             shard=options.shard,
-            left_out={"cells": sorted(filter(None, other)), "cases": sum(loads[each] for each in other)},
+            left_out={"cells": sorted(filter(None, other)), "cases": sum(loads[cell] for cell in other)},
             waivers=self._run.waivers.held,
             variants=tuple(self._run.backend.variants),
         )
 
     def _problems(self, interrupted: bool) -> Iterator[str]:
-        """Yield what fails the run beside its items; of a part, only what the whole cannot mend."""
+        """Yield what fails the run in addition to its items; for a shard only what no other shard can correct."""
         held, options = self._run.waivers, self._run.options
         yield from held.problems
         if not interrupted and not options.shard:
@@ -221,15 +221,15 @@ class Reporter:
             yield from self._regressions()
 
     def _regressions(self) -> Iterator[str]:
-        """Yield what passed by the floor, or in the run to compare with, and does so no more.
+        """Yield what passed by the floor, or in the run to compare with, and does not pass now.
 
-        A run of files or of node ids is held to neither: nobody knows what else there is of their places.
+        A run of files or of node ids is compared with neither: it does not have all items of its places.
         """
         if self._of_parts():
             return
         options, narrowed = self._run.options, self._filtered() or bool(self._run.options.shard)
         run = places([*self._roster.values(), *self._records]) - self._driver.in_part
-        if options.ids:  # a check that decides others too does not decide them alone
+        if options.ids:  # checks of these decide other requirements too, of which other checks did not run
             run = {place for place in run if place[0] in options.ids}
         if self._run.floor is not None and options.profile in ("quick", "full") and not options.rotation:
             # The floor is of the quick profile; of what is refused the full one may run another case that proves it.
@@ -246,19 +246,19 @@ class Reporter:
                 yield f"worse than {options.against} in {len(lost)} places: {'; '.join(map(str, lost[:5]))}{more}"
 
     def _filtered(self) -> bool:
-        """Whether anything but the whole selection was asked for, the shard aside."""
+        """Whether only a part of the selection was requested; a shard is not such a part."""
         option = self._config.option
         chosen = self._run.options.ids, self._run.options.rotation, self._run.options.profile == SMOKE
-        asked = (option.keyword, option.markexpr, option.deselect, option.maxfail, *chosen)
-        return any(asked) or self._of_parts()
+        selections = (option.keyword, option.markexpr, option.deselect, option.maxfail, *chosen)
+        return any(selections) or self._of_parts()
 
     def _of_parts(self) -> bool:
-        """Whether files or items were named, or the latest failures asked for."""
+        """Whether files or items were named, or --lf was given."""
         named = any("::" in argument or argument.endswith(".py") for argument in self._config.args)
         return named or bool(getattr(self._config.option, "lf", False))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Tell failures, problems, the matrix and the totals."""
+        """Print failures, problems, the matrix and the totals."""
         if self._head is None:
             return
         if self._progress is not None:

@@ -1,7 +1,7 @@
-"""Every selected item by its name, so that one that never ends is shown as not run, or as lost with its worker.
+"""All selected items by name, so that one that never ends is reported as not run, or as lost with its worker.
 
-xdist's controller collects nothing itself: its first worker writes the roster to a file, and of which places it has a
-part only.
+xdist's controller collects nothing itself: its first worker writes the roster to a file, with the places of which the
+run has only a part.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from moe_conformance.plugin import agenda
-from moe_conformance.plugin.case_items import each_check
-from moe_conformance.plugin.trial import asked_of
+from moe_conformance.plugin.case_items import checks_of_items
+from moe_conformance.plugin.trial import check_and_requirements
 from moe_conformance.report.records import Record
 from moe_conformance.report.standing import Place
 from moe_conformance.workloads.records.features import traits
@@ -29,8 +29,8 @@ _FIRST = "gw0"
 
 
 def roster(items: Iterable[pytest.Item]) -> Roster:
-    """Return a record for every check among the items, and of every case, that says no more than which item it is."""
-    checks = (item for item in each_check(items) if item.get_closest_marker("requirement") is not None)
+    """Return a record for every check among the items and in their cases, with its names and the verdict "not run"."""
+    checks = (item for item in checks_of_items(items) if item.get_closest_marker("requirement") is not None)
     return {item.nodeid: _entry(item) for item in checks}
 
 
@@ -55,12 +55,12 @@ def lost(entry: Record) -> Record:
 
 
 def hand_over(workerinput: Mapping[str, Any], items: Iterable[pytest.Item], in_part: Collection[Place]) -> None:
-    """Leave the roster to the controller; the first worker does so for all, since they collect the same.
+    """Write the roster for the controller; only the first worker does, since all collect the same items.
 
     Args:
         workerinput: Of the worker.
-        items: That were selected.
-        in_part: The places of which some items were not.
+        items: The selected items.
+        in_part: The places of which some items were not selected.
     """
     if workerinput["workerid"] != _FIRST:
         return
@@ -72,7 +72,7 @@ def hand_over(workerinput: Mapping[str, Any], items: Iterable[pytest.Item], in_p
 
 
 def take(workerinput: Mapping[str, Any]) -> tuple[Roster, set[Place]] | None:
-    """Return what that worker left, once; None if it is another worker, or on another machine."""
+    """Return what the first worker wrote, once; None for another worker, or one on another machine."""
     path = _path(workerinput)
     if workerinput["workerid"] != _FIRST or not path.is_file():
         return None
@@ -89,7 +89,7 @@ def _path(workerinput: Mapping[str, Any]) -> Path:
 
 def _entry(item: pytest.Item) -> Record:
     case, cell = agenda.case_of(item), agenda.cell_of(item)
-    check, requirements = asked_of(item)
+    check, requirements = check_and_requirements(item)
     return Record(
         node=item.nodeid,
         check=check,

@@ -1,4 +1,4 @@
-"""What a run stands on: its options, its backend with versions, and the waivers; all checked before it starts."""
+"""The options, the backend with its versions, and the waivers of a run, all checked before it starts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from moe_conformance import spec
 from moe_conformance import waiving as waivers
 from moe_conformance.backends import registry
 from moe_conformance.contract import Backend, Unsupported
+from moe_conformance.engine.gpu.slices import Slice, share, visible
 from moe_conformance.engine.hosts import Cluster
 from moe_conformance.goldens import stored_values
-from moe_conformance.plugin import gpus
 from moe_conformance.plugin.options import Options, Unusable
 from moe_conformance.report import floor, result
 from moe_conformance.spec.places import checked
@@ -28,9 +28,9 @@ PLANTS = "self_tests.planted_bugs"
 
 @dataclass(frozen=True)
 class Run:
-    """One judged backend. `target` is what the ranks load: a registered name or pkg.mod:Class.
+    """A run of one backend. `target` is what the ranks load: a registered name or pkg.mod:Class.
 
-    `site` is where ranks run, None for this machine alone.
+    `site` is where ranks run, None for this machine only.
     """
 
     options: Options
@@ -109,7 +109,7 @@ def open_backend(target: str) -> tuple[Backend, Mapping[str, str]]:
 
 
 def planted(name: str) -> str:
-    """Return the dotted path of native with that bug.
+    """Return the dotted path of native with a planted bug.
 
     Raises:
         Unusable: there is no such plant, or the planted bugs are not here.
@@ -127,13 +127,34 @@ def planted(name: str) -> str:
 
 
 def engine_needs(backend: Backend) -> dict[str, Any]:
-    """Return what the engine imports before it forks ranks, and the environment that it does so in."""
+    """Return the modules that the engine imports before it forks ranks, and their environment variables."""
     scenarios = ("moe_conformance.scenarios.moe_step", "moe_conformance.scenarios.group_lists")
     preload = (*scenarios, *getattr(backend, "preload", ()))
     # cuBLAS is deterministic only with it, and looks for it once in a process.
     workspace = {"CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")}
-    environment = {**workspace, **gpus.environment(), **getattr(backend, "environment", {})}
+    environment = {**workspace, **gpu_environment(), **getattr(backend, "environment", {})}
     return {"preload": preload, "environment": environment}
+
+
+def gpu_environment() -> dict[str, str]:
+    """Return the variables that give the ranks of an xdist worker their GPUs; nothing outside of a worker."""
+    name, workers = os.environ.get("PYTEST_XDIST_WORKER", ""), os.environ.get("PYTEST_XDIST_WORKER_COUNT", "")
+    number = name.removeprefix("gw")
+    if not (number.isdecimal() and workers.isdecimal()):
+        return {}
+    slice_ = _slice(int(workers), int(number))
+    return {"CUDA_VISIBLE_DEVICES": slice_.variable} if slice_.devices else {}
+
+
+def gpu_sentences(workers: int) -> list[str]:
+    """Return a sentence for every xdist worker: the GPUs of its ranks."""
+    return [_slice(workers, number).words for number in range(workers)]
+
+
+def _slice(workers: int, number: int) -> Slice:
+    import torch  # heavy
+
+    return share(visible(os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()), number, workers)
 
 
 def _require_device(device: str) -> None:
@@ -146,7 +167,7 @@ def _require_device(device: str) -> None:
 
 
 def _require_writable(folder: Path) -> None:
-    """Make the folder, or say why not."""
+    """Create the folder if it does not exist, and check that it can be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"

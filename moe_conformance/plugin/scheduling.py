@@ -1,4 +1,4 @@
-"""Which xdist worker judges what: all items of a cell together, since they share sessions and outcomes."""
+"""Distributes items over xdist workers: all items of a cell to one, since they share sessions and outcomes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ def by_cell(config: Any, log: Any, cells: Sequence[Cell]) -> LoadScopeScheduling
             return cell_of(nodeid, names)
 
         def remove_node(self, node: Any) -> str | None:
-            """Return the item with which a worker ended, which xdist would else run again, and lose the next worker."""
+            """Return the item that ended with its worker: xdist would run it again, and lose the next worker too."""
             units = self.assigned_work[node].values()
-            crashed = next(((unit, each) for unit in units for each, done in unit.items() if not done), None)
-            if crashed is not None:
-                unit, item = crashed
-                unit[item] = True
+            crashed: str | None = None
+            for unit in units:
+                crashed = next((node_id for node_id, done in unit.items() if not done), None)
+                if crashed is not None:
+                    unit[crashed] = True
+                    break
             super().remove_node(node)
-            return None if crashed is None else item
+            return crashed
 
         def _reschedule(self, node: Any) -> None:
             """Hand out work twice: a worker keeps its last item until it has another or is told that there is none."""

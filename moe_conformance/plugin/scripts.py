@@ -1,4 +1,4 @@
-"""The first failure of each kind as a script in the report folder, which runs without pytest."""
+"""Writes the first failure of each kind as a script into the report folder; it runs without pytest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WIDE = 108
 
 
 class Scripts:
-    """Those of one run."""
+    """The scripts of one run."""
 
     def __init__(self, run: Run) -> None:
         """Write nothing yet."""
@@ -31,9 +31,9 @@ class Scripts:
         self.written: dict[tuple[str, ...], Path] = {}  # by kind of failure, see `words.kind`
 
     def write(self, record: Record) -> Path | None:
-        """Write a script for an item that failed; None if there is one of its kind, or there can be none.
+        """Write a script for an item that failed; None if its kind has one, or none is possible.
 
-        There can be none for what has no case, such as drawn batches and answers about groups; nor for virtual ranks.
+        None is possible without a case, as for drawn batches and groups, and with virtual ranks.
         """
         folder, kind = self._run.options.report, words.kind(record)
         if not folder or record.verdict not in _VERDICTS or kind in self.written or len(self.written) == MOST:
@@ -51,7 +51,7 @@ class Scripts:
         name = re.sub(r"[^\w.+-]", "_", f"{record.requirements[0]}-{record.case}")
         taken = {path.stem for path in self.written.values()}
         names = (name, *(f"{name}-{number}" for number in range(2, MOST + 1)))
-        return folder / f"{next(each for each in names if each not in taken)}.py"
+        return folder / f"{next(candidate for candidate in names if candidate not in taken)}.py"
 
     def _lines(self, record: Record, path: Path) -> Iterator[str]:
         options, requirement = self._run.options, record.requirements[0]
@@ -94,6 +94,6 @@ def check_of(record: Record) -> str:
 
 
 def _short(text: str) -> str:
-    """Return the first line of a text, as far as it fits behind a comment's sign."""
-    line = "".join(each if each.isprintable() else " " for each in text.partition("\n")[0])
+    """Return the first line of a text, cut so that it fits into a comment."""
+    line = "".join(character if character.isprintable() else " " for character in text.partition("\n")[0])
     return line if len(line) <= _WIDE else line[: _WIDE - 3] + "..."

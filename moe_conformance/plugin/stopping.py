@@ -1,4 +1,4 @@
-"""How a run ends before all items have run: in order, so that what was found is told and no rank is left."""
+"""Ends a run before all items have run, so that what was found is reported and no rank is left."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _ENDS = "moe_conformance_ends"  # when a worker's time is up, on the clock of al
 
 
 class Stopped(KeyboardInterrupt):
-    """Ends the session. No Exception: Hypothesis would take it for a finding, and shrink it."""
+    """Ends the session. Not an Exception: Hypothesis would shrink the example that raised it."""
 
     def __init__(self, reason: str, status: int) -> None:
-        """Say why, and the exit status."""
+        """Take the reason and the exit status."""
         super().__init__(reason)
         self.reason, self.status = reason, status
 
 
 def stop_now(reason: str, status: int) -> NoReturn:
-    """End the session from within an item, and let nothing disturb its report.
+    """End the session from within an item; SIGTERM does not interrupt its report.
 
     Raises:
         Stopped: always.
@@ -51,7 +51,7 @@ class Stopping:
     """Stops the session on SIGTERM, before a time limit, or where too much hangs or crashes."""
 
     def __init__(self, config: pytest.Config, limit_s: float) -> None:
-        """Take the signal over; `limit_s` counts from the start of this process, 0 is none."""
+        """Handle SIGTERM; `limit_s` counts from the start of this process, 0 is no limit."""
         self.reason = ""
         self.status = 0
         self._config = config
@@ -72,7 +72,7 @@ class Stopping:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
-        """Count time; with the last item, before pytest begins to end the session, nothing may interrupt any more."""
+        """Start the timers; cancel them after the last item, before pytest begins to end the session."""
         try:
             self._begin(session)
             return (yield)
@@ -80,7 +80,7 @@ class Stopping:
             self._end()
 
     def _begin(self, session: pytest.Session) -> None:
-        """Set the timers: first the items are asked to stop, then the one that runs is interrupted."""
+        """Set two timers: the first lets no further item begin, the second interrupts the one that runs."""
         self._session = session
         if self.reason:  # SIGTERM came while items were collected, and what it raised was lost
             session.shouldstop = self.reason
@@ -96,11 +96,11 @@ class Stopping:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
-        """End as well what ends before its items."""
+        """Cancel the timers of a session that ends before its items."""
         self._end()
 
     def _end(self) -> None:
-        """There is nothing left to stop, and what was found is to be told in full."""
+        """Cancel the timers and ignore SIGTERM, so that the report is complete."""
         for timer in self._timers:
             timer.cancel()
         if self._signals:
@@ -108,7 +108,7 @@ class Stopping:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Let an xdist worker's time be up with the controller's."""
+        """Send the end of the time limit to an xdist worker."""
         node.workerinput[_ENDS] = self._ends
 
     def _expire(self) -> None:
@@ -155,7 +155,7 @@ class Stopping:
             self.reason, self.status = str(error), 1
 
     def _stop(self, reason: str, status: int) -> None:
-        """Let the items that run end, and no other begin."""
+        """Let the running items end, and no further item begin."""
         if self.reason:
             return
         self.status, self.reason = status, reason  # in this order: who sees a reason, on any thread, has its status
@@ -171,7 +171,7 @@ def _restore(before: Any) -> None:
 
 
 def _age_s() -> float:
-    """Return for how long this process has been there; 0 where the system does not say."""
+    """Return the age of this process in seconds; 0 where the system does not provide it."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""One item on trial: what its fixtures found, and the verdict that follows from how it ended."""
+"""The trial of one item: what its fixtures recorded, and the verdict that follows from how it ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNSTABLE = "unstable: a drawn batch failed and, run again, did not:"
 
 @dataclass
 class Trial:
-    """Filled in while the item runs."""
+    """What is recorded while an item runs."""
 
     requirements: tuple[str, ...]
     check: str
@@ -40,27 +40,27 @@ class Trial:
     judge: Callable[[Outcome], None] | None = None  # of what is drawn
 
     def skip(self, verdict: Verdict, reason: str) -> None:
-        """End the item here with a verdict that is neither pass nor failure."""
+        """End the item with a verdict that is neither pass nor failure."""
         self.settled = verdict
         pytest.skip(reason)
 
 
 def trial_of(item: pytest.Item) -> Trial:
-    """Return what is known of an item so far."""
+    """Return the trial of an item; a new one at first."""
     if _TRIAL not in item.stash:
-        check, requirements = asked_of(item)
+        check, requirements = check_and_requirements(item)
         item.stash[_TRIAL] = Trial(requirements, check)
     return item.stash[_TRIAL]
 
 
-def asked_of(item: pytest.Item) -> tuple[str, tuple[str, ...]]:
+def check_and_requirements(item: pytest.Item) -> tuple[str, tuple[str, ...]]:
     """Return the name of the check that an item runs, and the requirements that it decides."""
     mark = item.get_closest_marker("requirement")
     return getattr(item, "originalname", None) or item.name, () if mark is None else tuple(mark.args)
 
 
 def forget(item: pytest.Item) -> None:
-    """Drop what is known of an item that has ended."""
+    """Delete the trial of an item that has ended."""
     if _TRIAL in item.stash:
         del item.stash[_TRIAL]
 
@@ -70,7 +70,7 @@ _TRIAL = pytest.StashKey[Trial]()
 
 @dataclass(frozen=True)
 class Ending:
-    """How an item ended, in words."""
+    """The verdict of an item that ended, with its message and what caused it."""
 
     verdict: Verdict
     message: str = ""
@@ -78,7 +78,7 @@ class Ending:
     stage: str | None = None
     blamed: tuple[int, ...] = ()
     detail: str = ""
-    violated: tuple[str, ...] = ()  # which of several requirements, where the mismatch says so
+    violated: tuple[str, ...] = ()  # of several requirements those that the mismatch names
     failed: tuple[Mismatch, ...] = ()  # of drawn workloads, each with the outcome of its smallest
     faults: tuple[Fault, ...] = ()  # what a waiver is compared with
     ratio: float | None = None  # the one factor by which all elements are off
@@ -97,7 +97,7 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
         return Ending(trial.settled, f"every drawn workload was refused: {trial.rejected}")
     if isinstance(error, NotOffered):
         return Ending("not adapted", f"not adapted: {error}")
-    parts = list(_parts(error))[::-1]  # Hypothesis tells the smallest last
+    parts = list(_parts(error))[::-1]  # Hypothesis raises the smallest last
     mismatches = [part for part in parts if isinstance(part, Mismatch)]
     unstable = [leaf for part in parts if isinstance(part, FlakyFailure) for leaf in part.exceptions]
     mismatches += [leaf for leaf in unstable if isinstance(leaf, Mismatch)]
@@ -119,21 +119,24 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
         detail="\n".join([*_drawn(first), *evidence(first, outcome)]),
         violated=_violated(mismatches),
         failed=tuple(mismatch for mismatch in mismatches if mismatch.outcome is not None),
-        faults=tuple(Fault(type(each).__name__, each.stage, str(each), _size(each, trial)) for each in mismatches),
+        faults=tuple(
+            Fault(type(mismatch).__name__, mismatch.stage, str(mismatch), _size(mismatch, trial))
+            for mismatch in mismatches
+        ),
         ratio=first.ratio,
         crashed=isinstance(first, RunFailed) and not _finished(outcome),
     )
 
 
 def _not_the_backends(error: BaseException) -> Ending:
-    """Return the ending by an exception that is no mismatch: the machine's fault or the suite's."""
+    """Return the ending by an exception that is no mismatch: a fault of the machine or of the suite."""
     if isinstance(error, EngineError) and (machine := classify(str(error))):
         return Ending("infrastructure", f"infrastructure: {machine}", "Infrastructure", "run")
     return Ending("error", f"error in the suite: {type(error).__name__}: {error}", type(error).__name__)
 
 
 def _machines_fault(mismatch: Mismatch, outcome: Outcome | None) -> str | None:
-    """Return what was wrong with the machine where a run did not finish for that, with the rank that met it."""
+    """Return the fault of the machine for which a run did not finish, with its rank; None if there is none."""
     if not isinstance(mismatch, RunFailed):
         return None
     if outcome is None or not outcome.blamed:
@@ -143,19 +146,19 @@ def _machines_fault(mismatch: Mismatch, outcome: Outcome | None) -> str | None:
         reason = classify("\n".join(text for text in (rank.error, rank.traceback, rank.output) if text))
         if reason:
             excused.append(f"rank {rank.rank}: {reason}")
-        elif rank.status != "hung":  # a fault of its own beside the machine's
+        elif rank.status != "hung":  # a fault of the backend in addition to that of the machine
             return None
     return excused[0] if excused else None
 
 
 def _parts(error: BaseException) -> Iterator[BaseException]:
-    """Yield what a group is made of: Hypothesis raises one when it finds several faults.
+    """Yield the exceptions of a group: Hypothesis raises one when it finds several faults.
 
-    A fault that did not come again it wraps once more, and that stays together.
+    A FlakyFailure, of a fault that did not occur again, is yielded as it is.
     """
     if isinstance(error, BaseExceptionGroup) and not isinstance(error, FlakyFailure):
-        for each in error.exceptions:
-            yield from _parts(each)
+        for part in error.exceptions:
+            yield from _parts(part)
     else:
         yield error
 
@@ -167,11 +170,11 @@ def _violated(mismatches: list[Mismatch]) -> tuple[str, ...]:
     that one fails, and not all of them.
     """
     named = [getattr(mismatch, "requirement", None) for mismatch in mismatches]
-    return tuple(sorted({each for each in named if each})) if all(named) else ()
+    return tuple(sorted({requirement for requirement in named if requirement})) if all(named) else ()
 
 
 def _size(mismatch: Mismatch, trial: Trial) -> float | None:
-    """Return by how many allowed errors the mismatch is off: of a drawn batch it has it, else the tally does."""
+    """Return the error of a mismatch over the allowed error: the mismatch of a drawn batch has it, else the tally."""
     return mismatch.size if mismatch.outcome is not None else trial.tally.beyond or None
 
 

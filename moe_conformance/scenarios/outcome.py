@@ -184,7 +184,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Told:
+class GroupAnswer:
     """The backend's answer about process groups: rank lists by name, or why there are none."""
 
     lists: dict[str, RankLists] | None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moe_conformance.engine.gpu.slices import share, visible
-from moe_conformance.plugin import gpus
+from moe_conformance.plugin.run import gpu_environment, gpu_sentences
 
 UUIDS = ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-1f2a9c3e-0a41-5f7d-9b7e-3c0b5c1d2e4f")
 
@@ -93,9 +93,9 @@ class TestWorkers:
         for name, value in (("", worker), ("_COUNT", count)):
             monkeypatch.setenv(f"PYTEST_XDIST_WORKER{name}", value)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
-        assert expected == gpus.environment()
+        assert expected == gpu_environment()
 
     def test_the_run_says_who_has_what(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The run prints one sentence per worker."""
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-        assert ["process 0 has GPU 0 of 3 to itself", "process 1 has GPUs 1, 2 of 3 to itself"] == gpus.sentences(2)
+        assert ["process 0 has GPU 0 of 3 to itself", "process 1 has GPUs 1, 2 of 3 to itself"] == gpu_sentences(2)

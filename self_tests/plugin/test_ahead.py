@@ -212,7 +212,7 @@ class TestForeseen:
             kept = made.of(LIKENED, [])
             assert [twin.workload.name] == list(kept.begun)
             made.renew(2)  # as for a check that needs new processes, before one that asks for it
-            once, again = (made.beside(kept, [twin.workload])[0] for _ in range(2))
+            once, again = (made.equivalent_runs(kept, [twin.workload])[0] for _ in range(2))
             assert {} == kept.begun
             assert ["ok", "ok"] == [rank.status for rank in once.ranks]
             for rank, other in zip(once.ranks, again.ranks, strict=True):

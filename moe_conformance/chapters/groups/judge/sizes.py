@@ -10,14 +10,14 @@ from moe_conformance.judging.observed.script import SLIPS
 from moe_conformance.judging.verdict import NotOffered, Raised, Tally, Unrefused, WrongGroups
 from moe_conformance.reference.groups.members import valid
 from moe_conformance.reference.groups.rules import mixed_groups
-from moe_conformance.scenarios.outcome import Told
+from moe_conformance.scenarios.outcome import GroupAnswer
 from moe_conformance.workloads.records.workload import Wish
 
 _AXES = ("world", "tp", "cp", "pp", "ep", "etp")
 _OF_ONE_STAGE = ("tp", "cp", "dp", "dp_cp", "ep", "etp", "ep_etp", "edp")
 
 
-def judge_sizes(answers: Mapping[Wish, Told], tally: Tally) -> None:
+def judge_sizes(answers: Mapping[Wish, GroupAnswer], tally: Tally) -> None:
     """Decide whether groups are built for the sizes of a layout, and refused for others.
 
     A refusal by the adapter is no refusal by the library. A world with data parallelism only must not be refused.
@@ -57,7 +57,7 @@ def judge_sizes(answers: Mapping[Wish, Told], tally: Tally) -> None:
     tally.add(elements=sum(answer.by != "adapter" for answer in answers.values()), rank=0)
 
 
-def judge_stages(answers: Mapping[Wish, Told], tally: Tally) -> None:
+def judge_stages(answers: Mapping[Wish, GroupAnswer], tally: Tally) -> None:
     """Decide whether all groups except those along pp have ranks of one pipeline stage only.
 
     The stage of a rank is its position in its group along pp.
@@ -92,7 +92,7 @@ def judge_stages(answers: Mapping[Wish, Told], tally: Tally) -> None:
         fail(WrongGroups, "groups", findings)
 
 
-def _layouts(answers: Mapping[Wish, Told], *, fits: bool) -> list[tuple[Wish, Told]]:
+def _layouts(answers: Mapping[Wish, GroupAnswer], *, fits: bool) -> list[tuple[Wish, GroupAnswer]]:
     return [(wish, answer) for wish, answer in answers.items() if (_problem(wish) is None) is fits]
 
 
