@@ -1,4 +1,4 @@
-"""`merge`, `compare`, `page`, `floor` and `table`: what is made of reports."""
+"""`merge`, `compare`, `page`, `floor` and `table`: commands that read reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def merge_(folders: tuple[Path, ...], report: Path) -> NoReturn:
         raise CannotRun(str(error)) from error
     width, encoding = shutil.get_terminal_size().columns, sys.stdout.encoding or "ascii"
     terminal = Terminal(width)
-    summary.tell(terminal, merged.head, merged.records, width=width, color=sys.stdout.isatty(), encoding=encoding)
+    summary.write(terminal, merged.head, merged.records, width=width, color=sys.stdout.isatty(), encoding=encoding)
     for line in (*merged.notes, f"report: {written}"):
         terminal.write_line(line)
     sys.exit(merged.head["exit"])
@@ -128,9 +128,11 @@ def table_(folders: tuple[Path, ...], output: Path | None) -> None:
         for part in parts:
             by_profile.setdefault(part.head["profile"], []).append(part)
         sections = []
-        for own in by_profile.values():
-            whole = merge.merge(own, command)
-            sections.append(exchange_table.Section(whole.head, whole.records, [part.head["command"] for part in own]))
+        for of_profile in by_profile.values():
+            whole = merge.merge(of_profile, command)
+            sections.append(
+                exchange_table.Section(whole.head, whole.records, [part.head["command"] for part in of_profile])
+            )
         page = exchange_table.page(command, sections)
         if output is None:
             click.echo(page, nl=False)

@@ -263,7 +263,7 @@ class Reporter:
             return
         if self._progress is not None:
             self._progress.clear()
-        summary.tell(
+        summary.write(
             terminalreporter,
             self._head,
             self._records,
@@ -272,7 +272,7 @@ class Reporter:
             encoding=sys.stdout.encoding or "ascii",
             whole=self._run.options.matrix == "all",
             propose=self._run.options.propose_waivers,
-            told=self._live.told,
+            shown_kinds=self._live.shown,
             scripts=self._scripts.written,
         )
         if self._written is not None:

@@ -1,1 +1,1 @@
-"""What a run tells: one record per item, gathered into a terminal matrix and result.json."""
+"""The report of a run: one record per item, shown as a matrix in the terminal and written to result.json."""

@@ -1,4 +1,4 @@
-"""Two runs of a backend compared: new failures, what was mended, what is no longer judged, errors that grew."""
+"""Compares two runs of a backend: new failures, what passes again, what is no longer judged, errors that grew."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 from moe_conformance.report.records import FAILING
 from moe_conformance.report.standing import JUDGED, Place, Standing, in_words
 
-GREW = 2.0  # times the error of the old run, in allowed errors; less is noise of other products' order
+GREW = 2.0  # times the error of the old run; less is rounding in another order of products
 
 
 @dataclass(frozen=True)
 class Change:
-    """One place that stands otherwise than before."""
+    """A place whose verdict or error changed."""
 
     place: Place
     before: str
     after: str
 
     def __str__(self) -> str:
-        """Say it in a line."""
+        """Return it in one line."""
         return f"{in_words(self.place)}: {self.before} -> {self.after}"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs between an old run and a new one; places of which one has nothing are compared if they may be."""
+    """The places that differ between an old run and a new one."""
 
     new_failures: tuple[Change, ...]
     no_longer_judged: tuple[Change, ...]
@@ -37,11 +37,11 @@ class Comparison:
 
     @property
     def regressed(self) -> bool:
-        """Whether something fails or is not judged that passed or was judged."""
+        """Whether something fails that did not fail, or is not judged that was judged."""
         return bool(self.new_failures or self.no_longer_judged)
 
     def lines(self) -> Iterable[str]:
-        """Yield it in words."""
+        """Yield the changes as text, by kind."""
         for title, changes in vars(self).items():
             if changes:
                 yield f"{title.replace('_', ' ')}: {len(changes)}"
@@ -58,9 +58,9 @@ def compare(old: Mapping[Place, Standing], new: Mapping[Place, Standing], *, who
     """Compare two runs.
 
     Args:
-        old: How the old run stands.
-        new: How the new one does.
-        whole: The new run had all that the old one had, so that what it lacks is no longer judged.
+        old: The standing of each place in the old run.
+        new: The same of the new run.
+        whole: The new run had all cases of the old one, so that places it lacks are no longer judged.
     """
     found: dict[str, list[Change]] = {name: [] for name in Comparison.__dataclass_fields__}
     for place in sorted({*old, *new}):
@@ -79,8 +79,8 @@ def compare(old: Mapping[Place, Standing], new: Mapping[Place, Standing], *, who
         elif now in JUDGED and was not in JUDGED:
             found["newly_judged"].append(change)
         elif before is not None and after is not None and _grew(before, after):
-            told = (f"{stands.worst:.3g} of the allowed error" for stands in (before, after))
-            found["errors_grew"].append(Change(place, *told))
+            errors = (f"{stands.worst:.3g} of the allowed error" for stands in (before, after))
+            found["errors_grew"].append(Change(place, *errors))
     return Comparison(**{name: tuple(changes) for name, changes in found.items()})
 
 

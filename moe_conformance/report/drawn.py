@@ -1,4 +1,4 @@
-"""What the drawn batches of a run were like, and whether they had everything that they could have had.
+"""Counts the features of the drawn batches of a run, and reports features that no batch had but could have had.
 
 A search that never drew an idle rank has shown nothing about idle ranks.
 """

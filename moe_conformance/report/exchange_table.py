@@ -1,6 +1,6 @@
-"""The table of exchanges: every variant on every layout, and how it fared forward, backward, packed and so on.
+"""The table of exchanges: the results of every variant on every layout, forward, backward, packed and so on.
 
-It is made of the records of runs, and every cell says something: what was not judged says "not run".
+It is made from the records of runs. No cell is empty: what was not judged is "not run".
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Column:
 
     def holds(self, record: Record) -> bool:
         """Whether a record belongs here."""
-        cited = any(each.partition("-")[0] in self.chapters for each in record.requirements)
+        cited = any(requirement.partition("-")[0] in self.chapters for requirement in record.requirements)
         return cited and (not self.trait or self.trait in record.traits)
 
 
 NOT_RUN = "not run"
-SPARED = "spared"  # on the widest worlds the first variant stands for all, see `virtual.suits`
+SPARED = "spared"  # on the largest worlds only the first variant runs, see `virtual.suits`
 
 _EXPLAINED = ("refused", "not adapted", "limit", "not applicable", "waived")
 _SOME = 3  # layouts that a sentence names
@@ -50,7 +50,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Section:
-    """One profile: the head of its report, or of several that were put together, its records, and the commands."""
+    """One profile: the head of its report or merged reports, its records, and the commands."""
 
     head: Mapping[str, Any]
     records: Sequence[Record]
@@ -61,8 +61,8 @@ def page(command: str, sections: Sequence[Section]) -> str:
     """Return the table as Markdown, for all variants of the backend on all layouts of each profile.
 
     Args:
-        command: The one that makes this page.
-        sections: In the order in which they are to stand.
+        command: The command that writes this page.
+        sections: In the order of the page.
     """
     lines = [
         "# Exchanges on layouts",
@@ -98,9 +98,9 @@ def _rows(head: Mapping[str, Any], records: Sequence[Record]) -> Iterable[str]:
         by_cell.setdefault((record.variant, record.layout), []).append(record)
     for variant in head["variants"]:
         for layout in _layouts(head["profile"], head["ranks"]):
-            own = by_cell.get((variant, layout.name), [])
+            of_cell = by_cell.get((variant, layout.name), [])
             spared = head["profile"] == "virtual" and not virtual.suits(layout, variant == head["variants"][0])
-            cells = (SPARED if spared else _cell(column, own) for column in COLUMNS)
+            cells = (SPARED if spared else _cell(column, of_cell) for column in COLUMNS)
             yield f"| {' | '.join([variant, layout.name, *cells])} |"
 
 
@@ -115,12 +115,12 @@ def _cell(column: Column, records: Sequence[Record]) -> str:
     if held:
         return matrix.totals(held)
     if records and all(record.verdict == "refused" for record in records):
-        return "refused"  # whatever is asked: one workload of each kind proves it, and the others are not asked
+        return "refused"  # as a whole: one workload of each kind proves it, and the others do not run
     return NOT_RUN
 
 
 def _sentences(records: Sequence[Record]) -> Iterable[str]:
-    """Yield a line for each sentence by which something was refused or not adapted; sentences may differ in numbers."""
+    """Yield a line for each reason of a refusal or missing adapter; reasons that differ in numbers are one."""
     found: dict[tuple[str | None, str], list[Record]] = {}
     for record in records:
         if record.verdict in _EXPLAINED and any(column.holds(record) for column in COLUMNS):

@@ -8,8 +8,8 @@ line for each requirement with the layouts on which it passes in the quick profi
     [alltoall]
     EXCH-01 = "single ep2 ep4"
 
-`moe-conformance floor --backend NAME` writes it from a run; a person reviews the difference. Without it a backend could
-refuse all that it once did, and every run would be green.
+`moe-conformance floor --backend NAME` writes it from a run; a person reviews the difference. Without a floor a backend
+could refuse what it supported before, and every run would pass.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from moe_conformance.report.records import CASE_CRASHED, FAILING, Record
 from moe_conformance.report.standing import Place, Standing, in_words, places, standings
 
 FOLDER = Path(__file__).parents[1] / "floors"
-RANKS = 4  # of the run that a floor is written from
+RANKS = 4  # of the run from which a floor is written
 
 _HEAD = "# What must pass in the quick profile on 4 ranks. Written by `moe-conformance floor`, reviewed by a person."
 
 
 class Unreadable(ValueError):
-    """The file is no floor, or names what there is not."""
+    """The file is no floor, or cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class Floor:
 
     path: Path
     places: frozenset[Place]
-    versions: Mapping[str, str] = field(default_factory=dict)  # empty where the file does not say
+    versions: Mapping[str, str] = field(default_factory=dict)  # empty if the file has none
 
     def fallen(self, records: Iterable[Record], run: Collection[Place]) -> Iterator[tuple[Place, str]]:
-        """Yield each place that does not pass any more, with what it is now.
+        """Yield each place that no longer passes, with its verdict.
 
-        Failures are told elsewhere, and so are crashes, for which other checks were not run.
+        Places that fail are left out, and those not run since their case crashed: these are reported as failures.
 
         Args:
             records: Of the run.
-            run: The places of which the run had all cases; the others are not looked at.
+            run: The places of which the run had all cases; others are not compared.
         """
         records = list(records)
         found = standings(records)
@@ -84,12 +84,13 @@ def read(path: Path) -> Floor:
     for variant, requirements in tables.items():
         if not _texts(requirements):
             raise Unreadable(f'the floor {path} is a table for each variant, of lines such as EXCH-01 = "ep2 ep4"')
-        places |= {(each, variant, layout) for each, layouts in requirements.items() for layout in layouts.split()}
+        for requirement, layouts in requirements.items():
+            places |= {(requirement, variant, layout) for layout in layouts.split()}
     return Floor(path, frozenset(places), versions)
 
 
 def _texts(table: object) -> bool:
-    return isinstance(table, dict) and all(isinstance(each, str) for each in table.values())
+    return isinstance(table, dict) and all(isinstance(value, str) for value in table.values())
 
 
 def text(standing: Mapping[Place, Standing], layouts: Iterable[str], versions: Mapping[str, str]) -> str:
@@ -103,14 +104,13 @@ def text(standing: Mapping[Place, Standing], layouts: Iterable[str], versions: M
     lines = [_HEAD, f"versions = {{{found}}}"]
     for variant, requirements in by_variant.items():
         lines += ["", f'["{variant}"]']
-        lines += [
-            f'{each} = "{" ".join(sorted(on, key=order.__getitem__))}"' for each, on in sorted(requirements.items())
-        ]
+        for id, passing in sorted(requirements.items()):
+            lines.append(f'{id} = "{" ".join(sorted(passing, key=order.__getitem__))}"')
     return "\n".join(lines) + "\n"
 
 
 def sentence(fallen: Iterable[tuple[Place, str]]) -> str:
-    """Return what fell below the floor, the first few in words; empty if nothing did."""
+    """Return a sentence with the first places below the floor and their number; "" if there is none."""
     found = [f"{in_words(place)}: {verdict} instead of pass" for place, verdict in fallen]
     if not found:
         return ""

@@ -1,9 +1,9 @@
-"""Records as they stand in result.json: what many of them share is written once, and all can be read back.
+"""Converts records to the form of result.json, in which shared values are written once, and back.
 
-An *entry* holds the records of one check in one cell that ended alike: what they have in common, and the workloads. A
-field in which the cases of an entry may differ (`_COLUMNS`) is absent where all have its default, one value where all
-have the same, and a list with a value for each workload otherwise. Long and frequent values are numbers that count in
-*tables*: checks, workloads, texts (messages and details), traits, resolved.
+An *entry* holds the records of one check in one cell that have the same result: their common values, and the
+workloads. A field in which the cases of an entry may differ (`_COLUMNS`) is absent if all have its default, one value
+if all have the same, else a list with a value for each workload. Long and frequent values are replaced by their index
+in *tables*: checks, workloads, texts (messages and details), traits, resolved.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from moe_conformance.report.records import Record, Verdict
 
 TABLES = ("checks", "workloads", "texts", "traits", "resolved")
 
-# Of the cases of an entry, with their defaults; numbers, or dicts where rows travelled. Traits and resolved are numbers
-# in their tables, whose first line is the empty one.
+# Of the cases of an entry, with their defaults; numbers, or dicts if rows were sent between ranks. Traits and resolved
+# are indices in their tables, of which the first value is empty.
 _COLUMNS: Mapping[str, Any] = {
     "elements": 0,
     "pairs": 0,
@@ -29,7 +29,7 @@ _COLUMNS: Mapping[str, Any] = {
     "travelled": {},
 }
 
-# Of the entry as a whole, beside check, requirements, verdict and the texts; absent where they are at their default.
+# Of the entry as a whole, in addition to check, requirements, verdict and texts; absent if they have their default.
 _COMMON: Mapping[str, Any] = {
     "variant": None,
     "layout": None,
@@ -47,7 +47,7 @@ _VERDICTS = frozenset(get_args(Verdict))
 
 
 class _Table:
-    """Values by number, in order of their first appearance."""
+    """Distinct values in order of their first appearance, numbered from 0."""
 
     def __init__(self, *first: Any) -> None:
         self.values: list[Any] = []
@@ -56,7 +56,7 @@ class _Table:
             self.number(value)
 
     def number(self, value: Any) -> int:
-        """Return the number of a value, which gets one if it is new."""
+        """Return the number of a value; a new value is added."""
         key = tuple(value.items()) if isinstance(value, Mapping) else value
         known = self._numbers.get(key)
         if known is None:
@@ -78,7 +78,7 @@ def fold(records: Iterable[Record]) -> dict[str, list[Any]]:
         common = _common(record, tables)
         key = _frozen(common)
         entries.setdefault(key, (common, []))[1].append(record)
-    found = [common | _columns(own, tables) for common, own in entries.values()]
+    found = [common | _columns(of_entry, tables) for common, of_entry in entries.values()]
     checks = [{"check": check, "node": node} for check, node in tables["checks"].values]
     return {name: table.values for name, table in tables.items()} | {"checks": checks, "records": found}
 
@@ -112,7 +112,7 @@ def _frozen(common: Mapping[str, Any]) -> Hashable:
 
 
 def _columns(records: Sequence[Record], tables: Mapping[str, _Table]) -> dict[str, Any]:
-    """Return the workloads of an entry's records, and those columns that are not at their default throughout."""
+    """Return the workloads of an entry's records, and the columns in which a record differs from the default."""
     columns: dict[str, list[Any]] = {
         "workloads": [
             None if record.workload is None else tables["workloads"].number(record.workload) for record in records
@@ -138,10 +138,10 @@ def _columns(records: Sequence[Record], tables: Mapping[str, _Table]) -> dict[st
 
 
 def unfold(content: Mapping[str, Any]) -> list[Record]:
-    """Return the records of which `fold` made that.
+    """Return the records from which `fold` made the content.
 
     Raises:
-        ValueError, TypeError, KeyError, IndexError, AttributeError: it is nothing that `fold` makes.
+        ValueError, TypeError, KeyError, IndexError, AttributeError: `fold` did not make it.
     """
     return [record for entry in content["records"] for record in _records(entry, content)]
 

@@ -1,6 +1,6 @@
-"""records.jsonl: a line for every record, written as soon as its item ended; what is left of a run that was killed.
+"""records.jsonl: a line for every record, written when its item ended; a run that was killed leaves it behind.
 
-A run that comes to its end, or is stopped in order, has all of it in result.json and deletes it.
+A run that ends, or is stopped in order, writes all records to result.json and deletes it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ class Journal:
     """The open file of a run."""
 
     def __init__(self, folder: Path) -> None:
-        """Begin anew in that folder."""
+        """Open the file in a folder; an old one is overwritten."""
         self._path = folder / NAME
         self._file = self._path.open("w", encoding="utf-8")
 
     def write(self, records: Iterable[Record]) -> None:
-        """Append records and hand them to the operating system, so that they outlive this process."""
+        """Append records and flush the file, so that they are kept if this process is killed."""
         for record in records:
             self._file.write(json.dumps(record.to_json(), allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """End the file and keep it."""
+        """Close the file and keep it."""
         self._file.close()
 
     def delete(self) -> None:
-        """End the file and remove it: result.json has what it held."""
+        """Close the file and delete it: result.json has its records."""
         self._file.close()
         self._path.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Failures as they happen: the first of a kind in full, the others counted."""
+"""Shows failures while the run goes on: the first of each kind in full; the others are counted."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import Counter
 from moe_conformance.report import words
 from moe_conformance.report.records import FAILING, Record
 
-MOST_TOLD = 10  # kinds that are told while the run goes on; all are told at its end
+MOST_SHOWN = 10  # kinds that are shown while the run goes on; all are shown at its end
 
 
 class Live:
-    """What has been told of the failures of a run so far."""
+    """The kinds of failure that were shown so far."""
 
     def __init__(self, again: str) -> None:
         """Take the command that repeats the run, see `Record.reproduce`."""
@@ -19,22 +19,22 @@ class Live:
         self._seen: Counter[tuple[str, ...]] = Counter()
 
     @property
-    def told(self) -> frozenset[tuple[str, ...]]:
-        """The kinds of which one failure was told."""
-        return frozenset(list(self._seen)[:MOST_TOLD])
+    def shown(self) -> frozenset[tuple[str, ...]]:
+        """The kinds of which one failure was shown."""
+        return frozenset(list(self._seen)[:MOST_SHOWN])
 
     def lines(self, record: Record, script: str = "") -> tuple[str, ...]:
-        """Return a title and what belongs to it; nothing for what did not fail, or failed as another did.
+        """Return a title and the failure; nothing for a pass, or for a kind of failure that was shown already.
 
-        `script` is the path of the script that repeats it, if there is one.
+        `script` is the path of the script that repeats it, "" without one.
         """
         if record.verdict not in FAILING:
             return ()
         kind = words.kind(record)
         self._seen[kind] += 1
-        if self._seen[kind] > 1 or len(self._seen) > MOST_TOLD:
+        if self._seen[kind] > 1 or len(self._seen) > MOST_SHOWN:
             return ()
-        told = [words.Group((record,)).title, record.item, *words.failure(record, self._again, script).splitlines()]
-        if len(self._seen) == MOST_TOLD:
-            told.append("further kinds of failure are told at the end")
-        return tuple(told)
+        lines = [words.Group((record,)).title, record.item, *words.failure(record, self._again, script).splitlines()]
+        if len(self._seen) == MOST_SHOWN:
+            lines.append("further kinds of failure are told at the end")
+        return tuple(lines)

@@ -1,4 +1,4 @@
-"""The matrix: requirement or chapter x layout, one sign per cell, with the legend of the signs that occur."""
+"""The matrix: requirements or chapters by layout, one sign per cell, with a legend of the signs that occur."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_conformance.report.records import FAILING, Record, Verdict, overall
 from moe_conformance.report.standing import JUDGED
 from moe_conformance.spec import Requirement
 
-# sign, sign where the terminal knows ASCII only, colour
+# sign, sign in a terminal that has only ASCII, colour
 SIGNS: Mapping[Verdict, tuple[str, str, str]] = {
     "pass": ("✓", "+", "green"),
     "fail": ("✗", "F", "bold red"),
@@ -58,18 +58,20 @@ def matrix(
     encoding: str,
     whole: bool = True,
 ) -> str:
-    """Return the matrix as lines for a terminal; a failing cell says how many of its items failed.
+    """Return the matrix as lines for a terminal; a failing cell shows how many of its items failed.
 
-    Layouts come in the order given, those without a record left out; what has no layout stands under `any`. Where a
-    part of a cell's cases was judged, it says how many percent. The `whole` matrix has a row for every requirement; the
-    other one has a row for every chapter in which something was judged or failed, and below it one for each of its
-    requirements that failed; the other chapters that ran are named below.
+    Layouts come in the given order, without those that have no record; checks without a layout are in the column `any`.
+    If only a part of a cell's cases was judged, it shows the percentage. The `whole` matrix has a row for every
+    requirement. The other one has a row for every chapter in which something was judged or failed, and below it a row
+    for each of its requirements that failed; the other chapters that ran are named at the end.
     """
     column = 1 if "utf" not in encoding.lower() else 0
     cells: dict[str, dict[str, Counter[Verdict]]] = {}
     for record in records:
-        for each in record.requirements:
-            cells.setdefault(each, {}).setdefault(record.layout or "any", Counter())[record.verdict] += record.cases
+        for requirement in record.requirements:
+            cells.setdefault(requirement, {}).setdefault(record.layout or "any", Counter())[record.verdict] += (
+                record.cases
+            )
     layouts = [layout for layout in (*layouts, "any") if any(layout in row for row in cells.values())]
     rows = _of_requirements(requirements, layouts, cells) if whole else list(_of_chapters(requirements, cells))
     idle = [row.name for row in rows if row.idle]
@@ -96,46 +98,53 @@ def _of_requirements(
     requirements: Sequence[Requirement], layouts: Sequence[str], cells: Mapping[str, Mapping[str, Counter[Verdict]]]
 ) -> list[_Row]:
     """Return a row for each requirement, whether it ran or not."""
-    # A row without a sign says "not run" in every column; beside others, no sign means nothing to judge there.
+    # A requirement without any record is "not run" in every column; elsewhere an empty cell has nothing to judge.
     nothing = {layout: Counter[Verdict]({"not run": 1}) for layout in layouts}
-    return [_Row(each.id, "", cells.get(each.id) or nothing) for each in requirements]
+    return [_Row(requirement.id, "", cells.get(requirement.id) or nothing) for requirement in requirements]
 
 
 def _of_chapters(
     requirements: Sequence[Requirement], cells: Mapping[str, Mapping[str, Counter[Verdict]]]
 ) -> Iterator[_Row]:
-    """Yield a row for each chapter that ran, each followed by those of its requirements that failed."""
-    for chapter, own in groupby(requirements, key=lambda each: each.chapter):
-        ids = [each.id for each in own]
-        ran = {each: cells[each] for each in ids if each in cells}
+    """Yield a row for each chapter that ran, followed by the rows of its requirements that failed."""
+    for chapter, of_chapter in groupby(requirements, key=lambda requirement: requirement.chapter):
+        ids = [requirement.id for requirement in of_chapter]
+        ran = {id: cells[id] for id in ids if id in cells}
         if not ran:
             continue
         added: dict[str, Counter[Verdict]] = {}
         for row in ran.values():
             for layout, count in row.items():
                 added.setdefault(layout, Counter()).update(count)
-        found = sum(any(verdict in JUDGED for count in row.values() for verdict in count) for row in ran.values())
-        failed = any(verdict in FAILING for count in added.values() for verdict in count)
-        yield _Row(chapter, f"{found} of {len(ids)}", added, idle=not found and not failed)
-        for each, row in ran.items():
-            if any(verdict in FAILING for count in row.values() for verdict in count):
-                yield _Row(f"  {each}", "", row)
+        found = sum(_has(row, JUDGED) for row in ran.values())
+        yield _Row(chapter, f"{found} of {len(ids)}", added, idle=not found and not _has(added, FAILING))
+        for id, row in ran.items():
+            if _has(row, FAILING):
+                yield _Row(f"  {id}", "", row)
+
+
+def _has(row: Mapping[str, Counter[Verdict]], verdicts: Collection[Verdict]) -> bool:
+    return any(verdict in verdicts for count in row.values() for verdict in count)
+
+
+def _cases(count: Counter[Verdict], verdicts: Iterable[Verdict]) -> int:
+    return sum(count[verdict] for verdict in verdicts)
 
 
 def _cell(count: Counter[Verdict], column: int) -> Text:
     verdict = overall(count)
     sign = Text(SIGNS[verdict][column], style=SIGNS[verdict][2])
-    if failing := sum(count[each] for each in FAILING):
+    if failing := _cases(count, FAILING):
         sign.append(str(failing))
-    elif (judged := sum(count[each] for each in JUDGED)) and judged < count.total():
+    elif (judged := _cases(count, JUDGED)) and judged < count.total():
         sign.append(f" {max(1, 100 * judged // count.total())}%", style="dim")
     return sign
 
 
-def judged(records: Iterable[Record], asked: Collection[str], requirements: int) -> str:
-    """Return how many requirements were judged, of those that were asked for and of all."""
-    found = {each for record in records if record.verdict in JUDGED for each in record.requirements}
-    return f"judged {len(found & set(asked))} of {len(asked)} requirements asked for, of {requirements} in all"
+def judged(records: Iterable[Record], requested: Collection[str], requirements: int) -> str:
+    """Return how many requirements were judged, of the requested ones and of all, in words."""
+    found = {requirement for record in records if record.verdict in JUDGED for requirement in record.requirements}
+    return f"judged {len(found & set(requested))} of {len(requested)} requirements asked for, of {requirements} in all"
 
 
 def waived(records: Iterable[Record]) -> str:
@@ -144,14 +153,17 @@ def waived(records: Iterable[Record]) -> str:
     excused: Counter[str] = Counter()
     ids: dict[str, dict[str, None]] = {}
     for record in records:
-        for each in record.requirements:
+        for requirement in record.requirements:
             if record.verdict in JUDGED:
-                cases[each] += record.cases
+                cases[requirement] += record.cases
             if record.verdict == "waived":
-                excused[each] += record.cases
-                ids.setdefault(each, {})[record.waiver or "?"] = None
-    told = [f"{each} {excused[each]} of {cases[each]} ({', '.join(ids[each])})" for each in sorted(excused)]
-    return f"waived, of the cases judged: {'; '.join(told)}" if told else ""
+                excused[requirement] += record.cases
+                ids.setdefault(requirement, {})[record.waiver or "?"] = None
+    shares = [
+        f"{requirement} {excused[requirement]} of {cases[requirement]} ({', '.join(ids[requirement])})"
+        for requirement in sorted(excused)
+    ]
+    return f"waived, of the cases judged: {'; '.join(shares)}" if shares else ""
 
 
 def _explained(verdict: Verdict, column: int) -> Text:

@@ -1,4 +1,4 @@
-"""Several reports of one run put together: shards, or a run that was stopped and the one that went on."""
+"""Merges reports of one run: its shards, or a run that was stopped and the one that continued it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from moe_conformance.workloads.selection import shards
 # What two reports must have in common to be of one run.
 _SAME = ("suite", "backend", "versions", "torch", "device", "ranks", "profile", "plant", "strict", "only")
 
-_SOME = 5  # duplicates and contradictions that are told one by one
+_SOME = 5  # duplicates and contradictions that are listed
 
 
 class Unmergeable(Exception):
-    """What was given is no report, or the reports are not of one run; one sentence."""
+    """A folder has no report, or the reports are not of one run; one sentence."""
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The report of the whole, and what is to be said of putting it together."""
+    """The merged report, and notes on the merge."""
 
     head: dict[str, Any]
     records: tuple[Record, ...]
@@ -35,7 +35,7 @@ class Merged:
 
 
 def read(folder: Path) -> Report:
-    """Return the report in a folder; of a run that was killed, what it had found by then.
+    """Return the report in a folder; of a run that was killed, its records until then.
 
     Raises:
         Unmergeable: there is none, it cannot be read, or it was merged already.
@@ -60,10 +60,10 @@ def of_one_backend(parts: Sequence[Report]) -> None:
 
 
 def merge(parts: Sequence[Report], command: str) -> Merged:
-    """Return the report of all.
+    """Return the merged report.
 
     Raises:
-        Unmergeable: they differ in what was judged, or in how it was divided.
+        Unmergeable: the parts differ in what was judged, or in the number of shards.
     """
     for part in parts[1:]:
         _require_same(parts[0], part)
@@ -129,7 +129,7 @@ def _division(head: Mapping[str, Any]) -> str:
 
 
 def _union(parts: Sequence[Report], notes: list[str], conflicts: list[str]) -> list[Record]:
-    """Return one record per item that ran, the worse of two that differ, and those of what no part has run."""
+    """Return one record per item that ran, the worse of two that differ, and the records of what no part ran."""
     found: dict[str, Record] = {}
     twice: list[str] = []
     differing: list[str] = []
@@ -152,9 +152,9 @@ def _union(parts: Sequence[Report], notes: list[str], conflicts: list[str]) -> l
 
 
 def _left(parts: Sequence[Report], judged: Mapping[str, Record]) -> Iterator[Record]:
-    """Yield the records of what parts did not run, less what other parts ran of the same check in the same cell.
+    """Yield the records of what parts did not run, minus what other parts ran of the same check in the same cell.
 
-    Parts of one run select from the same cases, so that what others ran beyond a part is what it did not come to.
+    Parts of one run select from the same cases: what others ran in addition to a part is what that part did not run.
     """
     everywhere = Counter(not_run.place(record) for record in judged.values())
     most: dict[str, Record] = {}
@@ -185,10 +185,10 @@ def _missing(parts: Sequence[Report]) -> list[str]:
 
 
 def _superseded(part: Report, parts: Sequence[Report], records: Sequence[Record]) -> bool:
-    """Whether what an interrupted run did not come to was judged by another."""
-    if any(each.head["shard"] == part.head["shard"] and not each.head["interrupted"] for each in parts):
+    """Whether another part judged what an interrupted run did not run."""
+    if any(other.head["shard"] == part.head["shard"] and not other.head["interrupted"] for other in parts):
         return True
-    # It was killed before it could say what it did not come to, or stopped before it knew.
+    # It was killed before it could write what it did not run, or stopped before that was known.
     unknown = part.head["finished"] is None or not part.records
     wanted = {not_run.place(record) for record in part.records if record.verdict == "not run"}
     return not unknown and not any(

@@ -1,4 +1,4 @@
-"""What was selected and not run: how many cases of each check in each cell, and why. Cases are not listed."""
+"""Counts what was selected and not run: the cases of each check in each cell, and the reason."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from moe_conformance.workloads.plan import SMOKE
 def folded(records: Iterable[Record]) -> list[Record]:
     """Return one record for all cases of a check in a cell that were not run for the same reason.
 
-    It has the number of cases, and neither a workload nor what depends on one; its node names the cell. What is folded
-    already stays as it is, so that reports can be folded again after they were put together.
+    It has the number of cases, and neither a workload nor what depends on one; its node names the cell. Folding folded
+    records changes nothing, so that merged reports can be folded again.
     """
     cases: Counter[tuple[Any, ...]] = Counter()
     first: dict[tuple[Any, ...], Record] = {}
@@ -35,25 +35,25 @@ def place(record: Record) -> str:
     return f"{check}[{cell}]" if cell else check
 
 
-def reasons(requirement: Requirement, head: Mapping[str, Any], own: Sequence[Record]) -> str:
+def reasons(requirement: Requirement, head: Mapping[str, Any], records: Sequence[Record]) -> str:
     """Return why a requirement was not judged, or not on all cases; "" if it was judged on all that were selected.
 
     Args:
         requirement: The requirement.
         head: Of the report.
-        own: The records that cite the requirement.
+        records: Those that cite the requirement.
     """
     if requirement.id not in checked():
         return "there is no check yet" + (f": {requirement.without_check}" if requirement.without_check else "")
     if head["only"] and requirement.id not in head["only"]:
         return "left out by --only"
     cases: Counter[str] = Counter()
-    for record in own:
+    for record in records:
         if record.verdict == "not run":
             cases[record.message or "not run"] += record.cases
     if cases:
         return "; ".join(f"{count} cases: {why}" for why, count in cases.items())
-    return "" if own else _unselected(requirement, head)
+    return "" if records else _unselected(requirement, head)
 
 
 def _unselected(requirement: Requirement, head: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What fails a run beside its items: nothing passed, draws that lack something, a waiver misnamed or unused."""
+"""What fails a run in addition to its items: nothing passed, features never drawn, a waiver misnamed or unused."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _DID_NOT_RUN = ("not applicable", "not run")
 def of_whole(
     records: Sequence[Record], waivers: Waivers, *, filtered: bool, full: bool, strict: bool, spread: bool = False
 ) -> Iterator[str]:
-    """Yield what is wrong with a run that came to its end.
+    """Yield the problems of a run that ended.
 
     Args:
         records: Of all its items.
-        waivers: Those that hold.
-        filtered: Less than everything was asked for, so that a waiver may well have had nothing to do.
-        full: It was the full profile, so that a waiver without any item waives nothing at all.
-        strict: A SHOULD that is not kept fails, so that a waiver of it has something to do.
-        spread: The run had several ranks, and no floor says what must pass on them.
+        waivers: Of the backend.
+        filtered: Only a part was requested, so that a waiver may have had no item.
+        full: It was the full profile, so that a waiver without any item is unused.
+        strict: A SHOULD that is not kept fails, so that a waiver of it can be used.
+        spread: The run had several ranks, and no floor defines what must pass on them.
     """
     if not filtered:
         ran = [item_of(record) for record in records if record.verdict not in _DID_NOT_RUN]
         used = [record.waiver for record in records if record.verdict in ("waived", "unexpected pass")]
         yield from waivers.misnamed(record.item for record in records)
-        yield from waivers.asked(strict).unused(ran, used, full)
+        yield from waivers.in_use(strict).unused(ran, used, full)
     yield from drawn.problems(records)
     if not any(record.verdict == "pass" for record in records):
         if not any(record.verdict in FAILING for record in records):
@@ -48,7 +48,7 @@ def _spread(record: Record) -> bool:
 
 
 def item_of(record: Record) -> Item:
-    """Return what a waiver would be compared with."""
+    """Return the item with which waivers are compared."""
     if record.variant is None or record.layout is None:
         return Item.of_groups(record.item, record.requirements)
     return Item(record.item, record.requirements, record.variant, record.layout, record.workload)

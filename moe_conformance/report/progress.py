@@ -1,4 +1,4 @@
-"""How far a run is: one line that is rewritten on a terminal, a line every minute in a log."""
+"""Shows the progress of a run: one line that is rewritten on a terminal, a line every minute in a log."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Progress:
 
     @classmethod
     def on_terminal(cls, rewrite: Callable[[str], None], width: int, total: int) -> Progress:
-        """Rewrite one line, no wider than the terminal, a few times a second."""
+        """Rewrite one line, no wider than the terminal, up to ten times a second."""
         return cls(lambda line: rewrite(line[: width - 1].ljust(width - 1)), _ON_TERMINAL_S, total)
 
     @classmethod
     def in_log(cls, write_line: Callable[[str], None], total: int) -> Progress:
-        """Write a line every minute; of a short run none."""
+        """Write a line every minute; a shorter run has none."""
         return cls(write_line, _IN_LOG_S, total)
 
     def step(self, place: str, *, failed: bool, runs: int) -> None:
@@ -51,7 +51,7 @@ class Progress:
 
 
 def _duration(seconds: float) -> str:
-    """Return a duration as people say it.
+    """Return a duration in seconds or minutes.
 
     >>> _duration(42.4), _duration(90), _duration(3 * 3600)
     ('42 s', '2 min', '180 min')

@@ -1,4 +1,4 @@
-"""How one check ended on one case: it travels in a report's user properties, through xdist, into result.json."""
+"""The record of one check on one case; pytest's report carries it, also through xdist, and result.json holds it."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ Verdict = Literal[
     "waived", "not kept", "refused", "not adapted", "limit", "not applicable", "not run",
 ]  # fmt: skip
 
-# "not kept": a SHOULD that was judged and does not hold, which fails under --strict alone (docs/decisions/0012).
-# The machine's fault is last: it says nothing of the backend, and a run that met it shows less than it should.
+# "not kept": a SHOULD that was judged and does not hold, which fails under --strict only (docs/decisions/0012).
+# "infrastructure", a fault of the machine, is last: it says nothing about the backend.
 FAILING: tuple[Verdict, ...] = (
     "fail", "crash", "hang", "unstable", "error", "vacuous", "unexpected pass", "infrastructure",
 )  # fmt: skip
 
-# What a group of items comes to: the first of these that one of them has.
+# The verdict of a group of items: the first of these that one of them has.
 _PRECEDENCE: tuple[Verdict, ...] = (
     *FAILING, "waived", "not kept", "pass", "refused", "not adapted", "limit", "not applicable", "not run",
 )  # fmt: skip
 
 PROPERTY = "moe-conformance"
-FOLLOWS = "moe-conformance-follows"  # property of a failure that another of its case explains: told at the end only
+FOLLOWS = "moe-conformance-follows"  # property of a failure that another of its case explains: shown at the end
 
-EVERY_RANK_FINISHES = ("EXCH-09",)  # what a case violates of which a rank raised, died or hung
-CASE_CRASHED = "CaseCrashed"  # the kind of what was not run since a rank of its case crashed or hung
+EVERY_RANK_FINISHES = ("EXCH-09",)  # violated by a case in which a rank raised, died or hung
+CASE_CRASHED = "CaseCrashed"  # the kind of a check not run since a rank of its case crashed or hung
 
 
 def nothing_compared() -> dict[str, Any]:
-    """Return what a check has compared before it began."""
+    """Return the counts of a check that has compared nothing."""
     return {"elements": 0, "pairs": 0, "ranks": []}
 
 
 @dataclass(frozen=True)
 class Record:
-    """How one check ended on one case, or on one cell where it draws its own workloads.
+    """How one check ended on one case, or on one cell if it draws workloads.
 
     A record of what was not run can stand for all cases of a cell, see `not_run.folded`.
     """
@@ -77,7 +77,7 @@ class Record:
         return "-".join(part for part in (self.variant, self.layout, self.workload) if part) or None
 
     def reproduce(self, again: str) -> str:
-        """Return the command that judges this alone, given the one that repeats the run, as a report's head has it."""
+        """Return the command that judges only this item, given the command that repeats the run."""
         # The check that met a crash may be one of another requirement than the one that is violated.
         only = "" if self.verdict in ("crash", "hang") else f" --only {','.join(self.requirements)}"
         return f"{again}{only} -- -k {shlex.quote(self.item)}"
@@ -98,9 +98,10 @@ class Record:
         return cls(**values)
 
 
-_TUPLES = frozenset(each.name for each in fields(Record) if str(each.type).startswith("tuple"))
+_TUPLES = frozenset(field_.name for field_ in fields(Record) if str(field_.type).startswith("tuple"))
 _DEFAULTS: Mapping[str, Any] = {
-    each.name: each.default if each.default_factory is MISSING else each.default_factory() for each in fields(Record)
+    field_.name: field_.default if field_.default_factory is MISSING else field_.default_factory()
+    for field_ in fields(Record)
 }
 
 
@@ -116,11 +117,21 @@ def of_report(properties: Iterable[tuple[str, Any]]) -> Record | None:
     return next(all_of_report(properties), None)
 
 
-def overall(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return what a group of items comes to: failing if one fails, pass if at least one passes and none fails.
+def other_bits(records: Iterable[Record]) -> dict[str, int] | None:
+    """Return how many elements of two runs were compared within rounding, and how many of them have other bits.
 
-    A waived item is a failure that somebody answers for, and a SHOULD that is not kept is told, so both show over a
-    pass. Without items: not run.
+    A report states this number; it decides no verdict. None if no two runs were compared within rounding.
+    """
+    counted = [record.bits for record in records if record.bits[0]]
+    if not counted:
+        return None
+    return {"elements": sum(of for of, _ in counted), "other": sum(other for _, other in counted)}
+
+
+def overall(verdicts: Iterable[Verdict]) -> Verdict:
+    """Return the verdict of a group of items: failing if one fails, pass if at least one passes and none fails.
+
+    A waived item and a SHOULD that is not kept take precedence over a pass. Without items: not run.
     """
     seen = set(verdicts)
     return next((verdict for verdict in _PRECEDENCE if verdict in seen), "not run")

@@ -1,6 +1,6 @@
-"""result.json: everything that a run decided, a line for every requirement included, run or not; written and read here.
+"""Writes and reads result.json: all results of a run, with a line for every requirement, whether it ran or not.
 
-`result.schema.json` beside this file is its JSON Schema. Whoever changes the format raises `SCHEMA` here and there.
+`result.schema.json` in this folder is its JSON Schema. A change of the format increases `SCHEMA` here and there.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from moe_conformance import waiving
-from moe_conformance.report import bits, drawn, folding, journal, not_run, travelled
-from moe_conformance.report.records import Record, overall
+from moe_conformance.report import drawn, folding, journal, not_run, travelled
+from moe_conformance.report.records import Record, other_bits, overall
 from moe_conformance.spec import Requirement
 from moe_conformance.waiving import Waiver
 from moe_conformance.workloads.plan import SMOKE, VIRTUAL
@@ -29,8 +29,8 @@ NAME = "result.json"
 SCHEMA = 3  # version of the format
 UNFINISHED = "the run did not end: it was killed, or is still running"
 
-# What every report says of itself, but for what may be null.
-_SAID: Mapping[str, type | tuple[type, ...]] = {
+# The types of the fields of every head that cannot be null.
+_HEAD: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("suite", "backend", "torch", "device", "profile", "command", "again", "started"), str),
     **dict.fromkeys(("variants", "problems", "only", "waivers"), list),
     **dict.fromkeys(("interrupted", "filtered"), bool),
@@ -44,12 +44,12 @@ _WITH_REASON = ("refused", "not adapted", "limit", "not applicable")
 
 
 class NoReport(Exception):
-    """There is no report, or none that can be read; one sentence."""
+    """There is no report, or it cannot be read; one sentence."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was read: the head, the records, and the line of each requirement."""
+    """A report that was read: its head, its records, and the line of each requirement."""
 
     folder: Path
     head: Mapping[str, Any]
@@ -59,39 +59,39 @@ class Report:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a run was, and how it ended as a whole."""
+    """What a run was, and how it ended."""
 
-    backend: str  # as asked for
+    backend: str  # as given
     versions: Mapping[str, str]
     device: str
     ranks: int
     profile: str
     plant: str
     command: str
-    again: str  # the command that repeats the run, without what chose a part of it: `Record.reproduce` completes it
+    again: str  # the command that repeats the run, without options that select a part: see `Record.reproduce`
     started: datetime
     finished: datetime | None = None  # None until it ended
     exit: int | None = None
     cases: int = 0
-    problems: tuple[str, ...] = ()  # what fails the run beside its items
+    problems: tuple[str, ...] = ()  # what fails the run in addition to its items
     interrupted: bool = True
     stopped: str = UNFINISHED  # why it was interrupted; "" if it was not
     strict: bool = False  # a SHOULD that is not kept fails
-    filtered: bool = False  # less than everything of this backend and profile was asked for, other shards aside
-    only: tuple[str, ...] = ()  # the requirements that were asked for; all if empty
+    filtered: bool = False  # only a part was requested; a shard is not such a part
+    only: tuple[str, ...] = ()  # the requested requirements; all if empty
     shard: str = ""  # I/N
     left_out: Mapping[str, Any] = field(default_factory=dict)  # to other shards: cells by name, number of cases
     waivers: tuple[Waiver, ...] = ()
-    variants: tuple[str, ...] = ()  # all that the backend has
+    variants: tuple[str, ...] = ()  # all of the backend
 
     @property
     def seconds(self) -> float:
-        """From the start to the end."""
+        """Its duration; 0 before it ended."""
         return 0.0 if self.finished is None else (self.finished - self.started).total_seconds()
 
 
 def head(facts: Facts) -> dict[str, Any]:
-    """Return the report without its requirements and records, as plain data."""
+    """Return the head of the report: all but its requirements and records, as plain data."""
     return {
         "schema": SCHEMA,
         "suite": version("moe-conformance"),
@@ -129,56 +129,56 @@ def document(head: Mapping[str, Any], spec: Iterable[Requirement], records: Sequ
     Args:
         head: See `head`.
         spec: All requirements; each has its line, judged or not.
-        records: Of all that was selected.
+        records: Of all selected items.
     """
     judged = [record for record in records if record.verdict != "not run"]
     records = [*judged, *not_run.folded(record for record in records if record.verdict == "not run")]
-    own: dict[str, list[Record]] = {}
+    citing: dict[str, list[Record]] = {}
     for record in records:
-        for each in record.requirements:
-            own.setdefault(each, []).append(record)
-    worst = [vars(each) | {"ratio": each.ratio} for each in travelled.worst(records)]
+        for requirement in record.requirements:
+            citing.setdefault(requirement, []).append(record)
+    worst = [vars(moved) | {"ratio": moved.ratio} for moved in travelled.worst(records)]
     return {
         **head,
         "drawn": drawn.totals(records),
         "travelled": worst,
-        "requirements": [_requirement(each, head, own.get(each.id, [])) for each in spec],
+        "requirements": [_requirement(requirement, head, citing.get(requirement.id, [])) for requirement in spec],
         **folding.fold(records),
     }
 
 
-def _requirement(requirement: Requirement, head: Mapping[str, Any], own: Sequence[Record]) -> dict[str, Any]:
+def _requirement(requirement: Requirement, head: Mapping[str, Any], records: Sequence[Record]) -> dict[str, Any]:
     """Return the line of a requirement, given the records that cite it."""
     cases: Counter[str] = Counter()
     reasons: dict[str, Counter[str]] = {}
     compared: Counter[str] = Counter()
-    for record in own:
+    for record in records:
         cases[record.verdict] += record.cases
         if record.verdict in _WITH_REASON:
             reasons.setdefault(record.verdict, Counter())[record.message] += record.cases
         compared.update({name: record.compared[name] for name in ("elements", "pairs")})
-    worst = max(own, key=lambda record: record.worst, default=None)
+    worst = max(records, key=lambda record: record.worst, default=None)
     return {
         "id": requirement.id,
         "chapter": requirement.chapter,
         "level": requirement.level,
         "profile": requirement.profile,
         "sentence": requirement.sentence,
-        "verdict": overall(record.verdict for record in own),
-        "not_run": not_run.reasons(requirement, head, own) or None,
+        "verdict": overall(record.verdict for record in records),
+        "not_run": not_run.reasons(requirement, head, records) or None,
         "cases": dict(cases),
         "reasons": {verdict: dict(count) for verdict, count in reasons.items()},
         "compared": {"elements": compared["elements"], "pairs": compared["pairs"]},
-        "bits": bits.fact(own),
+        "bits": other_bits(records),
         "worst": worst.worst if worst else 0.0,
         "worst_at": worst.item if worst and worst.worst else None,
     }
 
 
 def write(folder: Path, content: Mapping[str, Any]) -> Path:
-    """Write result.json whole or not at all, and return its path.
+    """Write result.json atomically, and return its path.
 
-    Each requirement and each entry has a line of its own.
+    Every requirement and every entry is one line.
     """
     path, draft = folder / NAME, folder / f".{NAME}-{os.getpid()}"
     draft.write_text("{\n" + ",\n".join(_lines(content)) + "\n}\n", encoding="utf-8")
@@ -187,10 +187,10 @@ def write(folder: Path, content: Mapping[str, Any]) -> Path:
 
 
 def _lines(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield every member of the document, lists of lists and dicts with one element a line."""
+    """Yield every member of the document; lists of lists and dicts have one element per line."""
     for name, value in content.items():
         if isinstance(value, list) and value and not isinstance(value[0], (str, int, float)):
-            value = "[\n" + ",\n".join(_dumped(each) for each in value) + "\n]"
+            value = "[\n" + ",\n".join(_dumped(element) for element in value) + "\n]"
         else:
             value = _dumped(value)
         yield f"{_dumped(name)}: {value}"
@@ -201,7 +201,7 @@ def _dumped(value: Any) -> str:
 
 
 def read(folder: Path) -> Report:
-    """Return the report in a folder; of a run that was killed, what it had found by then.
+    """Return the report in a folder; of a run that was killed, its records until then.
 
     Raises:
         NoReport: there is none, it cannot be read, or it has another format.
@@ -210,7 +210,7 @@ def read(folder: Path) -> Report:
         head = json.loads((folder / NAME).read_text(encoding="utf-8"))
         _require_schema(folder, head)
         content = {name: head.pop(name) for name in ("requirements", "records", *folding.TABLES)}
-        _require_said(head)
+        _require_head(head)
         records = journal.read(folder) if head["finished"] is None else folding.unfold(content)
     except FileNotFoundError as error:
         raise NoReport(f"there is no report in {folder}: {error.filename} is missing") from error
@@ -229,9 +229,9 @@ def _require_schema(folder: Path, head: Mapping[str, Any]) -> None:
         )
 
 
-def _require_said(head: Mapping[str, Any]) -> None:
-    """Raise ValueError, TypeError or KeyError unless a report says all of itself, and in ways that can be read."""
-    wanted = {**_SAID, **dict.fromkeys(_OR_NULL, (str, type(None)))}
+def _require_head(head: Mapping[str, Any]) -> None:
+    """Raise ValueError, TypeError or KeyError unless a head has all fields, with values of their types."""
+    wanted = {**_HEAD, **dict.fromkeys(_OR_NULL, (str, type(None)))}
     for name, kind in wanted.items():
         if name not in head:
             raise ValueError(f"it does not say its {name}")
@@ -256,4 +256,4 @@ def waiver_of(entry: Mapping[str, Any]) -> Waiver:
 
 def _plain(waiver: Waiver) -> dict[str, Any]:
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(waiver).items()}
-    return values | {"expires": waiver.expires.isoformat(), "failure": [asdict(each) for each in waiver.failure]}
+    return values | {"expires": waiver.expires.isoformat(), "failure": [asdict(fault) for fault in waiver.failure]}

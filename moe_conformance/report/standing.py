@@ -1,4 +1,4 @@
-"""How each requirement stands with each variant on each layout: what floors hold and two runs are compared by."""
+"""The standing of each requirement with each variant on each layout, by which floors and runs are compared."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 from moe_conformance.report.records import FAILING, Record, Verdict, overall
 
-Place = tuple[str, str, str]  # requirement, variant, layout; "any" twice for a check for which nothing runs
+Place = tuple[str, str, str]  # requirement, variant, layout; "any" twice for a check without a cell
 
 JUDGED: frozenset[Verdict] = frozenset({"pass", "waived", "not kept", *FAILING}) - {"infrastructure", "error"}
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What all cases of one place come to.
+    """The result of all cases of one place.
 
     Attributes:
-        verdict: Over all of them, see `records.overall`.
-        judged: How many were judged.
-        cases: How many there are.
+        verdict: Of all of them, see `records.overall`.
+        judged: The number of judged cases.
+        cases: The number of cases.
         worst: The largest observed/allowed error of those that passed.
     """
 
@@ -31,12 +31,12 @@ class Standing:
 
 
 def standings(records: Iterable[Record]) -> dict[Place, Standing]:
-    """Return how each place stands, in the order of the records."""
+    """Return the standing of each place, in the order of the records."""
     found: dict[Place, list[Record]] = {}
     for record in records:
         for requirement in record.requirements:
             found.setdefault((requirement, record.variant or "any", record.layout or "any"), []).append(record)
-    return {place: _standing(own) for place, own in found.items()}
+    return {place: _standing(of_place) for place, of_place in found.items()}
 
 
 def _standing(records: Iterable[Record]) -> Standing:
@@ -60,7 +60,9 @@ def in_words(place: Place) -> str:
 
 
 def places(records: Iterable[Record]) -> set[Place]:
-    """Return the places that records are of."""
-    return {
-        (each, record.variant or "any", record.layout or "any") for record in records for each in record.requirements
-    }
+    """Return the places of records."""
+    found: set[Place] = set()
+    for record in records:
+        for requirement in record.requirements:
+            found.add((requirement, record.variant or "any", record.layout or "any"))
+    return found

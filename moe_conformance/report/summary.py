@@ -1,15 +1,15 @@
-"""The end of a run in words: failures, what else fails it, the matrix, the totals."""
+"""Prints the end of a run: failures, other problems, the matrix, the totals."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from moe_conformance import spec
-from moe_conformance.report import bits, drawn, matrix, travelled, unjudged, words
+from moe_conformance.report import drawn, matrix, travelled, unjudged, words
 from moe_conformance.report.problems import item_of
-from moe_conformance.report.records import Record
+from moe_conformance.report.records import Record, other_bits
 from moe_conformance.spec.places import checked
 from moe_conformance.waiving import Fault, proposal
 from moe_conformance.workloads.names import layout_names
@@ -18,7 +18,7 @@ from moe_conformance.workloads.selection import power
 
 
 class Terminal(Protocol):
-    """Where it is told; pytest's terminal reporter is one."""
+    """What the summary is written to; pytest's terminal reporter is one."""
 
     def write_line(self, line: str, **markup: bool) -> None:
         """Write a line."""
@@ -27,7 +27,7 @@ class Terminal(Protocol):
         """Write a title in a rule."""
 
 
-def tell(
+def write(
     terminal: Terminal,
     head: Mapping[str, Any],
     records: Sequence[Record],
@@ -37,10 +37,10 @@ def tell(
     encoding: str,
     whole: bool = False,
     propose: bool = False,
-    told: Collection[tuple[str, ...]] = (),
+    shown_kinds: Collection[tuple[str, ...]] = (),
     scripts: Mapping[tuple[str, ...], Path] | None = None,
 ) -> None:
-    """Tell a run whose report begins with `head`; one that was asked for some requirements shows no others.
+    """Print a run; one that was restricted to some requirements shows no others.
 
     Args:
         terminal: Where to write.
@@ -50,12 +50,12 @@ def tell(
         color: Whether it has colours.
         encoding: Of the terminal.
         whole: Show every requirement, what was sent between ranks, and all reasons why cases were not judged.
-        propose: Print a proposal for a waiver beside each kind of failure.
-        told: The kinds of failure that were told while the run went on.
+        propose: Print a proposal for a waiver of each kind of failure.
+        shown_kinds: The kinds of failure that were shown while the run went on.
         scripts: The paths of scripts that repeat failures, by kind.
     """
     found = words.groups(records)
-    for title, text in words.tell(found, head["again"], told, scripts):
+    for title, text in words.texts(found, head["again"], shown_kinds, scripts):
         terminal.write_sep("-", title, red=True)
         terminal.write_line(text)
     if propose:
@@ -69,12 +69,12 @@ def tell(
     for line in words.not_kept(records):
         terminal.write_line(line)
     requirements = spec.load()
-    decidable = [each for each in requirements if each in checked()]
+    decidable = [requirement for requirement in requirements if requirement in checked()]
     wanted = head["only"] or decidable
     terminal.write_line("")
     terminal.write_line(matrix.judged(records, wanted, len(requirements)))
     shown = matrix.matrix(
-        [requirements[each] for each in requirements if each in wanted],
+        [requirements[requirement] for requirement in requirements if requirement in wanted],
         layout_names(),
         records,
         width=width,
@@ -111,7 +111,7 @@ def tell(
     terminal.write_line(matrix.totals(records))
     if excused := matrix.waived(records):
         terminal.write_line(excused)
-    if differing := bits.line(records):
+    if differing := other_bits_line(records):
         terminal.write_line(differing)
     if distribution := drawn.line(records):
         terminal.write_line(distribution)
@@ -119,12 +119,31 @@ def tell(
     terminal.write_line(f"{head['cases']} cases in {head['seconds']:.1f} s, {rate:.1f} cases/s")
 
 
+def other_bits_line(records: Iterable[Record]) -> str:
+    """Return one sentence for all requirements that compare two runs within rounding; "" if none was judged so."""
+    by_requirement: dict[str, list[Record]] = {}
+    for record in records:
+        for requirement in record.requirements if record.bits[0] else ():
+            by_requirement.setdefault(requirement, []).append(record)
+    other: list[str] = []
+    same: list[str] = []
+    for requirement, of_requirement in sorted(by_requirement.items()):
+        count = other_bits(of_requirement)
+        if count is not None and count["other"]:
+            other.append(f"{requirement} {count['other']} of {count['elements']}")
+        else:
+            same.append(requirement)
+    parts = [f"other bits, within rounding: {', '.join(other)} elements"] if other else []
+    parts += [f"equal bits: {', '.join(same)}"] if same else []
+    return "two runs compared: " + "; ".join(parts) if parts else ""
+
+
 def _propose_waivers(terminal: Terminal, found: Sequence[words.Group], head: Mapping[str, Any]) -> None:
     for group in found[: words.IN_FULL]:
         items = [item_of(record) for record in group.records]
         if group.first.verdict in ("fail", "crash", "hang"):
             terminal.write_sep("-", "a waiver for this would read")
-            ids = sorted({each for record in group.records for each in record.requirements})
+            ids = sorted({requirement for record in group.records for requirement in record.requirements})
             first, size = group.first, max(record.worst for record in group.records)
             fault = Fault(first.kind or "", first.stage or "run", first.message, size if size > 1 else None)
             terminal.write_line(proposal(ids, items, fault, head["versions"], head["backend"]))

@@ -1,6 +1,6 @@
-"""What was sent between ranks, and the smallest possible: for every exchange and layout, the workload with the most.
+"""Rows and bytes sent between ranks, and the least possible: for every exchange and layout of the worst workload.
 
-The least is every row once to each other rank that needs it, and its answer once back, and no byte beside.
+The least possible is every row once to each other rank that needs it, its result once back, and no other byte.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_conformance.report.records import Record
 
 @dataclass(frozen=True)
 class Worst:
-    """What the forwards of one workload moved off all ranks; `calls` are the most that a rank made in one forward."""
+    """What all ranks sent in the forwards of one workload; `calls` is the maximum per rank and forward."""
 
     variant: str
     layout: str
@@ -31,14 +31,14 @@ class Worst:
 
     @property
     def ratio(self) -> float:
-        """Rows moved over the least possible."""
+        """Rows sent over the least possible."""
         return self.rows / self.least_rows
 
 
 def worst(records: Iterable[Record]) -> list[Worst]:
     """Return, for every variant and layout, the workload with the largest ratio of rows.
 
-    Where no row has to travel there is no ratio; workloads of that kind are left out.
+    Workloads in which no row has to be sent have no ratio, and are left out.
     """
     found: dict[tuple[str | None, str | None], Worst] = {}
     for record in records:
@@ -53,14 +53,15 @@ def worst(records: Iterable[Record]) -> list[Worst]:
 
 def table(layouts: Sequence[str], records: Iterable[Record], *, width: int, encoding: str) -> str:
     """Return a line for each layout and a column for each variant, say `1.50, 1.61; 3`; "" if there is nothing."""
-    found = {(each.variant, each.layout): each for each in worst(records)}
+    found = {(moved.variant, moved.layout): moved for moved in worst(records)}
     if not found:
         return ""
     variants = list(dict.fromkeys(variant for variant, _ in found))
     lines = Table(box=box.SIMPLE_HEAD if "utf" in encoding.lower() else box.ASCII2, pad_edge=False)
     for title in ("rows, bytes / smallest possible; calls", *variants):
         lines.add_column(title)
-    for layout in (each for each in layouts if any(at == each for _, at in found)):
+    used = {layout for _, layout in found}
+    for layout in filter(used.__contains__, layouts):
         lines.add_row(layout, *(_cell(found.get((variant, layout))) for variant in variants))
     out = io.StringIO()
     Console(file=out, width=width, force_terminal=False).print(lines)

@@ -1,4 +1,4 @@
-"""Why cases were not judged: the reasons that backends, adapters and declared limits give, with how often."""
+"""Counts the reasons why cases were not judged: those of backends, adapters and declared limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from moe_conformance.report.records import Record, Verdict
 
 _NOT_JUDGED: tuple[Verdict, ...] = ("refused", "not adapted", "limit")
-MOST_TOLD = 2  # reasons of one verdict, unless all are asked for
+MOST_SHOWN = 2  # reasons of one verdict, unless all are requested
 _WIDE = 96  # characters of a reason
 
 
@@ -18,7 +18,7 @@ def lines(records: Iterable[Record], *, whole: bool) -> Iterator[str]:
 
     Args:
         records: Of all items.
-        whole: Tell all reasons, not the most frequent of each verdict alone.
+        whole: Show all reasons, not only the most frequent of each verdict.
     """
     count: dict[Verdict, Counter[str]] = {verdict: Counter() for verdict in _NOT_JUDGED}
     first: dict[str, str] = {}
@@ -28,11 +28,11 @@ def lines(records: Iterable[Record], *, whole: bool) -> Iterator[str]:
             first.setdefault(shape, record.message)
             count[record.verdict][shape] += record.cases
     for verdict, reasons in count.items():
-        told = reasons.most_common(None if whole else MOST_TOLD)
-        for shape, cases in told:
+        shown = reasons.most_common(None if whole else MOST_SHOWN)
+        for shape, cases in shown:
             yield f"{cases} {verdict}: {_short(_reason(first[shape]))}"
-        if rest := reasons.total() - sum(cases for _, cases in told):
-            yield f"{rest} {verdict} for {len(reasons) - len(told)} other reasons; --matrix all shows them"
+        if rest := reasons.total() - sum(cases for _, cases in shown):
+            yield f"{rest} {verdict} for {len(reasons) - len(shown)} other reasons; --matrix all shows them"
 
 
 def _reason(message: str) -> str:

@@ -1,4 +1,4 @@
-"""Failures in words: one in full, many grouped, so that one fault is told once and not two hundred times."""
+"""Failures as text: grouped by kind, so that a fault that fails two hundred checks is shown once."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from moe_conformance import spec
 from moe_conformance.report.records import FAILING, Record
 from moe_conformance.waiving import only_should
 
-IN_FULL = 5  # distinct failures that the terminal tells in full
-_ADVISED = 20  # lines at most on what should be and is not
-# How a message names a claim under which what it tells is right.
+IN_FULL = 5  # kinds of failure that the terminal shows in full
+_ADVISED = 20  # lines at most on requirements of the level SHOULD that are not kept
+# The part of a message that names a claim with which the observed behaviour is correct.
 _CLAIMED = re.compile(r"; (?:a backend|a router|one) that [^;,]*? claims? \w+ = '\w+'")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Failures of one kind; the first stands for all."""
+    """Failures of one kind; the first is shown."""
 
     records: tuple[Record, ...]
 
     @property
     def first(self) -> Record:
-        """The failure to tell."""
+        """The failure that is shown."""
         return self.records[0]
 
     @property
     def title(self) -> str:
-        """What fails, in one line."""
+        """The requirements, verdict and stage, in one line."""
         first = self.first
-        ids = sorted({each for record in self.records for each in record.requirements})
+        ids = sorted({requirement for record in self.records for requirement in record.requirements})
         shown = ", ".join(ids[:4]) + (f" and {len(ids) - 4} more" if len(ids) > 4 else "")
         stage = f" in {first.stage}" if first.stage and first.stage != "run" else ""
         return f"{shown}: {first.verdict}{stage}"
 
 
 def failure(record: Record, again: str, script: str = "") -> str:
-    """Return the diagnosis, what belongs to it, what is required, and the command that repeats exactly this item.
+    """Return the diagnosis with its detail, the requirements, and the command that repeats only this item.
 
     Args:
         record: Of the item.
@@ -60,7 +60,9 @@ def failure(record: Record, again: str, script: str = "") -> str:
 def required(record: Record) -> list[str]:
     """Return the requirements that an item violates, a line each: id and sentence, which says MUST or SHOULD."""
     known = spec.load()
-    return [f"{each}: {known[each].sentence}" for each in record.requirements if each in known]
+    return [
+        f"{requirement}: {known[requirement].sentence}" for requirement in record.requirements if requirement in known
+    ]
 
 
 def groups(records: Iterable[Record]) -> list[Group]:
@@ -81,7 +83,7 @@ _RANK: dict[str, int] = {"crash": 0, "hang": 1}
 
 
 def kind(record: Record) -> tuple[str, ...]:
-    """Return what makes two failures the same kind.
+    """Return the kind of a failure; two failures of equal kind are grouped.
 
     A run that did not finish fails every check that reads it, whatever the requirement; so does a fault of the suite.
     """
@@ -96,24 +98,26 @@ def shape(message: str) -> str:
     return re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "#", clause)
 
 
-def tell(
+def texts(
     found: Sequence[Group],
     again: str,
-    told: Collection[tuple[str, ...]] = (),
+    shown_kinds: Collection[tuple[str, ...]] = (),
     scripts: Mapping[tuple[str, ...], Path] | None = None,
 ) -> list[tuple[str, str]]:
-    """Return (title, text) of the groups to tell in full, and one last entry that lists the others.
+    """Return (title, text) of the groups that are shown in full, and one last entry that lists the others.
 
     Args:
         found: All groups.
         again: The command that repeats the run, see `Record.reproduce`.
-        told: The kinds whose first failure was told in full while the run went on: their detail is not repeated.
+        shown_kinds: Kinds whose first failure was shown while the run went on: their detail is left out.
         scripts: The paths of scripts, by kind.
     """
     first: list[tuple[str, str]] = []
     for group in found[:IN_FULL]:
         of_kind = kind(group.first)
-        first.append((group.title, _in_full(group, again, of_kind in told, str((scripts or {}).get(of_kind, "")))))
+        first.append(
+            (group.title, _in_full(group, again, of_kind in shown_kinds, str((scripts or {}).get(of_kind, ""))))
+        )
     if rest := found[IN_FULL:]:
         lines = [f"{group.title}: {len(group.records)} x {_one_line(group.first)}" for group in rest]
         first.append((f"{len(rest)} more kinds of failure", "\n".join(lines)))
@@ -123,19 +127,21 @@ def tell(
 def not_kept(records: Iterable[Record]) -> list[str]:
     """Return a line for each requirement of the level SHOULD that is not kept, most cases first.
 
-    It says how many cases, what the first of them showed, and the claims that would settle it: those that all cases
-    name, else those that any does.
+    It has the number of cases, the message of the first, and the claims with which the behaviour would be correct:
+    those that all cases name, else those that any names.
     """
     found: dict[str, list[Record]] = {}
     for record in records:
         if record.verdict == "not kept":
-            for each in record.requirements:
-                found.setdefault(each, []).append(record)
-    cases = {each: sum(record.cases for record in own) for each, own in found.items()}
-    ids = sorted(found, key=lambda each: -cases[each])
-    told = ids if len(ids) <= _ADVISED else ids[: _ADVISED - 1]
-    lines = [_not_kept(each, cases[each], found[each]) for each in told]
-    if rest := ids[len(told) :]:
+            for requirement in record.requirements:
+                found.setdefault(requirement, []).append(record)
+    cases = {
+        requirement: sum(record.cases for record in of_requirement) for requirement, of_requirement in found.items()
+    }
+    ids = sorted(found, key=lambda requirement: -cases[requirement])
+    shown = ids if len(ids) <= _ADVISED else ids[: _ADVISED - 1]
+    lines = [_not_kept(requirement, cases[requirement], found[requirement]) for requirement in shown]
+    if rest := ids[len(shown) :]:
         lines.append(f"{len(rest)} more SHOULD requirements not kept: {', '.join(rest)}")
     return lines
 
@@ -149,8 +155,8 @@ def _not_kept(requirement: str, cases: int, records: Sequence[Record]) -> str:
     return "; ".join([f"SHOULD, not kept: {requirement} in {number}: {sentence}", *hints])
 
 
-def _in_full(group: Group, again: str, told: bool, script: str) -> str:
-    lines = [group.first.item, failure(replace(group.first, detail="") if told else group.first, again, script)]
+def _in_full(group: Group, again: str, shown: bool, script: str) -> str:
+    lines = [group.first.item, failure(replace(group.first, detail="") if shown else group.first, again, script)]
     if more := len(group.records) - 1:
         cases = sorted({record.case or record.item for record in group.records[1:]} - {group.first.case})
         also = f", on {', '.join(cases[:4])}{' ...' if len(cases) > 4 else ''}" if cases else ""

@@ -1,4 +1,4 @@
-"""What a waiver says, what it is compared with, and whether the one excuses the other."""
+"""A waiver, the items and faults with which it is compared, and whether it excuses them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OF_GROUPS = {GROUPS, *(f"{GROUPS}-{kind}" for kind in sizes.KINDS)}
 
 @dataclass(frozen=True)
 class Item:
-    """What a waiver is compared with: one check on one case. The workload is None where a check draws its own."""
+    """One check on one case, with which waivers are compared. The workload is None if the check draws workloads."""
 
     name: str  # test_name[alltoall-ep2-uneven]
     requirements: tuple[str, ...]
@@ -29,19 +29,19 @@ class Item:
 
     @classmethod
     def of_groups(cls, name: str, requirements: tuple[str, ...]) -> Item:
-        """Return a check for which nothing runs."""
+        """Return the item of a check of groups, for which nothing runs."""
         return cls(name, requirements, ANY, ANY, group_workload(bracketed(name)) or GROUPS)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that went wrong in an item.
+    """One fault of an item.
 
     Attributes:
         kind: The type of the mismatch: "WrongOutput", "Died", ...
-        stage: Where: "experts", "gradient", "run", ...
+        stage: "experts", "gradient", "run", ...
         message: The diagnosis.
-        size: How far off it is, in allowed errors where it was bounded; None where it was not.
+        size: The observed over the allowed error; None if no error was compared.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Failure:
     at_most: float | None = None
 
     def is_of(self, fault: Fault) -> bool:
-        """Whether a fault is this failure: kind and stage, all words in its message, and no larger than it may be."""
+        """Whether a fault is this failure: equal kind and stage, all words in its message, and at most `at_most`."""
         same = (self.kind, self.stage) == (fault.kind, fault.stage)
         if not same or not all(word in fault.message for word in self.words):
             return False
@@ -85,11 +85,11 @@ class Waiver:
     failure: tuple[Failure, ...]
 
     def excuses(self, faults: Sequence[Fault]) -> bool:
-        """Whether everything that went wrong in an item is a failure that this waiver names."""
+        """Whether all faults of an item are failures that this waiver names."""
         return bool(faults) and all(any(failure.is_of(fault) for failure in self.failure) for fault in faults)
 
     def matches(self, item: Item) -> bool:
-        """Whether an item is where the waiver holds. A check of several requirements needs a waiver for all of them."""
+        """Whether the waiver is for an item. A check of several requirements needs a waiver of all of them."""
         return (
             set(item.requirements) <= set(self.requirements)
             and fits(self.variants, item.variant)
@@ -100,7 +100,7 @@ class Waiver:
 
 @dataclass(frozen=True)
 class Names:
-    """What a waiver may speak of: every name of every profile, and the backend's versions."""
+    """The names that a waiver may use: those of every profile, and the backend's versions."""
 
     requirements: frozenset[str]
     variants: frozenset[str]
@@ -111,14 +111,14 @@ class Names:
 
 @dataclass(frozen=True)
 class Waivers:
-    """The waivers that hold, and sentences about those that do not: each of these fails the run."""
+    """The valid waivers, and sentences about the others: each of these fails the run."""
 
     path: Path | None
     held: tuple[Waiver, ...] = ()
     problems: tuple[str, ...] = ()
 
     def leaves_out(self, item: Item, feature: str) -> bool:
-        """Whether an item that draws its batches is not to draw any with that feature."""
+        """Whether an item that draws batches must draw none with a feature."""
         return any(
             DRAWN_WITH + feature in waiver.workloads
             and set(item.requirements) & set(waiver.requirements)
@@ -132,8 +132,8 @@ class Waivers:
         matching = [waiver for waiver in self.held if waiver.matches(item)]
         return next((waiver for waiver in matching if waiver.excuses(faults)), matching[0] if matching else None)
 
-    def asked(self, strict: bool) -> Waivers:
-        """Return those that have something to do: without --strict a SHOULD fails nothing, and is not waived."""
+    def in_use(self, strict: bool) -> Waivers:
+        """Return the waivers that can excuse a failure: without --strict not those of SHOULD requirements."""
         if strict:
             return self
         return replace(self, held=tuple(waiver for waiver in self.held if not only_should(waiver.requirements)))
@@ -157,17 +157,17 @@ class Waivers:
                 yield f"{waiver.id}: its example {waiver.example} is no check of a requirement on that case"
 
     def unused(self, items: Iterable[Item], waived: Iterable[str | None], whole: bool) -> Iterator[str]:
-        """Yield a sentence for every waiver that waived nothing, though what it matches was run.
+        """Yield a sentence for every waiver that waived nothing, although items that it matches were run.
 
         Args:
-            items: What was run on ranks.
-            waived: Ids of the waivers that matched a failure, or a pass (which is told elsewhere).
-            whole: Every case of every profile was selected, so that a waiver without any item waives nothing at all.
+            items: Those that were run on ranks.
+            waived: Ids of the waivers that matched a failure, or a pass (which is reported elsewhere).
+            whole: Every case of every profile was selected, so that a waiver without any item is unused.
         """
         ran, used = list(items), set(waived)
         for waiver in self.held:
             if waiver.id in used or all(name.startswith(DRAWN_WITH) for name in waiver.workloads):
-                continue  # what is not drawn cannot be seen to fail
+                continue  # no batch with the feature is drawn, so that none can fail
             matched = [item for item in ran if waiver.matches(item)]
             if matched:
                 yield f"{waiver.id} is unused: {matched[0].name} was selected and did not fail; delete the waiver"
@@ -182,7 +182,7 @@ def fits(patterns: Sequence[str], name: str) -> bool:
 
 def only_should(requirements: Iterable[str]) -> bool:
     """Whether all of some requirements have the level SHOULD."""
-    levels = {spec.load()[each].level for each in requirements if each in spec.load()}
+    levels = {spec.load()[requirement].level for requirement in requirements if requirement in spec.load()}
     return levels == {"SHOULD"}
 
 
@@ -192,7 +192,7 @@ def bracketed(name: str) -> str:
 
 
 def group_workload(bracketed: str) -> str | None:
-    """Return `groups-below-one` of `world-2-below-one`, None of what is no world of groups."""
+    """Return `groups-below-one` for `world-2-below-one`; None for what is no world of groups."""
     found = re.fullmatch(r"world-\d+(-.+)?", bracketed)
     workload = f"{GROUPS}{found[1] or ''}" if found else ""
     return workload if workload in OF_GROUPS else None

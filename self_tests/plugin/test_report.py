@@ -16,9 +16,18 @@ import pytest
 from moe_conformance import spec
 from moe_conformance.contract.topology import Layout
 from moe_conformance.plugin.scheduling import cell_of
-from moe_conformance.report import bits, drawn, folding, matrix, not_run, result
+from moe_conformance.report import drawn, folding, matrix, not_run, result, summary
 from moe_conformance.report.journal import NAME, Journal, read
-from moe_conformance.report.records import FAILING, PROPERTY, Record, Verdict, all_of_report, of_report, overall
+from moe_conformance.report.records import (
+    FAILING,
+    PROPERTY,
+    Record,
+    Verdict,
+    all_of_report,
+    of_report,
+    other_bits,
+    overall,
+)
 from moe_conformance.waiving import Failure, Waiver
 from self_tests.plugin.simulated_records import record
 
@@ -57,14 +66,14 @@ class TestBits:
 
     def test_other_bits_are_a_fact(self) -> None:
         """They are added up over cases; a requirement that compares no two runs has no fact."""
-        assert {"elements": 20, "other": 3} == bits.fact(self.RECORDS[:2])
-        assert bits.fact(self.RECORDS[3:]) is None
+        assert {"elements": 20, "other": 3} == other_bits(self.RECORDS[:2])
+        assert other_bits(self.RECORDS[3:]) is None
 
     def test_one_line_tells_of_all(self) -> None:
         """Requirements with other bits come first."""
         said = "two runs compared: other bits, within rounding: EXPT-08 3 of 20 elements; equal bits: EXCH-17"
-        assert said == bits.line(self.RECORDS)
-        assert "" == bits.line(self.RECORDS[3:])
+        assert said == summary.other_bits_line(self.RECORDS)
+        assert "" == summary.other_bits_line(self.RECORDS[3:])
 
     def test_they_are_read_back(self) -> None:
         """From the columns of result.json."""

@@ -50,7 +50,7 @@ class TestWords:
     def test_only_the_first_kinds_are_told_in_full(self) -> None:
         """The others have one line each, so that nothing is left out."""
         many = [record(each, "fail", message=f"told {each}") for each in list(SPEC)[:9]]
-        told = words.tell(words.groups(many), "again")
+        told = words.texts(words.groups(many), "again")
         assert words.IN_FULL + 1 == len(told)
         title, text = told[-1]
         assert "4 more kinds of failure" == title
@@ -114,7 +114,7 @@ class TestLive:
         assert expected == live.lines(first)
         assert () == live.lines(replace(first, layout="ep4"))
         assert () == live.lines(record("EXCH-02", "pass"))
-        assert {words.kind(first)} == live.told
+        assert {words.kind(first)} == live.shown
 
     def test_a_run_in_which_all_fails_is_not_a_screen_of_each(self) -> None:
         """After ten kinds the others are left to the end, and a line says so."""
@@ -122,12 +122,12 @@ class TestLive:
         told = [live.lines(record(each, "fail", message="wrong")) for each in list(SPEC)[:12]]
         assert [True] * 10 + [False] * 2 == [bool(lines) for lines in told]
         assert "further kinds of failure are told at the end" == told[9][-1]
-        assert 10 == len(live.told)
+        assert 10 == len(live.shown)
 
     def test_what_was_told_is_told_without_its_detail(self) -> None:
         """The traceback of a crash is printed once."""
         crash = record("EXCH-09", "crash", message="rank 0 raised", detail="Traceback")
-        (_, whole), (_, short) = (words.tell(words.groups([crash]), "again", t)[0] for t in ((), {words.kind(crash)}))
+        (_, whole), (_, short) = (words.texts(words.groups([crash]), "again", t)[0] for t in ((), {words.kind(crash)}))
         assert ["Traceback" in whole, "Traceback" in short] == [True, False]
 
 

@@ -1,7 +1,6 @@
-"""report.html: a report as one page that needs no network, for a browser of any width.
+"""Writes report.html: a report as one page, which needs no network and fits any width.
 
-Everything that a backend or a rank said goes through Jinja's escaping, or is JSON that the page's script puts into the
-document as text.
+All text of backends and ranks is escaped by Jinja, or is JSON that the page's script inserts as text.
 """
 
 from __future__ import annotations
@@ -26,17 +25,20 @@ def render(report: Report, comparison: Comparison | None = None) -> str:
         loader=jinja2.PackageLoader(__name__, "."), autoescape=True, undefined=jinja2.StrictUndefined
     )
     shown = content(report)
-    changes = {} if comparison is None else {title: changes for title, changes in vars(comparison).items() if changes}
+    changes: dict[str, list[str]] = {}
+    for title, of_title in ({} if comparison is None else vars(comparison)).items():
+        if of_title:
+            changes[title.replace("_", " ")] = [str(change) for change in of_title]
     return environment.get_template("page.html.jinja").render(
         page=shown,
         stories=_json(shown.stories),
         compared=comparison is not None,
-        changes={title.replace("_", " "): [str(change) for change in each] for title, each in changes.items()},
+        changes=changes,
     )
 
 
 def write(folder: Path, report: Report, comparison: Comparison | None = None) -> Path:
-    """Write the page into a folder, whole or not at all, and return its path."""
+    """Write the page into a folder atomically, and return its path."""
     path, draft = folder / NAME, folder / f".{NAME}-{os.getpid()}"
     draft.write_text(render(report, comparison), encoding="utf-8")
     draft.replace(path)
@@ -44,7 +46,7 @@ def write(folder: Path, report: Report, comparison: Comparison | None = None) ->
 
 
 def _json(value: object) -> Markup:
-    """Return JSON that may stand inside of a script element: nothing in it ends that element or begins a comment."""
+    """Return JSON for a script element: `<`, `>` and `&` are escaped, so that it cannot end the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     for sign, escaped in {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}.items():
         text = text.replace(sign, escaped)

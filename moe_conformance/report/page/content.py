@@ -1,9 +1,9 @@
-"""What the page shows, as plain data: totals, the matrix, the story of each of its cells, traffic, errors, reasons."""
+"""The content of the page as plain data: totals, the matrix with its cells' stories, traffic, errors, reasons."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,24 +15,24 @@ from moe_conformance.report.result import Report
 from moe_conformance.report.standing import JUDGED
 from moe_conformance.workloads.names import layout_names
 
-_IN_FULL = 5  # failures of a cell that are told with their detail
+_IN_FULL = 5  # failures of a cell that are shown with their detail
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A requirement on a layout: what all its cases come to."""
+    """A requirement on a layout: the result of all its cases."""
 
     key: str  # of its story
     verdict: Verdict
     sign: str
-    note: str  # how many failed, or which share was judged
+    note: str  # the number that failed, or the percentage that was judged
     label: str  # all of it in words
 
 
 @dataclass(frozen=True)
 class Row:
-    """A requirement with its cells by layout; None where it has no case."""
+    """A requirement with its cells by layout; None if it has no case."""
 
     id: str
     chapter: str
@@ -44,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors of one dtype over those that its bounds allow: how many checks lie in each tenth, and the largest."""
+    """Observed/allowed errors of one dtype: the number of checks in each tenth, and the largest."""
 
     dtype: str
     tenths: tuple[int, ...]
@@ -54,14 +54,14 @@ class Errors:
 
 @dataclass(frozen=True)
 class Content:
-    """All that the page shows."""
+    """The content of the page."""
 
     head: Mapping[str, Any]
     title: str
     verdict: str  # passed, failed, stopped
     totals: tuple[tuple[Verdict, int], ...]
-    judged: tuple[int, int, int]  # requirements: judged, asked for, of the spec
-    failures: tuple[tuple[str, str], ...]  # title and text, as the terminal tells them
+    judged: tuple[int, int, int]  # requirements: judged, requested, of the spec
+    failures: tuple[tuple[str, str], ...]  # title and text, as in the terminal
     layouts: tuple[str, ...]
     chapters: tuple[str, ...]
     rows: tuple[Row, ...]
@@ -75,45 +75,49 @@ class Content:
 
 
 def content(report: Report) -> Content:
-    """Return what the page of a report shows."""
+    """Return the content of the page of a report."""
     head, records = report.head, report.records
     cells: dict[tuple[str, str], list[Record]] = {}
     for record in records:
-        for each in record.requirements:
-            cells.setdefault((each, record.layout or "any"), []).append(record)
-    layouts = tuple(name for name in (*layout_names(), "any") if any(at == name for _, at in cells))
-    known = spec.load()
-    rows = tuple(
-        Row(
-            each,
-            known[each].chapter,
-            known[each].level,
-            known[each].sentence,
-            overall(record.verdict for layout in layouts for record in cells.get((each, layout), ())),
-            tuple(_cell(each, layout, cells.get((each, layout), ())) for layout in layouts),
-        )
-        for each in known
-        if any((each, layout) in cells for layout in layouts)
-    )
+        for requirement in record.requirements:
+            cells.setdefault((requirement, record.layout or "any"), []).append(record)
+    used = {layout for _, layout in cells}
+    layouts = tuple(layout for layout in (*layout_names(), "any") if layout in used)
+    rows = tuple(_rows(cells, layouts))
     found = words.groups(records)
     return Content(
         head=head,
         title=f"native with the planted bug {head['plant']}" if head["plant"] else head["backend"],
         verdict="stopped" if head["stopped"] else "passed" if head["exit"] == 0 else "failed",
         totals=_totals(records),
-        judged=_judged(head, records, len(known)),
-        failures=tuple(words.tell(found, head["again"])),
+        judged=_judged(head, records, len(spec.load())),
+        failures=tuple(words.texts(found, head["again"])),
         layouts=layouts,
         chapters=tuple(dict.fromkeys(row.chapter for row in rows)),
         rows=rows,
         legend=tuple((SIGNS[verdict][0], verdict) for verdict in SIGNS if any(r.verdict == verdict for r in records)),
-        stories={_key(*place): _story(own, head["again"]) for place, own in cells.items()},
-        variants=tuple(dict.fromkeys(each.variant for each in travelled.worst(records))),
+        stories={_key(*place): _story(of_place, head["again"]) for place, of_place in cells.items()},
+        variants=tuple(dict.fromkeys(moved.variant for moved in travelled.worst(records))),
         traffic=_traffic(records, layouts),
         errors=_errors(records),
         reasons=tuple(unjudged.lines(records, whole=True)),
-        not_run=tuple((each["id"], each["not_run"]) for each in report.requirements if each["not_run"]),
+        not_run=tuple((line["id"], line["not_run"]) for line in report.requirements if line["not_run"]),
     )
+
+
+def _rows(cells: Mapping[tuple[str, str], Sequence[Record]], layouts: Sequence[str]) -> Iterator[Row]:
+    for id, requirement in spec.load().items():
+        by_layout = {layout: cells.get((id, layout), ()) for layout in layouts}
+        of_requirement = [record for records in by_layout.values() for record in records]
+        if of_requirement:
+            yield Row(
+                id,
+                requirement.chapter,
+                requirement.level,
+                requirement.sentence,
+                overall(record.verdict for record in of_requirement),
+                tuple(_cell(id, layout, records) for layout, records in by_layout.items()),
+            )
 
 
 def _key(requirement: str, layout: str) -> str:
@@ -123,20 +127,18 @@ def _key(requirement: str, layout: str) -> str:
 def _cell(requirement: str, layout: str, records: Sequence[Record]) -> Cell | None:
     if not records:
         return None
-    count: Counter[Verdict] = Counter()
-    for record in records:
-        count[record.verdict] += record.cases
-    verdict, all_, judged = overall(count), count.total(), sum(count[each] for each in JUDGED)
-    failing = sum(count[each] for each in FAILING)
+    count = _count(records)
+    all_ = count.total()
+    judged, failing = (sum(count[verdict] for verdict in verdicts) for verdicts in (JUDGED, FAILING))
     note = str(failing) if failing else f"{max(1, 100 * judged // all_)}%" if 0 < judged < all_ else ""
-    told = ", ".join(f"{cases} {each}" for each, cases in count.items())
-    return Cell(
-        _key(requirement, layout), verdict, SIGNS[verdict][0], note, f"{requirement} on {layout}: {verdict}; {told}"
-    )
+    counts = ", ".join(f"{cases} {verdict}" for verdict, cases in count.items())
+    of_cell = overall(count)
+    label = f"{requirement} on {layout}: {of_cell}; {counts}"
+    return Cell(_key(requirement, layout), of_cell, SIGNS[of_cell][0], note, label)
 
 
 def _story(records: Sequence[Record], again: str) -> list[dict[str, Any]]:
-    """Return a cell's cases, those of one variant, verdict and message together; what fails comes first."""
+    """Return a cell's cases, grouped by variant, verdict and message; failing ones come first."""
     groups: dict[tuple[str, Verdict, str], list[Record]] = {}
     for record in records:
         message = record.message if record.verdict != "pass" else ""
@@ -147,61 +149,66 @@ def _story(records: Sequence[Record], again: str) -> list[dict[str, Any]]:
 
 def _group(key: tuple[str, Verdict, str], records: Sequence[Record], again: str, *, full: bool) -> dict[str, Any]:
     (variant, verdict, message), first = key, records[0]
-    told: dict[str, Any] = {"variant": variant, "verdict": verdict, "cases": sum(each.cases for each in records)}
+    story: dict[str, Any] = {"variant": variant, "verdict": verdict, "cases": sum(record.cases for record in records)}
     if message:
-        told["message"] = message
+        story["message"] = message
     if verdict in JUDGED:
-        compared = [each.compared for each in records]
-        told["compared"] = {name: sum(each[name] for each in compared) for name in ("elements", "pairs")}
-        told["worst"] = max(each.worst for each in records)
-        told["workloads"] = sorted({each.workload for each in records if each.workload})
+        compared = [record.compared for record in records]
+        story["compared"] = {name: sum(counts[name] for counts in compared) for name in ("elements", "pairs")}
+        story["worst"] = max(record.worst for record in records)
+        story["workloads"] = sorted({record.workload for record in records if record.workload})
     if verdict in FAILING:
-        told |= {"blamed": list(first.blamed), "stage": first.stage or "", "reproduce": first.reproduce(again)}
+        story |= {"blamed": list(first.blamed), "stage": first.stage or "", "reproduce": first.reproduce(again)}
         if full and first.detail:
-            told["detail"] = first.detail
-    return told
+            story["detail"] = first.detail
+    return story
 
 
-def _totals(records: Iterable[Record]) -> tuple[tuple[Verdict, int], ...]:
+def _count(records: Iterable[Record]) -> Counter[Verdict]:
     count: Counter[Verdict] = Counter()
     for record in records:
         count[record.verdict] += record.cases
+    return count
+
+
+def _totals(records: Iterable[Record]) -> tuple[tuple[Verdict, int], ...]:
+    count = _count(records)
     order = sorted(SIGNS, key=lambda verdict: verdict not in FAILING)
     return tuple((verdict, count[verdict]) for verdict in order if count[verdict])
 
 
 def _judged(head: Mapping[str, Any], records: Iterable[Record], all_: int) -> tuple[int, int, int]:
-    found = {each for record in records if record.verdict in JUDGED for each in record.requirements}
-    asked = set(head["only"]) or {each for record in records for each in record.requirements}
-    return len(found & asked), len(asked), all_
+    found = {requirement for record in records if record.verdict in JUDGED for requirement in record.requirements}
+    requested = set(head["only"]) or {requirement for record in records for requirement in record.requirements}
+    return len(found & requested), len(requested), all_
 
 
 def _traffic(records: Sequence[Record], layouts: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    found = {(each.variant, each.layout): each for each in travelled.worst(records)}
+    found = {(moved.variant, moved.layout): moved for moved in travelled.worst(records)}
     variants = tuple(dict.fromkeys(variant for variant, _ in found))
     lines = []
     for layout in layouts:
         if any(at == layout for _, at in found):
-            told = [found.get((variant, layout)) for variant in variants]
-            lines.append((layout, tuple(_moved(each) if each else "" for each in told)))
+            of_layout = [found.get((variant, layout)) for variant in variants]
+            lines.append((layout, tuple(_moved(moved) if moved else "" for moved in of_layout)))
     return tuple(lines)
 
 
-def _moved(each: travelled.Worst) -> str:
-    return f"{each.ratio:.2f} rows, {each.bytes / each.least_bytes:.2f} bytes, {each.calls:g} calls"
+def _moved(moved: travelled.Worst) -> str:
+    return f"{moved.ratio:.2f} rows, {moved.bytes / moved.least_bytes:.2f} bytes, {moved.calls:g} calls"
 
 
 def _errors(records: Iterable[Record]) -> tuple[Errors, ...]:
-    """Return for each dtype how near the errors of what passed came to their bounds."""
+    """Return for each dtype the observed/allowed errors of checks that passed."""
     found: dict[str, list[Record]] = {}
     for record in records:
         if record.verdict == "pass" and record.worst > 0:
             dtype = next((name for name in _DTYPES if name in (record.workload or "")), "float32")
             found.setdefault(dtype, []).append(record)
-    told = []
+    errors = []
     for dtype in _DTYPES:
-        if own := found.get(dtype):
-            tenths = Counter(min(int(10 * record.worst), 9) for record in own)
-            largest = max(own, key=lambda record: record.worst)
-            told.append(Errors(dtype, tuple(tenths[n] for n in range(10)), largest.worst, largest.item))
-    return tuple(told)
+        if of_dtype := found.get(dtype):
+            tenths = Counter(min(int(10 * record.worst), 9) for record in of_dtype)
+            largest = max(of_dtype, key=lambda record: record.worst)
+            errors.append(Errors(dtype, tuple(tenths[n] for n in range(10)), largest.worst, largest.item))
+    return tuple(errors)
