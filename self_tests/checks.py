@@ -18,7 +18,7 @@ from typing import Any
 from moe_conformance.judging.observed.run import read
 from moe_conformance.judging.verdict import Mismatch, Tally
 from moe_conformance.plugin import collecting
-from moe_conformance.workloads.records.runs import Asked
+from moe_conformance.workloads.records.runs import RunSpec
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -27,7 +27,7 @@ class Check:
     """One test function, ready to be called with its fixtures."""
 
     function: Callable[..., None]
-    run: Asked
+    run: RunSpec
     when: Callable[[Workload], bool] | None
 
     def reads(self, workload: Workload) -> bool:

@@ -1,4 +1,4 @@
-"""What there is to list: requirements, checks, backends and whether they can run here, and surfaces of the contract."""
+"""The lines of `list`: requirements, checks, backends and whether they can run here, and surfaces."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from moe_conformance.plugin import collecting
 from moe_conformance.plugin.options import Unusable
 from moe_conformance.plugin.run import open_backend
 from moe_conformance.spec.places import checked
-from moe_conformance.workloads.records.runs import Asked
+from moe_conformance.workloads.records.runs import RunSpec
 
 
 @dataclass(frozen=True)
 class Found:
-    """A registered backend: its versions and variants, or the problem that keeps it from running here."""
+    """A registered backend: its versions and variants, or the reason why it cannot run here."""
 
     name: str
     versions: Mapping[str, str]
@@ -44,7 +44,7 @@ def backends() -> list[Found]:
 
 
 def backend_lines(importable: bool) -> Iterator[str]:
-    """Yield a line per backend: the bare names if only the importable are wanted."""
+    """Yield a line per backend; with `importable` only the names of those that can run here."""
     for backend in backends():
         if importable:
             if backend.problem is None:
@@ -57,31 +57,31 @@ def backend_lines(importable: bool) -> Iterator[str]:
 
 
 def requirement_lines() -> Iterator[str]:
-    """Yield a line per requirement, with level and profile, the profile in brackets where no check decides it yet."""
+    """Yield a line per requirement with level and profile; the profile is in brackets if no check decides it yet."""
     yield from map(_line, spec.load().values())
 
 
 def native_only_lines() -> Iterator[str]:
-    """Yield a line per requirement that native passes and no real library was judged by, and how many these are."""
+    """Yield a line per requirement that only native was judged by, and a last line with their number."""
     found = explaining.native_only()
     yield from (_line(spec.load()[id]) for id in found)
     judged = sum(1 for id in spec.load() if explaining.libraries(id))
     yield f"{len(found)} requirements are judged on native alone, {judged} in a real library as well"
 
 
-def _line(each: spec.Requirement) -> str:
-    profile = f"({each.profile})" if each.id not in checked() else each.profile
-    return f"{each.id:8}  {each.level:6}  {profile:9}  {each.sentence}"
+def _line(requirement: spec.Requirement) -> str:
+    profile = f"({requirement.profile})" if requirement.id not in checked() else requirement.profile
+    return f"{requirement.id:8}  {requirement.level:6}  {profile:9}  {requirement.sentence}"
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check as it stands in its file: where, what it decides, and on which kind of run."""
+    """A check: its module and name, the requirements that it decides, and the run that it reads."""
 
     module: str
     name: str  # of the function, after its class if it has one: `TestDispatch::test_rows_arrive_unchanged`
     requirements: tuple[str, ...]
-    run: Asked
+    run: RunSpec
 
 
 def checks() -> Iterator[Check]:
@@ -108,10 +108,14 @@ def surface_lines() -> Iterator[str]:
 
 
 def _of_module(module: ModuleType) -> Iterator[Check]:
-    for holder_name, holder in vars(module).items():
-        members = vars(holder).items() if isclass(holder) else [(None, holder)]
-        for name, function in members:
+    for name, value in vars(module).items():
+        if isclass(value):
+            members = {f"{name}::{member}": function for member, function in vars(value).items()}
+        else:
+            members = {name: value}
+        for path, function in members.items():
+            if getattr(function, "__module__", None) != module.__name__:
+                continue
             for mark in getattr(function, "pytestmark", ()):
-                if mark.name == "requirement" and getattr(function, "__module__", None) == module.__name__:
-                    where = "::".join(part for part in (holder_name, name) if part)
-                    yield Check(module.__name__, where, mark.args, mark.kwargs["run"])
+                if mark.name == "requirement":
+                    yield Check(module.__name__, path, mark.args, mark.kwargs["run"])

@@ -20,7 +20,7 @@ from moe_conformance.reproducing.examining import refusal_by_limit, refusal_of
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.spec.row import ARGUMENTS
 from moe_conformance.workloads.plan import Case, Plan
-from moe_conformance.workloads.records.runs import Asked
+from moe_conformance.workloads.records.runs import RunSpec
 from moe_conformance.workloads.records.workload import Asynchrony, Workload
 
 CHECKS = "moe_conformance.distributed_tests"
@@ -121,7 +121,7 @@ def prepared(named: Named, world: int) -> Prepared:
     return Prepared(named, backend, case, function)
 
 
-def find(check: str) -> tuple[Callable[..., None], Asked]:
+def find(check: str) -> tuple[Callable[..., None], RunSpec]:
     """Return a check (a method of a class is bound), and the run that it reads.
 
     Raises:

@@ -1,8 +1,8 @@
-"""The written spec: every requirement has an id, one sentence, a formula, its degenerate cases and a source.
+"""The spec: every requirement has an id, one sentence, a formula, its degenerate cases and a source.
 
 Each chapter has a file, chapters/<chapter>/spec.toml; requirements that differ in one condition are rows of a table,
-which holds what they share. A check cites the requirements it decides, as a `Row` or with the `requirement` decorator,
-which refuse an id that the spec does not have. Which requirements have a check is read from the checks (`places`).
+which has their common fields. A check cites the requirements that it decides, as a `Row` or with the `requirement`
+decorator, which refuse an id that the spec does not have. Requirements that have a check are found by `places`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe_conformance.discovery import FOLDER, chapters
 if TYPE_CHECKING:
     import pytest
 
-    from moe_conformance.workloads.records.runs import Asked
+    from moe_conformance.workloads.records.runs import RunSpec
     from moe_conformance.workloads.records.workload import Workload
 
 Check = TypeVar("Check", bound=Callable[..., Any])
@@ -38,17 +38,17 @@ class Requirement:
     """One requirement of the spec."""
 
     id: str  # permanent: PREFIX-nn
-    chapter: str  # the name that its oracle, check, implementation and planted bugs share
+    chapter: str  # the folder of its oracle, check, implementation and planted bugs
     level: Literal["MUST", "SHOULD"]
-    profile: Literal["quick", "full", "virtual"]  # the smallest in which it is decided
+    profile: Literal["quick", "full", "virtual"]  # the smallest profile that decides it
     sentence: str
     formula: str
     degenerate: str  # what holds at zero tokens, one expert, K = E, ...
     source: str
-    since: str  # version of the suite that brought it
-    without_check: str = ""  # why no check can decide it here; "" where one does or will
-    without_oracle: str = ""  # why there is no right answer to compute; "" where an oracle computes it
-    without_native: str = ""  # why native has no line of its own for it; "" where it has
+    since: str  # version of the suite that added it
+    without_check: str = ""  # why no check can decide it here; "" if one does or will
+    without_oracle: str = ""  # why there is no correct result to compute; "" if an oracle computes it
+    without_native: str = ""  # why no line of native implements it; "" if one does
 
 
 @cache
@@ -82,24 +82,24 @@ def _row(table: Mapping[str, Any], row: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _parse(chapter: str, entry: Mapping[str, str]) -> Requirement:
-    said = f"{chapter}/spec.toml, {entry.get('id', 'a requirement without id')}"
+    where = f"{chapter}/spec.toml, {entry.get('id', 'a requirement without id')}"
     known = set(Requirement.__dataclass_fields__) - {"chapter"}
     if odd := {field for field in known ^ set(entry) if field not in known or field not in _REASONS}:
-        raise BadSpec(f"{said}: fields missing or unknown: {', '.join(sorted(odd))}")
+        raise BadSpec(f"{where}: fields missing or unknown: {', '.join(sorted(odd))}")
     if not _ID.fullmatch(entry["id"]):
-        raise BadSpec(f"{said}: an id is PREFIX-nn")
+        raise BadSpec(f"{where}: an id is PREFIX-nn")
     if entry["level"] not in ("MUST", "SHOULD") or entry["level"] not in entry["sentence"]:
-        raise BadSpec(f"{said}: the level is MUST or SHOULD, and the sentence says it")
+        raise BadSpec(f"{where}: the level is MUST or SHOULD, and the sentence says it")
     if entry["profile"] not in _PROFILES:
-        raise BadSpec(f"{said}: the profile is one of {', '.join(_PROFILES)}, not {entry['profile']!r}")
+        raise BadSpec(f"{where}: the profile is one of {', '.join(_PROFILES)}, not {entry['profile']!r}")
     return Requirement(chapter=chapter, **entry)  # type: ignore[arg-type]  # level and profile were just checked
 
 
-def requirement(*ids: str, run: Asked, when: Callable[[Workload], bool] | None = None) -> Callable[[Check], Check]:
-    """Cite the requirements that a check decides, and say on which runs.
+def requirement(*ids: str, run: RunSpec, when: Callable[[Workload], bool] | None = None) -> Callable[[Check], Check]:
+    """Return a decorator that marks a check with the requirements that it decides and the run that it reads.
 
-    The check reads the workloads whose run is equal to `run`, or draws its own (`DrawnRuns`), or reads what the backend
-    answers about groups (`GroupAnswers`); `when` narrows workloads to those in which the rule can be broken.
+    The check reads the workloads whose run is equal to `run`, or draws workloads (`DrawnRuns`), or reads the groups of
+    the backend (`GroupAnswers`); `when` restricts workloads to those in which the rule can be broken.
 
     Raises:
         BadSpec: an id is not in the spec.
@@ -113,14 +113,14 @@ def requirement(*ids: str, run: Asked, when: Callable[[Workload], bool] | None =
     return cite
 
 
-def marked(*ids: str, run: Asked, when: Callable[[Workload], bool] | None) -> pytest.MarkDecorator:
-    """Return the mark by which the plug-in knows a check.
+def marked(*ids: str, run: RunSpec, when: Callable[[Workload], bool] | None) -> pytest.MarkDecorator:
+    """Return the mark by which the plug-in identifies a check.
 
     Raises:
         BadSpec: an id is not in the spec.
     """
     import pytest  # only checks need it; the spec can be read without
 
-    if unknown := [each for each in ids if each not in load()]:
+    if unknown := [id for id in ids if id not in load()]:
         raise BadSpec(f"no requirement {', '.join(unknown)}; known: {', '.join(load())}")
     return pytest.mark.requirement(*ids, run=run, when=when)

@@ -1,4 +1,4 @@
-"""Which oracles decide each requirement: stored, as they were seen to do it.
+"""The oracles that decide each requirement, stored from measurements.
 
 `deciding.toml` has a table for each requirement: the name of an oracle, `exchange.deliveries:deliveries` or, for a row
 of a table, `config_rules.rules:RULES[RULE-06]`, and the case on which a change of its result changed the verdict of a
@@ -18,20 +18,21 @@ _HEAD = "# By requirement: its oracles, and the case on which each decides. Writ
 
 
 def read(file: Path = FILE) -> Mapping[str, Mapping[str, str]]:
-    """Return by requirement and oracle the case on which it decides; nothing where there is no file."""
+    """Return by requirement and oracle the case on which it decides; nothing if there is no file."""
     return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def unconfirmed(file: Path = UNCONFIRMED) -> Mapping[str, Sequence[str]]:
-    """Return by requirement the oracles that claim to decide it and were not seen to; nothing where there is no file.
+    """Return by requirement the oracles that claim to decide it without a stored case; nothing if there is no file.
 
-    The list may only shrink: lint refuses a claim that is neither seen nor in it, and an entry that is seen or gone.
+    The list may only shrink: lint refuses a claim that is neither stored nor listed, and an entry that is stored or
+    claimed no longer.
     """
     return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def text(found: Mapping[str, Mapping[str, str]]) -> str:
-    """Return what was found as the text of a file.
+    """Return the text of the file.
 
     >>> print(text({"EXCH-01": {"exchange.deliveries:deliveries": "native alltoall ep2 even"}}), end="")
     # By requirement: its oracles, and the case on which each decides. Written by tools/deciding_oracles.py.

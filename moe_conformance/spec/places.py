@@ -1,8 +1,8 @@
-"""Where a requirement is held: its checks, the oracles that decide it, native's lines, planted bugs, findings, waivers.
+"""Finds the places of a requirement: checks, oracles that decide it, lines of native, planted bugs, findings, waivers.
 
-All of it is read from the source text, so that nothing is imported. An oracle says `Decides: ID, ID.` in its docstring,
-or is a row of a table that begins with the id; native says `Implements: ID` where it has the lines that keep the rule.
-Which oracles do decide what they say is stored (`deciding`).
+All are read from the source text, so that nothing is imported. An oracle has `Decides: ID, ID.` in its docstring, or is
+a row of a table that begins with the id; native has `Implements: ID` at the lines that implement the rule. The oracles
+that were measured to decide what they claim are stored (`deciding`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNCONFIRMED = "moe_conformance/spec/unconfirmed.toml"
 
 @dataclass(frozen=True)
 class Place:
-    """A line of a file, and what stands there."""
+    """A line of a file, with the name and text at it."""
 
     path: Path  # relative to the root
     line: int
@@ -41,7 +41,7 @@ class Place:
 
 
 class Places:
-    """What the source text says of every requirement; folders that are not there (in a wheel) hold nothing."""
+    """The places of every requirement in the source text; missing folders, as in a wheel, have none."""
 
     def __init__(self, root: Path = ROOT) -> None:
         """Read nothing yet."""
@@ -56,11 +56,11 @@ class Places:
         return tuple(self.claims(id)[name] for name in sorted(self.claims(id).keys() & self.decided.get(id, {}).keys()))
 
     def claims(self, id: str) -> Mapping[str, Place]:
-        """Return the oracles that say that they decide a requirement, by their names in `deciding`."""
+        """Return the oracles that claim to decide a requirement, by their names in `deciding`."""
         return self.claimed.get(id, {})
 
     def native(self, id: str) -> tuple[Place, ...]:
-        """Return the lines of native that say that they implement a requirement."""
+        """Return the lines of native that have `Implements:` with a requirement."""
         return self.implemented.get(id, ())
 
     def plants(self, id: str) -> tuple[Place, ...]:
@@ -69,11 +69,11 @@ class Places:
         return _unquoted(place for folder in _PLANTS for place in self._lines(folder, "*.py", pattern))
 
     def findings(self, id: str) -> tuple[Place, ...]:
-        """Return where the findings in real libraries name a requirement."""
+        """Return the lines of findings in real libraries that name a requirement."""
         return _unquoted(self._lines("docs/findings", "*.md", rf"\b{id}\b"))
 
     def waivers(self, id: str) -> tuple[Place, ...]:
-        """Return where waivers name a requirement."""
+        """Return the lines of waivers that name a requirement."""
         return _unquoted(self._lines("waivers", "*.toml", rf"\b{id}\b"))
 
     @cached_property
@@ -83,7 +83,7 @@ class Places:
 
     @cached_property
     def claimed(self) -> Mapping[str, Mapping[str, Place]]:
-        """By requirement and name: all oracles that say that they decide it, whether they do or not."""
+        """By requirement and name: all oracles that claim to decide it, whether they do or not."""
         found: dict[str, dict[str, Place]] = {}
         for symbol in SourceGraph(self.root, (_ORACLES,)).symbols.values():
             module = symbol.module.removeprefix(f"{_ORACLES.replace('/', '.')}.")
@@ -96,17 +96,17 @@ class Places:
 
     @cached_property
     def decided(self) -> Mapping[str, Mapping[str, str]]:
-        """By requirement and oracle: the case on which the oracle was seen to decide."""
+        """By requirement and oracle: the stored case on which the oracle decides."""
         return deciding.read(self.root / _DECIDING)
 
     @cached_property
     def unconfirmed(self) -> Mapping[str, Sequence[str]]:
-        """By requirement: the oracles that claim to decide it, and were not seen to."""
+        """By requirement: the oracles that claim to decide it, without a stored case."""
         return deciding.unconfirmed(self.root / _UNCONFIRMED)
 
     @cached_property
     def implemented(self) -> dict[str, tuple[Place, ...]]:
-        """By requirement: all lines of native that say that they implement it."""
+        """By requirement: all lines of native that have `Implements:` with it."""
         found: dict[str, list[Place]] = {}
         for place in self._lines(_NATIVE, "*.py", r"Implements:[^.\"]*"):
             for id in _ID.findall(place.text):
@@ -116,7 +116,7 @@ class Places:
     @cached_property
     def _checks(self) -> dict[str, tuple[Symbol, ...]]:
         found: dict[str, list[Symbol]] = {}
-        for symbol in SourceGraph(self.root, (_CHECKS,)).symbols.values():  # a few files: asked for by every run
+        for symbol in SourceGraph(self.root, (_CHECKS,)).symbols.values():  # a few files: read by every run
             for id in _required(symbol):
                 found.setdefault(id, []).append(symbol)
         return {id: tuple(symbols) for id, symbols in found.items()}
@@ -145,17 +145,17 @@ def _text(path: Path) -> str:
 
 
 def _unquoted(places: Iterable[Place]) -> tuple[Place, ...]:
-    return tuple(replace(each, text="") for each in places)
+    return tuple(replace(place, text="") for place in places)
 
 
 def decided(docstring: str) -> tuple[str, ...]:
-    """Return the ids that a docstring says its function decides: those between `Decides:` and `Source:`."""
-    said = re.search(r"Decides:(.*?)(?:Source|\n\s*\n|\Z)", docstring, re.DOTALL)
-    return tuple(_ID.findall(said.group(1))) if said else ()
+    """Return the ids that a docstring has between `Decides:` and `Source:`."""
+    section = re.search(r"Decides:(.*?)(?:Source|\n\s*\n|\Z)", docstring, re.DOTALL)
+    return tuple(_ID.findall(section.group(1))) if section else ()
 
 
 def _rows(node: ast.AST) -> Iterator[tuple[str, int]]:
-    """Yield the ids with which rows of a table begin, and their lines: `TABLE = (Rule("RULE-06", ...), ...)`."""
+    """Yield the first ids of the rows of a table, and their lines: `TABLE = (Rule("RULE-06", ...), ...)`."""
     value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
     for row in value.elts if isinstance(value, ast.Tuple) else ():
         first = row.args[0] if isinstance(row, ast.Call) and row.args else None
@@ -166,9 +166,9 @@ def _rows(node: ast.AST) -> Iterator[tuple[str, int]]:
 def _required(symbol: Symbol) -> Sequence[str]:
     """Return the ids of a check: the first argument of its row, or all arguments of its decorators."""
     if isinstance(symbol.node, ast.FunctionDef):
-        marks = [each for each in symbol.node.decorator_list if isinstance(each, ast.Call)]
-        marks = [each for each in marks if isinstance(each.func, ast.Name) and each.func.id == "requirement"]
-        given = [value for each in marks for value in each.args]
+        marks = [mark for mark in symbol.node.decorator_list if isinstance(mark, ast.Call)]
+        marks = [mark for mark in marks if isinstance(mark.func, ast.Name) and mark.func.id == "requirement"]
+        given = [value for mark in marks for value in mark.args]
     elif (row := row_of(symbol.node)) is not None:
         first = row.args[0]
         given = first.elts if isinstance(first, ast.Tuple) else [first]
@@ -178,7 +178,7 @@ def _required(symbol: Symbol) -> Sequence[str]:
 
 
 def _owner(path: Path, line: int) -> str:
-    """Return the innermost class or function at a line of a Python file, its decorators included; "" if none is."""
+    """Return the innermost class or function (with decorators) at a line of a Python file; "" without one."""
     around = [(start, name) for start, end, name in _extents(path) if start <= line <= end]
     return max(around)[1] if around else ""
 
@@ -189,7 +189,7 @@ def _extents(path: Path) -> tuple[tuple[int, int, str], ...]:
     found = []
     for node in ast.walk(ast.parse(_text(path))):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            start = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             found.append((start, node.end_lineno or start, node.name))
     return tuple(found)
 

@@ -20,7 +20,7 @@ from moe_conformance.workloads import routers as routing
 from moe_conformance.workloads import scripts, virtual
 from moe_conformance.workloads.chapter import Chapter
 from moe_conformance.workloads.records.features import cell_limits, traits
-from moe_conformance.workloads.records.runs import Asked, DrawnStep, ExchangeStep, ExpertsStep, RouterStep, Run
+from moe_conformance.workloads.records.runs import DrawnStep, ExchangeStep, ExpertsStep, RouterStep, Run, RunSpec
 from moe_conformance.workloads.records.workload import Asynchrony, Workload
 from moe_conformance.workloads.selection import power, profiles, stored, turns
 from moe_conformance.workloads.selection.power import Place
@@ -273,7 +273,7 @@ class Plan:
         return {}
 
     @cached_property
-    def _by_run(self) -> dict[Asked, tuple[Case, ...]]:
+    def _by_run(self) -> dict[RunSpec, tuple[Case, ...]]:
         return {}
 
     def _cases(self, number: int, cell: Cell) -> tuple[Case, ...]:
@@ -330,18 +330,18 @@ class Plan:
         return replace(workload, asynchrony=self.asynchrony)
 
     def of(
-        self, run: Asked, when: Callable[[Workload], bool] | None, without: Collection[str] = frozenset()
+        self, run: RunSpec, when: Callable[[Workload], bool] | None, without: Collection[str] = frozenset()
     ) -> list[Case]:
         """Return the cases that a check of a run reads, those of the cells `without` left out."""
         asked = (case for case in self._of_run(run) if case.cell.id not in without)
         return [case for case in asked if when is None or when(case.workload)]
 
-    def _of_run(self, run: Asked) -> Iterator[Case]:
+    def _of_run(self, run: RunSpec) -> Iterator[Case]:
         if run not in self._by_run:
             self._by_run[run] = tuple(case for cell in self.cells for case in self.in_cell(run, cell))
         yield from self._by_run[run]
 
-    def in_cell(self, run: Asked, cell: Cell) -> Iterator[Case]:
+    def in_cell(self, run: RunSpec, cell: Cell) -> Iterator[Case]:
         """Yield the cases that do this run in a cell, of those that the profile has."""
         for number, source in enumerate(self._sources):
             if run in source.runs:
@@ -354,7 +354,7 @@ class Plan:
         asked = (case.workload.run, case.workload.name)
         return [other for other in pool if (other.workload.run, other.workload.name) == asked]
 
-    def find(self, run: Asked, variant: str, layout: str, name: str) -> Case | None:
+    def find(self, run: RunSpec, variant: str, layout: str, name: str) -> Case | None:
         """Return the case of a workload by names, selected or not; None if there is none."""
         cells = [cell for cell in self.cells if (cell.variant, cell.layout.name) == (variant, layout)]
         numbers = [number for number, source in enumerate(self._sources) if run in source.runs]

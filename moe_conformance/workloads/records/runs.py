@@ -158,4 +158,4 @@ class GroupAnswers:
         return "groups"
 
 
-Asked = Run | DrawnRuns | GroupAnswers
+RunSpec = Run | DrawnRuns | GroupAnswers
