@@ -1,8 +1,8 @@
-"""Waivers: known failures of a real backend, each with an owner, evidence and a day of review.
+"""Waivers: known failures of a real backend, each with an owner, evidence and a date of review.
 
-records.py    what a waiver says, and what it is compared with
-file.py       reads waivers/<backend>.toml; the fields are described there
-proposal.py   a waiver for what a run has found, to be completed by a person
+records.py    a waiver, and the items and faults with which it is compared
+file.py       reads waivers/<backend>.toml, whose fields are described there
+proposal.py   writes a waiver for failures of a run, to be completed by a person
 """
 
 from __future__ import annotations

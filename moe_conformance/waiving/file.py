@@ -26,15 +26,16 @@ the checks that meet it. A waiver fails the run if it is expired, incomplete, mi
 unused or outside its versions, or if an item that it matches passes.
 
 Checks that draw their batches have the workload "drawn". Where `workloads` names "drawn with float64", or with another
-feature of drawn batches, none with it is drawn, so that the search goes on beside the known fault.
+feature of drawn batches, none with it is drawn, so that the search can find other faults.
 
 Checks of groups, for which nothing runs, have the variant and the layout "any" and the workload "groups"; an example is
-called `test_groups_fold_as_declared[world-2]`. Of one that looks at several kinds of sizes each kind has a workload of
-its own: `test_sizes_are_taken_if_and_only_if_they_make_a_layout[world-2-below-one]` is of "groups-below-one".
+called `test_groups_fold_as_declared[world-2]`. A check of several kinds of sizes has one workload per kind:
+`test_sizes_are_taken_if_and_only_if_they_make_a_layout[world-2-below-one]` is of "groups-below-one".
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -61,7 +62,7 @@ from moe_conformance.waiving.records import (
 )
 
 FOLDER = Path(__file__).parents[1] / "waivers"  # a link in a checkout, a folder where a wheel is installed
-LONGEST = timedelta(days=400)  # from today to the day on which somebody looks at it again
+LONGEST = timedelta(days=400)  # from today to the date of the next review
 _PLACEHOLDERS = frozenset({"?", "todo", "tbd", "xxx", "none", "nobody", "unknown"})
 
 
@@ -78,7 +79,7 @@ def path_for(target: str, given: str) -> Path | None:
 
 
 def load(path: Path | None, names: Names, today: date) -> Waivers:
-    """Read a file and sort its waivers into those that hold and problems.
+    """Read a file; return its valid waivers, and the problems of the others.
 
     Raises:
         Unreadable: the file cannot be read, or is not TOML with [[waiver]] tables.
@@ -120,7 +121,7 @@ def waiver_of(entry: Mapping[str, Any]) -> Waiver:
 
 
 class Problem(NamedTuple):
-    """What is wrong with a waiver, and the field that says it."""
+    """What is wrong with a waiver, and the field that is wrong."""
 
     field: str
     sentence: str
@@ -138,7 +139,7 @@ def _line(text: str, position: int, field: str) -> int:
 
 
 def _problems(entry: Mapping[str, Any], names: Names, today: date) -> Iterator[Problem]:
-    """Yield what is wrong with one table; the names are looked at only if its form is right."""
+    """Yield what is wrong with one table; names are checked only if its form is correct."""
     shape = list(_misshapen(entry))
     if shape:
         yield from shape
@@ -165,16 +166,14 @@ def _problems(entry: Mapping[str, Any], names: Names, today: date) -> Iterator[P
 
 
 def _is_case(entry: Mapping[str, Any], names: Names) -> bool:
-    """Whether the example lies on a case that the waiver's own patterns match; `drawn` has no name in an item's."""
+    """Whether the patterns of the waiver match the case of its example; item names do not contain `drawn`."""
     if workload := group_workload(bracketed(entry["example"])):
         return all(fits(entry[field], name) for field, name in zip(_PLACE, (ANY, ANY, workload), strict=True))
-    return bracketed(entry["example"]) in {
-        "-".join((variant, layout, workload)).partition("-drawn")[0]
-        for variant in names.variants
-        for layout in names.layouts
-        for workload in names.workloads | {"drawn"}
-        if fits(entry["variants"], variant) and fits(entry["layouts"], layout) and fits(entry["workloads"], workload)
-    }
+    variants = [variant for variant in names.variants if fits(entry["variants"], variant)]
+    layouts = [layout for layout in names.layouts if fits(entry["layouts"], layout)]
+    workloads = [workload for workload in names.workloads | {"drawn"} if fits(entry["workloads"], workload)]
+    cases = {"-".join(case).partition("-drawn")[0] for case in itertools.product(variants, layouts, workloads)}
+    return bracketed(entry["example"]) in cases
 
 
 _PLACE = ("variants", "layouts", "workloads")
@@ -195,13 +194,13 @@ def _misshapen(entry: Mapping[str, Any]) -> Iterator[Problem]:
         elif kind == "str" and not (isinstance(value, str) and value.strip()):
             yield Problem(name, f"{name} is a sentence, not {value!r}")
         elif kind == "str" and str(value).strip().lower() in _PLACEHOLDERS:
-            yield Problem(name, f"{name} is {value!r}, which says nothing; {_ASKED.get(name, 'fill it in')}")
+            yield Problem(name, f"{name} is {value!r}, which says nothing; {_REQUESTS.get(name, 'fill it in')}")
         elif kind.startswith("tuple") and not _texts(value):
             yield Problem(name, f"{name} is a list of strings, not {value!r}")
 
 
 _MISSING_FAILURE = "[[waiver.failure]] is missing: the kind, stage and words of the failure, as result.json has them"
-_ASKED = {"evidence": "say where the failure can be seen", "owner": "name who answers for it"}
+_REQUESTS = {"evidence": "say where the failure can be seen", "owner": "name who answers for it"}
 
 
 def _wrong_failures(tables: Any) -> Iterator[str]:
@@ -228,7 +227,7 @@ def _kinds() -> set[str]:
     found, new = set[type[verdict.Mismatch]](), {verdict.Mismatch}
     while new:
         found |= new
-        new = {kind for each in new for kind in each.__subclasses__()} - found
+        new = {subclass for kind in new for subclass in kind.__subclasses__()} - found
     return {kind.__name__ for kind in found - {verdict.Mismatch}}
 
 
@@ -237,7 +236,7 @@ def _texts(value: Any) -> bool:
 
 
 def _version_problem(wanted: str, versions: Mapping[str, str]) -> Iterator[str]:
-    """Yield why the installed versions are not those that the waiver was written for."""
+    """Yield why the waiver does not apply to the installed version."""
     try:
         requirement = Requirement(wanted)
     except InvalidRequirement as error:

@@ -1,4 +1,4 @@
-"""A waiver for failures that a run has found, to be completed by a person."""
+"""Writes a waiver for failures of a run, to be completed by a person."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from moe_conformance.waiving.records import Fault, Item
 def proposal(
     requirements: Sequence[str], items: Sequence[Item], fault: Fault, versions: Mapping[str, str], backend: str
 ) -> str:
-    """Return a waiver for items that fail in one way, as TOML to be completed by hand: nobody but a person may waive.
+    """Return a waiver for items that have the same fault, as TOML to be completed by a person.
 
-    Of a bounded failure `size` is the largest of all items.
+    The `size` of the fault is the largest of all items.
     """
     version = versions.get(backend)
     wanted = f"{backend}=={version}" if version else " ".join(f"{name}=={v}" for name, v in versions.items())
