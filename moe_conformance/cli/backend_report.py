@@ -1,4 +1,4 @@
-"""What a backend offers and refuses, and why, in seconds: nothing is judged."""
+"""Lists what a backend offers and refuses, with the reasons; nothing is judged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_conformance.contract import Backend
 from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine, Job, JobResult
 from moe_conformance.plugin.run import engine_needs
-from moe_conformance.scenarios.offers import WITH_OPTIONS, Asked, Offer
+from moe_conformance.scenarios.offers import WITH_OPTIONS, Offer, OfferRequest
 from moe_conformance.workloads.selection import profiles
 from moe_conformance.workloads.selection.profiles import fitting
 
@@ -19,10 +19,10 @@ _LACKS = "this backend offers no "  # begins the refusal of a method of Session 
 
 
 def examine(target: str, backend: Backend, versions: dict[str, str], ranks: int, say: Say) -> int:
-    """Say for each variant which surfaces it builds on which layouts, which options it maps, and its limits.
+    """Print for each variant the surfaces that it builds, with their layouts, the options that it maps, and its limits.
 
     Returns:
-        0, or 1 where it offers nothing at all, or something failed with an exception that is no refusal.
+        0; 1 if it offers nothing, or something failed with an exception that is no refusal.
     """
     say(f"{backend.name} ({', '.join(f'{name} {version}' for name, version in versions.items())})")
     layouts = fitting(profiles.quick_layouts(), ranks)
@@ -30,7 +30,7 @@ def examine(target: str, backend: Backend, versions: dict[str, str], ranks: int,
     with Engine(**engine_needs(backend)) as engine:
         for variant in backend.variants:
             say(f"variant {variant}:")
-            found = {layout: _offers(engine.run(_job(Asked(target, variant, layout)))) for layout in layouts}
+            found = {layout: _offers(engine.run(_job(OfferRequest(target, variant, layout)))) for layout in layouts}
             for line in lines(found):
                 say(f"  {line}")
             every = [offer for offers in found.values() for offer in offers]
@@ -44,7 +44,7 @@ def examine(target: str, backend: Backend, versions: dict[str, str], ranks: int,
 
 
 def lines(found: dict[Layout, Sequence[Offer]]) -> Iterator[str]:
-    """Yield what is offered where, the options of each surface, why others are not, and what the session lacks."""
+    """Yield the surfaces with their layouts and options, the reasons of refusals, and what the session lacks."""
     by_surface: dict[str, dict[Layout, Offer]] = defaultdict(dict)
     for layout, offers in found.items():
         for offer in offers:
@@ -75,7 +75,7 @@ def lines(found: dict[Layout, Sequence[Offer]]) -> Iterator[str]:
 
 
 def _options(surface: str, found: dict[Layout, Sequence[Offer]]) -> Iterator[str]:
-    """Yield the options that a surface maps on some layout, and why not the others."""
+    """Yield the options that a surface maps on some layout, and the reasons why it does not map others."""
     mapped: dict[str, None] = {}
     reasons: dict[str, str] = {}
     for offers in found.values():
@@ -94,13 +94,13 @@ def _options(surface: str, found: dict[Layout, Sequence[Offer]]) -> Iterator[str
             yield f"  {option}: {reason}"
 
 
-def _job(asked: Asked) -> Job:
-    groups = asked.layout.groups()
-    return Job("moe_conformance.scenarios.offers:run", asked, asked.layout.world, groups, deadline_s=60.0)
+def _job(request: OfferRequest) -> Job:
+    groups = request.layout.groups()
+    return Job("moe_conformance.scenarios.offers:run", request, request.layout.world, groups, deadline_s=60.0)
 
 
 def _offers(result: JobResult) -> Sequence[Offer]:
-    """Return what the first rank was offered, or that a rank did not answer."""
+    """Return the offers to the first rank, or the failure of a rank that did not answer."""
     fault = next((rank for rank in result.ranks if rank.status != "ok"), None)
     if fault is not None:
         return (Offer("session", "", "failed", f"rank {fault.rank} {fault.status}: {fault.error}"),)

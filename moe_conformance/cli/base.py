@@ -1,4 +1,4 @@
-"""What the commands share: the group, how a command says that it cannot run, options, and processes of its own."""
+"""Shared by the commands: their group, the error of a command that cannot run, options, and child processes."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def main() -> None:
 
 
 def require_torch() -> None:
-    """Raise CannotRun where there is no torch."""
+    """Raise CannotRun if torch is not installed."""
     if importlib.util.find_spec("torch") is None:
         raise CannotRun("torch is not installed here; install the build that this machine needs, 2.6 or newer")
 
 
 def with_options(names: Collection[str]) -> Callable[[Command], Command]:
-    """Add the options of a run that have these names to a command."""
+    """Return a decorator that adds the named options of a run to a command."""
 
     def decorate(command: Command) -> Command:
         for option in reversed([option for option in options.OPTIONS if option.name in names]):
-            own: dict[str, Any] = {"metavar": option.metavar, "multiple": option.lists, "callback": _joined}
+            keywords: dict[str, Any] = {"metavar": option.metavar, "multiple": option.lists, "callback": _joined}
             if option.flag:
-                own = {"is_flag": True, "default": None}
-            decorator = click.option(f"--{option.name}", help=option.help, **own)
+                keywords = {"is_flag": True, "default": None}
+            decorator = click.option(f"--{option.name}", help=option.help, **keywords)
             command = decorator(command)
         return command
 
@@ -49,19 +49,19 @@ def with_options(names: Collection[str]) -> Callable[[Command], Command]:
 
 
 def _joined(context: click.Context, parameter: click.Parameter, value: str | tuple[str, ...] | None) -> str | None:
-    """Return the values of an option that may be given several times as one."""
+    """Return the values of an option that may be given several times, joined by commas."""
     return (",".join(value) or None) if isinstance(value, tuple) else value
 
 
 def as_arguments(prefix: str, chosen: Mapping[str, str | bool]) -> Iterator[str]:
-    """Yield what was chosen as arguments; a flag has no value."""
+    """Yield the chosen options as arguments; a flag has no value."""
     for name, value in chosen.items():
-        said = f"{prefix}{name.replace('_', '-')}"
-        yield said if value is True else f"{said}={value}"
+        argument = f"{prefix}{name.replace('_', '-')}"
+        yield argument if value is True else f"{argument}={value}"
 
 
 def child(command: list[str]) -> int:
-    """Run a command and pass on what would end us; Ctrl-C reaches it from the terminal already."""
+    """Run a command and forward SIGTERM to it; Ctrl-C reaches it from the terminal. Return its exit status."""
     child = subprocess.Popen(command)
     before = signal.signal(signal.SIGTERM, lambda number, frame: child.send_signal(number))
     try:
@@ -75,7 +75,7 @@ def child(command: list[str]) -> int:
 
 
 class Terminal:
-    """What the summary of a run is written on, outside of pytest."""
+    """The terminal to which the summary of a run is written outside of pytest."""
 
     def __init__(self, width: int) -> None:
         self._width = width

@@ -1,4 +1,4 @@
-"""`list`, `explain`, `doctor` and `new`: what there is to run, and an adapter to begin with."""
+"""`list`, `explain`, `doctor` and `new`: what can be run here, and a template of an adapter."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def explain_(ids: tuple[str, ...]) -> None:
     from moe_conformance.cli.explaining import explain
     from moe_conformance.spec.places import Places
 
-    if unknown := [each for each in ids if each not in spec.load()]:
+    if unknown := [requirement for requirement in ids if requirement not in spec.load()]:
         raise CannotRun(f"no requirement {', '.join(unknown)}; `moe-conformance list requirements` shows all of them")
     places = Places()
-    for number, each in enumerate(ids):
+    for number, requirement in enumerate(ids):
         if number:
             click.echo()
-        for line in explain(each, places):
+        for line in explain(requirement, places):
             click.echo(line)
 
 

@@ -1,6 +1,6 @@
-"""What this machine can run and why not the rest: versions, transports, GPUs, backends, layouts, and two real ranks.
+"""Prints what this machine can run, and why not the rest: versions, transports, GPUs, backends, layouts, two ranks.
 
-On request also what becomes of the engine here when ranks misbehave.
+On request it also causes every kind of rank failure in the engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 
 
 def examine(ranks: int, say: Say) -> int:
-    """Say all of it, line by line; return 0 if ranks can start and 2 if not."""
+    """Print all of it, line by line; return 0 if ranks can start and 2 if not."""
     say(f"moe-conformance {version('moe-conformance')}, Python {platform.python_version()}, {os.cpu_count()} CPUs")
     say(f"torch {torch.__version__}, CUDA {torch.version.cuda or 'not built in'}")
     say(f"gloo: {'available' if dist.is_gloo_available() else 'missing: --device cpu needs a torch that has it'}")
@@ -36,7 +36,7 @@ def examine(ranks: int, say: Say) -> int:
 
 
 def drill(worlds: Sequence[int], times: int, say: Say) -> int:
-    """Play every known fault of a rank to the engine; return 0 if all was right, 1 if not, 2 if ranks cannot start."""
+    """Cause every known fault of a rank; return 0 if the engine handles all, 1 if not, 2 if ranks cannot start."""
     sizes = " and ".join(map(str, worlds))
     say(f"{len(FAULTS)} kinds of rank failure, each {times} times with {sizes} ranks:")
     trials = []
@@ -63,7 +63,7 @@ def _backends(say: Say) -> None:
 
 
 def _layouts(ranks: int, say: Say) -> None:
-    """Say which layouts of the full profile fit; more ranks than CPUs work, slowly."""
+    """Print which layouts of the full profile fit; more ranks than CPUs work, slowly."""
     say(f"layouts for --ranks {ranks}:")
     quick = profiles.layouts("quick")
     for layout in profiles.layouts("full"):

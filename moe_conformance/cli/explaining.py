@@ -1,4 +1,4 @@
-"""What the suite holds about one requirement, as `moe-conformance explain ID` prints it."""
+"""The lines of `moe-conformance explain ID`: what the suite has for one requirement."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _EMBEDDED = "native"  # every other floor is that of a real library
 
 @dataclass(frozen=True)
 class Judged:
-    """A backend by which a requirement was judged: where it passes, and the waivers of where it fails."""
+    """A backend that was judged by a requirement: the variants that pass, and the waivers of known failures."""
 
     backend: str
-    versions: tuple[str, ...]  # "megatron-core 0.16.1", "torch 2.13.0"; those that its floor was taken with
-    variants: tuple[str, ...]  # that pass on some layout
+    versions: tuple[str, ...]  # of its floor: "megatron-core 0.16.1", "torch 2.13.0"
+    variants: tuple[str, ...]  # those that pass on some layout
     waived: tuple[str, ...]  # ids of waivers
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class Judged:
 
 
 def explain(id: str, places: Places) -> Iterator[str]:
-    """Yield the lines about a requirement: what the spec says, and where each part of the repository holds it.
+    """Yield the lines about a requirement: its entry in the spec, and its places in the repository.
 
     Raises:
         KeyError: there is no such requirement.
@@ -56,7 +56,7 @@ def explain(id: str, places: Places) -> Iterator[str]:
 
 
 def libraries(id: str) -> tuple[Judged, ...]:
-    """Return the real libraries that were judged by a requirement: what their floors and waivers say."""
+    """Return the real libraries that were judged by a requirement, from their floors and waivers."""
     return tuple(
         judged for backend in _backends() if backend != _EMBEDDED and (judged := _judged(backend, id)) is not None
     )
@@ -96,6 +96,6 @@ def _waived(backend: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 def _part(title: str, found: Sequence[Place | Judged], absent: str) -> Iterator[str]:
     yield f"{title}:" + ("" if found else f" {absent}")
-    for each in found:
-        text = each.text if isinstance(each, Place) else ""
-        yield f"  {each}" + (f"  {text}" if text else "")
+    for place in found:
+        text = place.text if isinstance(place, Place) else ""
+        yield f"  {place}" + (f"  {text}" if text else "")

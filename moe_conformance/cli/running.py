@@ -1,4 +1,4 @@
-"""`run` and `replay`: pytest on the installed checks, no more."""
+"""`run` and `replay`: run pytest on the installed checks, or a drawn example from a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_conformance.plugin import collecting, launching, options
 
 EVERY = "every-importable"
 
-# The caller's pytest configuration stays out, and our reporter does the telling.
+# Without the caller's configuration of pytest; the reporter of the plug-in prints the results.
 _PYTEST = (
     "-c", os.devnull, f"--rootdir={collecting.FOLDER.parent}", "--strict-markers",
     "-p", "no:cacheprovider",
@@ -49,13 +49,13 @@ def run(pytest_arguments: tuple[str, ...], **given: Any) -> NoReturn:
         sys.exit(_run_every(chosen, pytest_arguments))
     sys.path.append(os.getcwd())  # an adapter by dotted path; last, so that nothing there hides what is installed
     os.environ.pop("PYTEST_ADDOPTS", None)  # meant for the caller's own tests
-    asked = list(as_arguments("--moe-", chosen))
-    status = pytest.main([*_PYTEST, *asked, *pytest_arguments, str(collecting.FOLDER)])
+    options_of_run = list(as_arguments("--moe-", chosen))
+    status = pytest.main([*_PYTEST, *options_of_run, *pytest_arguments, str(collecting.FOLDER)])
     sys.exit(_STATUS.get(int(status), int(status)))
 
 
 def _run_every(chosen: dict[str, str], pytest_arguments: tuple[str, ...]) -> int:
-    """Judge each importable backend in a process of its own; return the worst status."""
+    """Judge every importable backend in a separate process; return the largest exit status."""
     from moe_conformance.cli import catalogue
 
     if launching.is_launched():
@@ -68,14 +68,14 @@ def _run_every(chosen: dict[str, str], pytest_arguments: tuple[str, ...]) -> int
     click.echo(f"importable: {', '.join(found)}")
     worst = 0
     for name in found:
-        own = {**chosen, "backend": name}
+        options_of_backend = {**chosen, "backend": name}
         if "report" in chosen:
-            own["report"] = str(Path(chosen["report"]) / name)
+            options_of_backend["report"] = str(Path(chosen["report"]) / name)
         click.echo(f"\n{name}")
         run_ = [sys.executable, "-m", "moe_conformance.cli", "run"]
-        command = [*run_, *as_arguments("--", own), "--", *pytest_arguments]
+        command = [*run_, *as_arguments("--", options_of_backend), "--", *pytest_arguments]
         worst = max(worst, child(command))
-        if worst > 128:  # ended by a signal: so are we
+        if worst > 128:  # ended by a signal, which ends this command too
             break
     return worst
 

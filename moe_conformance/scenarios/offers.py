@@ -61,7 +61,7 @@ How = Literal["offered", "refused", "not adapted", "failed"]
 
 
 @dataclass(frozen=True)
-class Asked:
+class OfferRequest:
     """The backend, variant and layout that a rank tries."""
 
     backend: str
@@ -86,7 +86,7 @@ def names() -> tuple[str, ...]:
     return tuple(name for name, method in methods if "config" in inspect.signature(method).parameters)
 
 
-def run(context: RankContext, request: Asked) -> tuple[Offer, ...]:
+def run(context: RankContext, request: OfferRequest) -> tuple[Offer, ...]:
     """Build every surface, and those in `WITH_OPTIONS` with every option; one that is not offered is built once.
 
     If the session is refused when it is opened, that is reported as a surface named "session".
@@ -106,7 +106,7 @@ def run(context: RankContext, request: Asked) -> tuple[Offer, ...]:
     return tuple(found)
 
 
-def _first(session: Any, surface: str, plain: Config, request: Asked) -> tuple[Offer, Config]:
+def _first(session: Any, surface: str, plain: Config, request: OfferRequest) -> tuple[Offer, Config]:
     """Build a surface with the plain config, or with the first of `GATES` that it accepts, and return the config too.
 
     If it accepts none, the offer of the plain config is returned.
@@ -119,7 +119,7 @@ def _first(session: Any, surface: str, plain: Config, request: Asked) -> tuple[O
     return first, plain
 
 
-def _try(session: Any, surface: str, option: str, config: Config, request: Asked) -> Offer:
+def _try(session: Any, surface: str, option: str, config: Config, request: OfferRequest) -> Offer:
     try:
         build(session, surface, config)
     except Unsupported as error:
@@ -129,5 +129,5 @@ def _try(session: Any, surface: str, option: str, config: Config, request: Asked
     return Offer(surface, option, "offered")
 
 
-def _refusal(error: Unsupported, request: Asked) -> How:
+def _refusal(error: Unsupported, request: OfferRequest) -> How:
     return "refused" if refused_by(error, load(request.backend)) == "library" else "not adapted"
