@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from moe_conformance.workloads.records.runs import ExchangeStep
 from moe_conformance.workloads.records.workload import Workload
 
 STEP = ExchangeStep()
+NOTED: list[tuple[Any, ...]] = []  # by judges of several
 
 
 def judge_one(reading: Any, which: str, tally: Tally, *names: str, exact: bool = False) -> None:
@@ -31,6 +33,21 @@ def judge_ran(ran: Sequence[Any], tally: Tally) -> None:
     raise AssertionError((ran, tally))
 
 
+def judge_named(reading: Any, *, which: str) -> None:
+    """Note what it was called with."""
+    NOTED.append((which, reading))
+
+
+def judge_two(outcome: Any, reading: Any) -> None:
+    """Note what it was called with."""
+    NOTED.append(("two", outcome, reading))
+
+
+def judge_three(reading: Any, ran: Sequence[Any]) -> None:
+    """Note what it was called with."""
+    NOTED.append(("three", reading, *ran))
+
+
 def twins_of(workload: Workload) -> list[Any]:
     """Return two names."""
     return [f"{workload} first", f"{workload} second"]
@@ -41,6 +58,8 @@ class Rows:
 
     test_one = Row("EXCH-01", STEP, judge_one, "first", "a", "b", exact=True, when=lambda workload: False)
     test_ran = Row(("GRAD-02", "GRAD-03"), STEP, judge_ran, twins=twins_of)
+    test_some = Row("EXCH-01", STEP, (partial(judge_named, which="first"), judge_two, judge_one), "last", exact=True)
+    test_some_ran = Row("GRAD-02", STEP, (judge_two, judge_three, judge_ran), twins=twins_of)
 
 
 class TestRow:
@@ -72,8 +91,37 @@ class TestRow:
             Rows.test_ran(reading=reading, twins=lambda asked: [f"{each} ran" for each in asked], tally=tally)
         assert ((["even first ran", "even second ran"], tally),) == raised.value.args
 
+    def test_several_judges_ask_for_what_some_of_them_does(self) -> None:
+        """An argument that two of them name is one, and those with equivalent runs ask for the finished case."""
+        assert ["reading", "outcome", "tally"] == list(inspect.signature(Rows.test_some).parameters)
+        assert ["reading", "twins", "outcome", "tally"] == list(inspect.signature(Rows.test_some_ran).parameters)
+
+    def test_several_judges_are_called_in_turn(self) -> None:
+        """What is given is for the last; another takes more than it names as a partial."""
+        tally = Tally()
+        NOTED.clear()
+        with pytest.raises(AssertionError) as raised:
+            Rows.test_some(outcome="O", reading="R", tally=tally)
+        assert [("first", "R"), ("two", "O", "R")] == NOTED
+        assert (("R", "last", tally, (), True),) == raised.value.args
+
+    def test_equivalent_runs_run_once_for_the_first_judge_that_takes_them(self) -> None:
+        """A judge before it may find something wrong without them."""
+        tally, reading = Tally(), SimpleNamespace(outcome=SimpleNamespace(workload="even"))
+        NOTED.clear()
+
+        def run(names: Sequence[str]) -> Sequence[str]:
+            NOTED.append(("run", *names))
+            return names
+
+        with pytest.raises(AssertionError) as raised:
+            Rows.test_some_ran(outcome="O", reading=reading, twins=run, tally=tally)
+        names = ["even first", "even second"]
+        assert [("two", "O", reading), ("run", *names), ("three", reading, *names)] == NOTED
+        assert ((names, tally),) == raised.value.args
+
     def test_what_no_row_can_be_is_refused(self) -> None:
-        """An unknown id, a judge that lacks something or is given too much, and one that compares no runs."""
+        """An unknown id, a judge that lacks something or is given too much, and judges that compare no runs."""
         with pytest.raises(BadSpec, match="no requirement EXCH-99"):
             Row("EXCH-99", STEP, judge_ran, twins=twins_of)
         with pytest.raises(BadSpec, match="judge_one cannot be called by a row: missing a required argument: 'which'"):
@@ -82,8 +130,12 @@ class TestRow:
             Row("EXCH-01", STEP, judge_ran)
         with pytest.raises(BadSpec, match="judge_ran cannot be called by a row: too many positional arguments"):
             Row("EXCH-01", STEP, judge_ran, "more", twins=twins_of)
-        with pytest.raises(BadSpec, match="judge_one does not take what equivalent runs returned"):
-            Row("EXCH-01", STEP, judge_one, "first", twins=twins_of)
+        with pytest.raises(BadSpec, match="no judge takes what equivalent runs returned"):
+            Row("EXCH-01", STEP, (judge_two, judge_one), "first", twins=twins_of)
+        with pytest.raises(BadSpec, match="judge_one cannot be called by a row: missing a required argument: 'which'"):
+            Row("EXCH-01", STEP, (judge_one, judge_one), "last")
+        with pytest.raises(BadSpec, match=r"functools.partial\(.* cannot be called by a row: missing"):
+            Row("EXCH-01", STEP, partial(judge_one, exact=True))
 
     def test_a_name_that_pytest_does_not_find_is_refused(self) -> None:
         """Such a row would never be called."""
