@@ -21,9 +21,6 @@ from moe_conformance.chapters.balance_bias.judge.balancing_state import (
     judge_untrained,
 )
 from moe_conformance.chapters.balance_bias.judge.quantile_balancing import judge_quantiles
-from moe_conformance.judging.verdict import Tally
-from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.spec import requirement
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.runs import ON_BALANCING_ROUTERS
 from moe_conformance.workloads.records.training import RouterBatch
@@ -88,12 +85,10 @@ class TestUpdates:
     test_the_same_bits_on_all_ranks = Row("BIAS-03", ON_BALANCING_ROUTERS, judge_agreement, when=shared)
     """All ranks that train a router hold the same bias after every update."""
 
-    @requirement("BIAS-04", run=ON_BALANCING_ROUTERS, when=optimised)
-    def test_all_microbatches_of_a_step_once(self, outcome: Outcome, tally: Tally) -> None:
-        """An update uses the loads since the last one, leaves zeros, and nothing changes between updates."""
-        judge_steady(outcome, tally)
-        judge_counters(outcome, tally)
-        judge_updates(outcome, tally)
+    test_all_microbatches_of_a_step_once = Row(
+        "BIAS-04", ON_BALANCING_ROUTERS, (judge_steady, judge_counters, judge_updates), when=optimised
+    )
+    """An update uses the loads since the last one, leaves zeros, and nothing changes between updates."""
 
     test_every_layer_by_its_own_loads = Row("BIAS-11", ON_BALANCING_ROUTERS, judge_updates, when=layered)
     """Routers with different loads are updated each by its own."""
@@ -107,39 +102,28 @@ class TestQuantiles:
 
 
 class TestLoads:
-    @requirement("BIAS-05", run=ON_BALANCING_ROUTERS, when=uncounted)
-    def test_routed_slots_of_valid_tokens(self, outcome: Outcome, tally: Tally) -> None:
-        """Padding tokens and rows of padding to capacity are no load."""
-        judge_updates(outcome, tally)
-        judge_counters(outcome, tally)
+    test_routed_slots_of_valid_tokens = Row(
+        "BIAS-05", ON_BALANCING_ROUTERS, (judge_updates, judge_counters), when=uncounted
+    )
+    """Padding tokens and rows of padding to capacity are no load."""
 
-    @requirement("BIAS-06", run=ON_BALANCING_ROUTERS, when=untrained)
-    def test_training_forwards_once(self, outcome: Outcome, tally: Tally) -> None:
-        """Evaluation and forwards without gradients leave no trace, and a recomputed forward counts once."""
-        judge_updates(outcome, tally)
-        judge_counters(outcome, tally)
+    test_training_forwards_once = Row("BIAS-06", ON_BALANCING_ROUTERS, (judge_updates, judge_counters), when=untrained)
+    """Evaluation and forwards without gradients leave no trace, and a recomputed forward counts once."""
 
-    @requirement("BIAS-07", run=ON_BALANCING_ROUTERS, when=forced)
-    def test_no_change_by_forced_loads(self, outcome: Outcome, tally: Tally) -> None:
-        """While routing is forced the bias keeps its bits, unless the backend claims otherwise."""
-        judge_forced(outcome, tally)
-        judge_counters(outcome, tally)
+    test_no_change_by_forced_loads = Row("BIAS-07", ON_BALANCING_ROUTERS, (judge_forced, judge_counters), when=forced)
+    """While routing is forced the bias keeps its bits, unless the backend claims otherwise."""
 
 
 class TestState:
-    @requirement("BIAS-08", run=ON_BALANCING_ROUTERS, when=optimised)
-    def test_one_tensor(self, outcome: Outcome, tally: Tally) -> None:
-        """Router, state dictionary and earlier references see an update, and loading brings the bits back."""
-        judge_in_place(outcome, tally)
-        judge_selection(outcome, tally)
-        judge_reload(outcome, tally)
+    test_one_tensor = Row(
+        "BIAS-08", ON_BALANCING_ROUTERS, (judge_in_place, judge_selection, judge_reload), when=optimised
+    )
+    """Router, state dictionary and earlier references see an update, and loading brings the bits back."""
 
-    @requirement("BIAS-09", run=ON_BALANCING_ROUTERS, when=narrow)
-    def test_float32_in_models_of_half_precision(self, outcome: Outcome, tally: Tally) -> None:
-        """Small updates are kept, saved, and take part in the selection."""
-        judge_growth(outcome, tally)
-        judge_selection(outcome, tally)
-        judge_reload(outcome, tally)
+    test_float32_in_models_of_half_precision = Row(
+        "BIAS-09", ON_BALANCING_ROUTERS, (judge_growth, judge_selection, judge_reload), when=narrow
+    )
+    """Small updates are kept, saved, and take part in the selection."""
 
     test_nothing_else_trains_it = Row("BIAS-10", ON_BALANCING_ROUTERS, judge_untrained, when=optimised)
     """It has no gradient, and the optimizer leaves it alone."""

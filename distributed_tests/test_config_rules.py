@@ -12,11 +12,8 @@ from moe_conformance.chapters.config_rules.judge.resolved_settings import (
     judge_unknown,
 )
 from moe_conformance.chapters.config_rules.workloads.settings import CHANGING, LATER, RULES, SHOWN, UNKNOWN
-from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries
 from moe_conformance.judging.shared.exchange.outputs import judge_form, judge_outputs
-from moe_conformance.judging.verdict import Tally
-from moe_conformance.spec import requirement
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import shows
 from moe_conformance.workloads.records.runs import ON_CONFIG_RULES, ON_SESSION, ExchangeStep
@@ -32,12 +29,10 @@ class TestPackedSequences:
     test_all_gathers_alone_may_refuse_them = Row("RULE-25", ON_SESSION, judge_packed, when=packs)
     """An all-to-all and a fused exchange build with packed sequences; others build or raise on every rank."""
 
-    @requirement("RULE-25", run=ExchangeStep(option="packing"))
-    def test_who_takes_them_exchanges_them_right(self, reading: Reading, tally: Tally) -> None:
-        """With packed sequences each pair is delivered once and outputs are correct, with any T on each rank."""
-        judge_deliveries(reading, tally)
-        judge_form(reading, tally)
-        judge_outputs(reading, tally)
+    test_who_takes_them_exchanges_them_right = Row(
+        "RULE-25", ExchangeStep(option="packing"), (judge_deliveries, judge_form, judge_outputs)
+    )
+    """With packed sequences each pair is delivered once and outputs are correct, with any T on each rank."""
 
 
 class TestWhatIsTold:

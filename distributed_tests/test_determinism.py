@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_conformance.chapters.determinism import workloads as determinism
 from moe_conformance.chapters.determinism.judge import judge_settings
-from moe_conformance.judging.observed.run import Reading
+from moe_conformance.chapters.determinism.workloads import with_deterministic
 from moe_conformance.judging.shared.equivalence.routes import judge_repeated_routes
 from moe_conformance.judging.shared.equivalence.runs import (
     RunTwins,
@@ -27,17 +27,15 @@ def likened_on_ranks(workload: Workload) -> bool:
 
 
 class TestRepetition:
-    @requirement("DET-01", run=ExpertsStep(), when=likened_once)
-    def test_fresh_processes_give_the_same_bits(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """The same inputs and parameters give the same bits in other processes, with deterministic algorithms."""
-        workload = reading.outcome.workload
-        judge_repeated(reading, twins([determinism.deterministic(workload), *determinism.again(workload)]), tally)
+    test_fresh_processes_give_the_same_bits = Row(
+        "DET-01", ExpertsStep(), judge_repeated, when=likened_once, twins=with_deterministic(determinism.again)
+    )
+    """The same inputs and parameters give the same bits in other processes, with deterministic algorithms."""
 
-    @requirement("DET-01", run=RouterStep(), when=likened)
-    def test_fresh_processes_route_alike(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """The same tokens have the same experts and the same weights, to the bit, in other processes."""
-        workload = reading.outcome.workload
-        judge_repeated_routes(twins([determinism.deterministic(workload), *determinism.again(workload)]), tally)
+    test_fresh_processes_route_alike = Row(
+        "DET-01", RouterStep(), judge_repeated_routes, when=likened, twins=with_deterministic(determinism.again)
+    )
+    """The same tokens have the same experts and the same weights, to the bit, in other processes."""
 
     test_fresh_processes_force_alike = Row(
         "DET-01", RouterStep(forced="draws"), judge_repeated_routes, twins=determinism.afresh
@@ -73,8 +71,7 @@ class TestSurroundings:
     )
     """A step that draws no random numbers gives the same bits from any state of the random generators."""
 
-    @requirement("DET-06", run=ExpertsStep(), when=likened_on_ranks)
-    def test_late_ranks_do_not_matter(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Whichever rank is late, all ranks have the same bits, with deterministic algorithms."""
-        workload = reading.outcome.workload
-        judge_repeated(reading, twins([determinism.deterministic(workload), *determinism.delayed(workload)]), tally)
+    test_late_ranks_do_not_matter = Row(
+        "DET-06", ExpertsStep(), judge_repeated, when=likened_on_ranks, twins=with_deterministic(determinism.delayed)
+    )
+    """Whichever rank is late, all ranks have the same bits, with deterministic algorithms."""

@@ -5,11 +5,8 @@ from __future__ import annotations
 import torch
 
 from moe_conformance.chapters.determinism import workloads as determinism
-from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.equivalence.refusals import judge_strided
-from moe_conformance.judging.shared.equivalence.runs import RunTwins, judge_across, judge_alike, judge_scaled
-from moe_conformance.judging.verdict import Tally
-from moe_conformance.spec import requirement
+from moe_conformance.judging.shared.equivalence.runs import judge_across, judge_alike, judge_scaled
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads import laws
 from moe_conformance.workloads.records.features import all_alike, likened, likened_once
@@ -60,15 +57,11 @@ class TestPlaces:
     )
     """With the backend's experts too; their gradients are the same on whichever rank they are."""
 
-    @requirement("EXCH-43", run=ExchangeStep(), when=likened)
-    def test_exchanges_agree(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """All variants of a backend give the same outputs and gradients for the same batch."""
-        judge_across(reading, twins(laws.exchanged(reading.outcome.workload, twins.variants)), tally)
+    test_exchanges_agree = Row("EXCH-43", ExchangeStep(), judge_across, when=likened)
+    """All variants of a backend give the same outputs and gradients for the same batch."""
 
-    @requirement("EXCH-43", run=ExpertsStep(), when=likened)
-    def test_exchanges_agree_behind_experts(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """With the backend's experts too."""
-        judge_across(reading, twins(laws.exchanged(reading.outcome.workload, twins.variants)), tally)
+    test_exchanges_agree_behind_experts = Row("EXCH-43", ExpertsStep(), judge_across, when=likened)
+    """With the backend's experts too."""
 
     test_packs_mean_nothing = Row("PACK-09", ExchangeStep(), judge_alike, when=likened, twins=laws.packed)
     """Packed sequences in another order and in several microbatches give tokens the same output and gradient."""

@@ -5,20 +5,15 @@ from __future__ import annotations
 from moe_conformance.chapters.experts.judge import judge_initial_experts, judge_matching_parts
 from moe_conformance.chapters.experts.workloads import NEW
 from moe_conformance.judging.observed.aliasing import judge_kept_outputs, judge_state
-from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.equivalence.runs import judge_same_answers
 from moe_conformance.judging.shared.exchange.outputs import judge_form, judge_inputs
 from moe_conformance.judging.shared.experts.experts import (
-    judge_expert_gradients,
+    OWN_RESULTS,
     judge_idle_expert_gradients,
-    judge_own_dweights,
-    judge_own_dx,
     judge_own_outputs,
     judge_weight_place,
     judge_windows,
 )
-from moe_conformance.judging.verdict import Tally
-from moe_conformance.spec import requirement
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads import laws
 from moe_conformance.workloads.records.features import bare_answers, has_filled_memory, outputs_meet_others
@@ -54,13 +49,8 @@ class TestOwnExperts:
     )
     """The output of own experts holds its bytes until its own backward has ended."""
 
-    @requirement("EXCH-39", run=ExpertsStep(), when=has_filled_memory)
-    def test_uninitialised_memory_reaches_nothing(self, reading: Reading, tally: Tally) -> None:
-        """Outputs and gradients are right where uninitialised memory is full of NaN."""
-        judge_own_outputs(reading, tally)
-        judge_own_dx(reading, tally)
-        judge_own_dweights(reading, tally)
-        judge_expert_gradients(reading, tally)
+    test_uninitialised_memory_reaches_nothing = Row("EXCH-39", ExpertsStep(), OWN_RESULTS, when=has_filled_memory)
+    """Outputs and gradients are right where uninitialised memory is full of NaN."""
 
     test_an_answer_does_not_depend_on_other_rows = Row(
         "EXPT-08", ExpertsStep(), judge_same_answers, when=bare_answers, twins=laws.among_fewer
@@ -70,31 +60,21 @@ class TestOwnExperts:
     test_windows_cover_every_parameter = Row("EXPT-02", ExpertsStep(), judge_windows)
     """The windows on the experts' parameters are views, disjoint and complete."""
 
-    @requirement("EXPT-05", run=ExpertsStep(), when=cut_over_etp)
-    def test_parts_of_an_expert_match(self, reading: Reading, tally: Tally) -> None:
-        """The etp ranks of an expert hold the same part of gate, up and down; their outputs add up to its output."""
-        judge_matching_parts(reading, tally)
-        judge_own_outputs(reading, tally)
+    test_parts_of_an_expert_match = Row(
+        "EXPT-05", ExpertsStep(), (judge_matching_parts, judge_own_outputs), when=cut_over_etp
+    )
+    """The etp ranks of an expert hold the same part of gate, up and down; their outputs add up to its output."""
 
-    @requirement("EXPT-06", run=ExpertsStep(option="biases"))
-    def test_biases_are_added_once(self, reading: Reading, tally: Tally) -> None:
-        """Biases are added once in all, the output bias behind down and times the weight of that place; gradients too.
+    test_biases_are_added_once = Row(
+        "EXPT-06", ExpertsStep(option="biases"), (*OWN_RESULTS, judge_idle_expert_gradients)
+    )
+    """Biases are added once in all, the output bias behind down and times the weight of that place; gradients too.
 
-        Every expert has its own, also in gradients: idle experts get zeros, and padding adds nothing.
-        """
-        judge_own_outputs(reading, tally)
-        judge_own_dx(reading, tally)
-        judge_own_dweights(reading, tally)
-        judge_expert_gradients(reading, tally)
-        judge_idle_expert_gradients(reading, tally)
+    Every expert has its own, also in gradients: idle experts get zeros, and padding adds nothing.
+    """
 
-    @requirement("EXPT-07", run=ExpertsStep(option="activation"))
-    def test_the_activation_is_that_which_is_asked_for(self, reading: Reading, tally: Tally) -> None:
-        """Outputs and gradients are those of the activation, its limit, slope and offset; what is cut passes none."""
-        judge_own_outputs(reading, tally)
-        judge_own_dx(reading, tally)
-        judge_own_dweights(reading, tally)
-        judge_expert_gradients(reading, tally)
+    test_the_activation_is_that_which_is_asked_for = Row("EXPT-07", ExpertsStep(option="activation"), OWN_RESULTS)
+    """Outputs and gradients are those of the activation, its limit, slope and offset; what is cut passes none."""
 
     test_weights_are_applied_where_asked = Row("EXPT-03", ExpertsStep(), judge_weight_place, when=says_where_weights_go)
     """With weights_applied="input" weights are applied before the activation, with "output" after it."""

@@ -46,17 +46,13 @@ from moe_conformance.chapters.forcing.workloads.forcing import (
     with_deviations,
 )
 from moe_conformance.judging.observed.aliasing import judge_state
-from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.equivalence.routes import (
     judge_choices_behind_draws,
     judge_same_bits,
     judge_same_choices,
 )
-from moe_conformance.judging.shared.equivalence.runs import RunTwins
 from moe_conformance.judging.shared.router.capacity import judge_fit
 from moe_conformance.judging.shared.router.routers import judge_load
-from moe_conformance.judging.verdict import Tally
-from moe_conformance.spec import requirement
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import shows
 from moe_conformance.workloads.records.runs import ON_SESSION, ExchangeStep, RouterStep
@@ -150,11 +146,10 @@ class TestDraws:
     )
     """The generators of the process are where they would be without random logits."""
 
-    @requirement("DET-03", run=RouterStep(forced="draws"))
-    def test_draws_and_those_of_others_do_not_meet(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """So are they after many draws, and the draws do not depend on their state."""
-        judge_state(reading, tally)
-        judge_choices_behind_draws(twins(determinism.behind_draws(reading.outcome.workload)), tally)
+    test_draws_and_those_of_others_do_not_meet = Row(
+        "DET-03", RouterStep(forced="draws"), (judge_state, judge_choices_behind_draws), twins=determinism.behind_draws
+    )
+    """So are they after many draws, and the draws do not depend on their state."""
 
     test_a_bias_has_the_deviation_that_was_asked_for = Row(
         "FORCE-08", RouterStep(forced="draws"), judge_bias_draws, when=biased

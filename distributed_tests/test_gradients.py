@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_conformance.chapters.determinism import workloads as determinism
+from moe_conformance.chapters.determinism.workloads import cleared, with_deterministic
 from moe_conformance.chapters.gradients.judge.finite_differences import judge_differences
 from moe_conformance.chapters.gradients.judge.gradient_accumulation import (
     judge_accumulation,
@@ -15,9 +15,8 @@ from moe_conformance.chapters.gradients.judge.hooked import judge_hooked
 from moe_conformance.chapters.gradients.judge.sharding import judge_sharded_gradients
 from moe_conformance.chapters.gradients.workloads.gradients import ACCUMULATES
 from moe_conformance.judging.observed.aliasing import judge_kept_gradients
-from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.equivalence.refusals import judge_with_a_graph
-from moe_conformance.judging.shared.equivalence.runs import RunTwins, judge_repeated
+from moe_conformance.judging.shared.equivalence.runs import judge_repeated
 from moe_conformance.judging.shared.exchange.gradients import judge_asked, judge_dweights, judge_dx
 from moe_conformance.judging.shared.exchange.identity_experts import (
     judge_answered_dweights,
@@ -34,8 +33,6 @@ from moe_conformance.judging.shared.experts.experts import (
     judge_own_outputs,
     judge_replicas,
 )
-from moe_conformance.judging.verdict import Tally
-from moe_conformance.spec import requirement
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads import laws
 from moe_conformance.workloads.records.features import (
@@ -60,11 +57,8 @@ class TestExchange:
     test_upstream_gradient_reaches_the_experts = Row("GRAD-01", ExchangeStep(), judge_out_gradients)
     """The gradient at an expert output is the token's upstream gradient, times the weight if combine applies it."""
 
-    @requirement("GRAD-02", run=ExchangeStep())
-    def test_tokens_get_the_sum_over_their_slots(self, reading: Reading, tally: Tally) -> None:
-        """The gradient of a token is the sum of the gradients of its rows at the experts' input."""
-        judge_rows_gradients(reading, tally)
-        judge_dx(reading, tally)
+    test_tokens_get_the_sum_over_their_slots = Row("GRAD-02", ExchangeStep(), (judge_rows_gradients, judge_dx))
+    """The gradient of a token is the sum of the gradients of its rows at the experts' input."""
 
     test_every_weight_gets_its_own_gradient = Row("GRAD-03", ExchangeStep(), judge_dweights)
     """The gradient of a weight is the dot product of its own expert's output and its token's upstream gradient."""
@@ -116,11 +110,8 @@ class TestExchange:
 
 
 class TestOwnExperts:
-    @requirement("GRAD-04", run=ExpertsStep())
-    def test_tokens_and_weights_get_the_dense_gradients(self, reading: Reading, tally: Tally) -> None:
-        """With the backend's experts, tokens and weights have the gradients of the dense formulation."""
-        judge_own_dx(reading, tally)
-        judge_own_dweights(reading, tally)
+    test_tokens_and_weights_get_the_dense_gradients = Row("GRAD-04", ExpertsStep(), (judge_own_dx, judge_own_dweights))
+    """With the backend's experts, tokens and weights have the gradients of the dense formulation."""
 
     test_experts_get_the_gradient_of_all_ranks = Row("GRAD-05", ExpertsStep(), judge_expert_gradients)
     """Every owner of an expert ends with the gradient over all ranks' tokens, in the declared convention."""
@@ -143,18 +134,13 @@ class TestOwnExperts:
     )
     """What autograd passes to hooks of a parameter in every backward adds up to its gradient, bit for bit."""
 
-    @requirement("GRAD-11", run=ExpertsStep(), when=likened_steps)
-    def test_the_next_step_starts_from_zero(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """With gradients cleared after every microbatch, experts end with the gradients of that one alone."""
-        workload = reading.outcome.workload
-        *alone, stepped = twins([*laws.alone(workload), determinism.cleared(workload)])
-        judge_steps(reading, alone, stepped, tally)
+    test_the_next_step_starts_from_zero = Row("GRAD-11", ExpertsStep(), judge_steps, when=likened_steps, twins=cleared)
+    """With gradients cleared after every microbatch, experts end with the gradients of that one alone."""
 
-    @requirement("GRAD-15", run=ExpertsStep(), when=likened_once)
-    def test_what_asks_for_no_gradient_gets_none(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Tokens, weights or experts without requires_grad receive no gradient, all others the same bits."""
-        workload = reading.outcome.workload
-        judge_repeated(reading, twins([determinism.deterministic(workload), *laws.unasked(workload)]), tally)
+    test_what_asks_for_no_gradient_gets_none = Row(
+        "GRAD-15", ExpertsStep(), judge_repeated, when=likened_once, twins=with_deterministic(laws.unasked)
+    )
+    """Tokens, weights or experts without requires_grad receive no gradient, all others the same bits."""
 
     test_experts_learn_behind_tokens_that_ask_for_no_gradient = Row(
         "GRAD-15", ExpertsStep(unasked=True), judge_expert_gradients
@@ -171,10 +157,10 @@ class TestOwnExperts:
     )
     """Large gradients at padding rows change no gradient of the experts' parameters either."""
 
-    @requirement("GRAD-10", run=ExpertsStep(), when=differentiated)
-    def test_gradients_are_derivatives_of_the_forward(self, reading: Reading, twins: RunTwins, tally: Tally) -> None:
-        """Along random directions in tokens, weights and parameters the slope of the loss is that of the gradients."""
-        judge_differences(reading, laws.nudged(reading.outcome.workload), twins, tally)
+    test_gradients_are_derivatives_of_the_forward = Row(
+        "GRAD-10", ExpertsStep(), judge_differences, when=differentiated
+    )
+    """Along random directions in tokens, weights and parameters the slope of the loss is that of the gradients."""
 
     test_idle_experts_get_zeros = Row("GRAD-06", ExpertsStep(), judge_idle_expert_gradients, when=has_idle_expert)
     """An expert that no token reached ends with a gradient of zeros."""
@@ -184,10 +170,9 @@ class TestOwnExperts:
     )
     """Ranks that hold the same part of an expert end with the same gradient, bit for bit."""
 
-    @requirement("GRAD-16", run=ExpertsStep(option="sharding"))
-    def test_sharded_gradients_make_up_those_of_all_ranks(self, reading: Reading, tally: Tally) -> None:
-        """Tokens, weights and experts have the same gradients where these, or parameters, are cut over replicas."""
-        judge_own_outputs(reading, tally)
-        judge_own_dx(reading, tally)
-        judge_own_dweights(reading, tally)
-        judge_sharded_gradients(reading, tally)
+    test_sharded_gradients_make_up_those_of_all_ranks = Row(
+        "GRAD-16",
+        ExpertsStep(option="sharding"),
+        (judge_own_outputs, judge_own_dx, judge_own_dweights, judge_sharded_gradients),
+    )
+    """Tokens, weights and experts have the same gradients where these, or parameters, are cut over replicas."""

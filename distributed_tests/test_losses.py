@@ -8,9 +8,6 @@ import torch
 
 from moe_conformance.chapters.losses.judge.loss_traces import judge_evaluation, judge_finite, judge_weights_kept
 from moe_conformance.chapters.losses.judge.losses import judge_gradients, judge_values, require_reports, require_values
-from moe_conformance.judging.verdict import Tally
-from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.spec import requirement
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.runs import ON_TRAINING_ROUTERS
 from moe_conformance.workloads.records.workload import Workload
@@ -125,59 +122,39 @@ def narrow(workload: Workload) -> bool:
 
 
 class TestValues:
-    @requirement("LOSS-01", run=ON_TRAINING_ROUTERS, when=alone("auxiliary", "first_choice"))
-    def test_auxiliary_loss(self, outcome: Outcome, tally: Tally) -> None:
-        """It is the coefficient times E times the sum over experts of fraction and mean score."""
-        require_values(outcome)
-        judge_values(outcome, tally)
+    test_auxiliary_loss = Row(
+        "LOSS-01", ON_TRAINING_ROUTERS, (require_values, judge_values), when=alone("auxiliary", "first_choice")
+    )
+    """It is the coefficient times E times the sum over experts of fraction and mean score."""
 
-    @requirement("LOSS-02", run=ON_TRAINING_ROUTERS, when=other_scores)
-    def test_scores(self, outcome: Outcome, tally: Tally) -> None:
-        """Its scores are the router's own, normalised over all experts, for every K."""
-        judge_values(outcome, tally)
-        judge_gradients(outcome, tally)
+    test_scores = Row("LOSS-02", ON_TRAINING_ROUTERS, (judge_values, judge_gradients), when=other_scores)
+    """Its scores are the router's own, normalised over all experts, for every K."""
 
-    @requirement("LOSS-03", run=ON_TRAINING_ROUTERS, when=other_slots)
-    def test_slots(self, outcome: Outcome, tally: Tally) -> None:
-        """Its slots are the best of its own scores, whatever bias and drops do."""
-        require_values(outcome)
-        judge_values(outcome, tally)
+    test_slots = Row("LOSS-03", ON_TRAINING_ROUTERS, (require_values, judge_values), when=other_slots)
+    """Its slots are the best of its own scores, whatever bias and drops do."""
 
-    @requirement("LOSS-05", run=ON_TRAINING_ROUTERS, when=alone("sequence"))
-    def test_sequence_loss(self, outcome: Outcome, tally: Tally) -> None:
-        """It is the mean over sequences of the auxiliary loss of each."""
-        require_values(outcome)
-        judge_values(outcome, tally)
+    test_sequence_loss = Row("LOSS-05", ON_TRAINING_ROUTERS, (require_values, judge_values), when=alone("sequence"))
+    """It is the mean over sequences of the auxiliary loss of each."""
 
-    @requirement("LOSS-07", run=ON_TRAINING_ROUTERS, when=alone("global_batch"))
-    def test_global_loss(self, outcome: Outcome, tally: Tally) -> None:
-        """Its fractions are of all data parallel ranks and of the microbatches so far."""
-        require_values(outcome)
-        judge_values(outcome, tally)
+    test_global_loss = Row("LOSS-07", ON_TRAINING_ROUTERS, (require_values, judge_values), when=alone("global_batch"))
+    """Its fractions are of all data parallel ranks and of the microbatches so far."""
 
-    @requirement("LOSS-09", run=ON_TRAINING_ROUTERS, when=alone("z"))
-    def test_z_loss(self, outcome: Outcome, tally: Tally) -> None:
-        """It is the coefficient times the mean of the squared logarithm of the sum of exponentials."""
-        judge_values(outcome, tally)
-        judge_gradients(outcome, tally)
+    test_z_loss = Row("LOSS-09", ON_TRAINING_ROUTERS, (judge_values, judge_gradients), when=alone("z"))
+    """It is the coefficient times the mean of the squared logarithm of the sum of exponentials."""
 
-    @requirement("FORCE-16", run=ON_TRAINING_ROUTERS, when=forced)
-    def test_forced_routing(self, outcome: Outcome, tally: Tally) -> None:
-        """Losses of a forced router are those of its forced logits, or of its own logits where ids are forced."""
-        judge_values(outcome, tally)
-        judge_gradients(outcome, tally)
+    test_forced_routing = Row("FORCE-16", ON_TRAINING_ROUTERS, (judge_values, judge_gradients), when=forced)
+    """Losses of a forced router are those of its forced logits, or of its own logits where ids are forced."""
 
-    @requirement("LOSS-19", run=ON_TRAINING_ROUTERS, when=lambda workload: layered(workload) or attached(workload))
-    def test_reports(self, outcome: Outcome, tally: Tally) -> None:
-        """A report is the mean over microbatches, groups and layers with a router since the last one."""
-        require_reports(outcome)
-        judge_values(outcome, tally)
+    test_reports = Row(
+        "LOSS-19",
+        ON_TRAINING_ROUTERS,
+        (require_reports, judge_values),
+        when=lambda workload: layered(workload) or attached(workload),
+    )
+    """A report is the mean over microbatches, groups and layers with a router since the last one."""
 
-    @requirement("LOSS-20", run=ON_TRAINING_ROUTERS, when=narrow)
-    def test_precision(self, outcome: Outcome, tally: Tally) -> None:
-        """Logits of half precision have losses of float32."""
-        require_values(outcome)
-        judge_values(outcome, tally)
+    test_precision = Row("LOSS-20", ON_TRAINING_ROUTERS, (require_values, judge_values), when=narrow)
+    """Logits of half precision have losses of float32."""
 
     test_all_is_finite = Row("LOSS-20", ON_TRAINING_ROUTERS, judge_finite, when=extreme)
     """Equal, large and one-sided logits have finite losses and gradients."""
@@ -195,49 +172,33 @@ class TestGradients:
     test_global_gradient = Row("LOSS-08", ON_TRAINING_ROUTERS, judge_gradients, when=alone("global_batch"))
     """It does not depend on the number of data parallel ranks."""
 
-    @requirement("LOSS-10", run=ON_TRAINING_ROUTERS, when=attached)
-    def test_attached_once(self, outcome: Outcome, tally: Tally) -> None:
-        """An attached loss leaves the weights alone and adds its gradient once, whatever comes from above."""
-        judge_weights_kept(outcome, tally)
-        judge_gradients(outcome, tally)
+    test_attached_once = Row("LOSS-10", ON_TRAINING_ROUTERS, (judge_weights_kept, judge_gradients), when=attached)
+    """An attached loss leaves the weights alone and adds its gradient once, whatever comes from above."""
 
     test_mean_over_microbatches_and_groups = Row(
         "LOSS-11", ON_TRAINING_ROUTERS, judge_gradients, when=alone("auxiliary", "sequence", "first_choice", "z")
     )
     """The finished gradient is the mean, or the sum, of those of the microbatches."""
 
-    @requirement("LOSS-12", run=ON_TRAINING_ROUTERS, when=divided)
-    def test_tensor_and_context_parallel_ranks(self, outcome: Outcome, tally: Tally) -> None:
-        """Value and gradient are those of the whole microbatch."""
-        judge_values(outcome, tally)
-        judge_gradients(outcome, tally)
+    test_tensor_and_context_parallel_ranks = Row(
+        "LOSS-12", ON_TRAINING_ROUTERS, (judge_values, judge_gradients), when=divided
+    )
+    """Value and gradient are those of the whole microbatch."""
 
     test_division_by_tokens = Row("LOSS-13", ON_TRAINING_ROUTERS, judge_gradients, when=per_token)
     """Where gradients are divided by the tokens of the step, a microbatch counts by its own."""
 
-    @requirement("LOSS-14", run=ON_TRAINING_ROUTERS, when=padded)
-    def test_padding(self, outcome: Outcome, tally: Tally) -> None:
-        """Padding is left out of every loss and has no gradient of one."""
-        judge_values(outcome, tally)
-        judge_gradients(outcome, tally)
+    test_padding = Row("LOSS-14", ON_TRAINING_ROUTERS, (judge_values, judge_gradients), when=padded)
+    """Padding is left out of every loss and has no gradient of one."""
 
-    @requirement("LOSS-15", run=ON_TRAINING_ROUTERS, when=recomputed)
-    def test_recomputation(self, outcome: Outcome, tally: Tally) -> None:
-        """A forward that runs again counts once."""
-        judge_values(outcome, tally)
-        judge_gradients(outcome, tally)
+    test_recomputation = Row("LOSS-15", ON_TRAINING_ROUTERS, (judge_values, judge_gradients), when=recomputed)
+    """A forward that runs again counts once."""
 
     test_evaluation = Row("LOSS-16", ON_TRAINING_ROUTERS, judge_evaluation, when=evaluated)
     """Forwards outside training leave no trace."""
 
-    @requirement("LOSS-17", run=ON_TRAINING_ROUTERS, when=several)
-    def test_several_losses(self, outcome: Outcome, tally: Tally) -> None:
-        """Losses add, each with its own coefficient and its own report."""
-        judge_values(outcome, tally)
-        judge_gradients(outcome, tally)
+    test_several_losses = Row("LOSS-17", ON_TRAINING_ROUTERS, (judge_values, judge_gradients), when=several)
+    """Losses add, each with its own coefficient and its own report."""
 
-    @requirement("LOSS-18", run=ON_TRAINING_ROUTERS, when=layered)
-    def test_layers(self, outcome: Outcome, tally: Tally) -> None:
-        """Every layer is charged for its own tokens."""
-        judge_values(outcome, tally)
-        judge_gradients(outcome, tally)
+    test_layers = Row("LOSS-18", ON_TRAINING_ROUTERS, (judge_values, judge_gradients), when=layered)
+    """Every layer is charged for its own tokens."""

@@ -9,25 +9,20 @@ from moe_conformance.chapters.non_finite.judge import (
     spoilt_without_slot,
     unfilled,
 )
-from moe_conformance.judging.observed.run import Reading
-from moe_conformance.judging.verdict import Tally
-from moe_conformance.spec import requirement
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
 
 
 class TestTokensThatAreNotFinite:
-    @requirement("EXCH-41", run=ExchangeStep(tokens="not finite"))
-    def test_they_harm_no_other_in_the_exchange(self, reading: Reading, tally: Tally) -> None:
-        """Other tokens have the outputs and gradients that they have among finite tokens, exactly."""
-        judge_delivered(reading, tally)
-        judge_other_tokens(reading, tally)
+    test_they_harm_no_other_in_the_exchange = Row(
+        "EXCH-41", ExchangeStep(tokens="not finite"), (judge_delivered, judge_other_tokens)
+    )
+    """Other tokens have the outputs and gradients that they have among finite tokens, exactly."""
 
-    @requirement("EXCH-41", run=ExpertsStep(tokens="not finite"))
-    def test_they_harm_no_other_in_the_experts(self, reading: Reading, tally: Tally) -> None:
-        """The same with the backend's experts, within rounding."""
-        judge_delivered(reading, tally)
-        judge_other_tokens(reading, tally)
+    test_they_harm_no_other_in_the_experts = Row(
+        "EXCH-41", ExpertsStep(tokens="not finite"), (judge_delivered, judge_other_tokens)
+    )
+    """The same with the backend's experts, within rounding."""
 
     test_they_harm_no_expert_that_they_do_not_reach = Row(
         "EXCH-41", ExpertsStep(tokens="not finite"), judge_parameters_beside, when=unfilled

@@ -6,13 +6,10 @@ from moe_conformance.chapters.overlap.judge.overlap_evidence import judge_calls,
 from moe_conformance.chapters.overlap.judge.overlapped import judge_step_gradients, judge_step_tokens
 from moe_conformance.chapters.overlap.workloads import OverlapStep
 from moe_conformance.judging.observed.ledgers import judge_hazards
-from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries
 from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.shared.exchange.outputs import judge_outputs
 from moe_conformance.judging.shared.exchange.row_gradients import judge_rows_gradients
-from moe_conformance.judging.verdict import Tally
-from moe_conformance.spec import requirement
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import exchanges
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep
@@ -114,11 +111,10 @@ class TestSteps:
     )
     """Parameters end with the gradients of the sequential step, after these are finished."""
 
-    @requirement("OVLP-11", run=OverlapStep(), when=is_delayed)
-    def test_durations_change_nothing(self, reading: Reading, tally: Tally) -> None:
-        """Operators and collectives that take longer, on some ranks or on all, change no bit."""
-        judge_step_tokens(reading, tally)
-        judge_step_gradients(reading, tally, "first", finished=False)
+    test_durations_change_nothing = Row(
+        "OVLP-11", OverlapStep(), (judge_step_tokens, judge_step_gradients), "first", finished=False, when=is_delayed
+    )
+    """Operators and collectives that take longer, on some ranks or on all, change no bit."""
 
     test_exchanges_are_in_flight_during_other_work = Row(
         "OVLP-12", OverlapStep(), judge_overlapping, when=overlaps_microbatches
@@ -128,11 +124,15 @@ class TestSteps:
     test_calls_are_those_of_the_sequential_step = Row("OVLP-14", OverlapStep(), judge_calls, when=calls_once)
     """A rank makes the same collective calls, in any order that the ranks of a group agree on."""
 
-    @requirement("OVLP-15", run=OverlapStep(), when=has_further_options)
-    def test_other_options_change_nothing(self, reading: Reading, tally: Tally) -> None:
-        """With each option added to overlap, results are those of the sequential step with that option."""
-        judge_step_tokens(reading, tally)
-        judge_step_gradients(reading, tally, "first", finished=True)
+    test_other_options_change_nothing = Row(
+        "OVLP-15",
+        OverlapStep(),
+        (judge_step_tokens, judge_step_gradients),
+        "first",
+        finished=True,
+        when=has_further_options,
+    )
+    """With each option added to overlap, results are those of the sequential step with that option."""
 
 
 class TestDeferredWeights:
@@ -141,22 +141,20 @@ class TestDeferredWeights:
     )
     """Every parameter has the gradient that it gets when nothing is deferred."""
 
-    @requirement("OVLP-07", run=OverlapStep(), when=defers_several)
-    def test_each_is_computed_once(self, reading: Reading, tally: Tally) -> None:
-        """None is left out, repeated, made of another microbatch, or left for the next step."""
-        judge_step_gradients(reading, tally, "first", finished=False)
-        judge_step_gradients(reading, tally, "second", finished=False)
+    test_each_is_computed_once = Row(
+        "OVLP-07", OverlapStep(), judge_step_gradients, "first", "second", finished=False, when=defers_several
+    )
+    """None is left out, repeated, made of another microbatch, or left for the next step."""
 
     test_they_are_added_to_what_is_there = Row(
         "OVLP-08", OverlapStep(), judge_step_gradients, "second", finished=False, when=defers_several
     )
     """Behind a microbatch that has left gradients, the sum over all of them is found."""
 
-    @requirement("OVLP-09", run=OverlapStep(), when=defers_and_reduces)
-    def test_reductions_follow_them(self, reading: Reading, tally: Tally) -> None:
-        """Sums over replicas hold the deferred part of every gradient."""
-        judge_step_gradients(reading, tally, "first", finished=True)
-        judge_step_gradients(reading, tally, "second", finished=True)
+    test_reductions_follow_them = Row(
+        "OVLP-09", OverlapStep(), judge_step_gradients, "first", "second", finished=True, when=defers_and_reduces
+    )
+    """Sums over replicas hold the deferred part of every gradient."""
 
     test_down_comes_before_gate_and_up = Row("OVLP-10", OverlapStep(), judge_order, when=defers_several)
     """Weight gradients of a layer are computed in the order in which the backward reached them."""
@@ -178,11 +176,9 @@ class TestStepHazards:
 
 
 class TestChunks:
-    @requirement("OVLP-13", run=ExchangeStep(option="chunks"))
-    def test_chunks_give_the_result_of_one_piece(self, reading: Reading, tally: Tally) -> None:
-        """Deliveries, outputs and gradients do not depend on the number of chunks."""
-        judge_deliveries(reading, tally)
-        judge_outputs(reading, tally)
-        judge_rows_gradients(reading, tally)
-        judge_dx(reading, tally)
-        judge_dweights(reading, tally)
+    test_chunks_give_the_result_of_one_piece = Row(
+        "OVLP-13",
+        ExchangeStep(option="chunks"),
+        (judge_deliveries, judge_outputs, judge_rows_gradients, judge_dx, judge_dweights),
+    )
+    """Deliveries, outputs and gradients do not depend on the number of chunks."""

@@ -12,9 +12,6 @@ from moe_conformance.chapters.overload.judge.reports import (
     judge_uneven,
     judge_values,
 )
-from moe_conformance.judging.verdict import Tally
-from moe_conformance.scenarios.outcome import Outcome
-from moe_conformance.spec import requirement
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import shows
 from moe_conformance.workloads.records.runs import Script
@@ -146,11 +143,10 @@ class TestWhatAMeterCosts:
     test_metering_changes_no_bit = Row("LOAD-21", _METER, around.judge_same_results, when=shows("switching"))
     """Outputs and gradients are the same with the meter on and off."""
 
-    @requirement("LOAD-22", run=_METER, when=shows("switching"))
-    def test_metering_adds_no_collective_to_passes(self, outcome: Outcome, tally: Tally) -> None:
-        """Passes call the same collectives with the meter on and off; off, a report calls none and has no value."""
-        around.judge_same_collectives(outcome, tally)
-        judge_values(outcome, tally, *ALL)
+    test_metering_adds_no_collective_to_passes = Row(
+        "LOAD-22", _METER, (around.judge_same_collectives, judge_values), *ALL, when=shows("switching")
+    )
+    """Passes call the same collectives with the meter on and off; off, a report calls none and has no value."""
 
     test_collectives_of_a_report_do_not_grow = Row(
         "LOAD-26", _METER, around.judge_constant_collectives, when=shows("schedules")

@@ -18,7 +18,6 @@ from moe_conformance.chapters.routing.judge.near_biases import judge_near_biases
 from moe_conformance.chapters.routing.judge.replay import judge_lacking, judge_places, judge_replayed_weights
 from moe_conformance.chapters.routing.judge.tp_duplicated_tokens import judge_copies
 from moe_conformance.chapters.routing.judge.wide import judge_layer_dtype, judge_wide
-from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.equivalence.routes import judge_recomputed, judge_same_routes
 from moe_conformance.judging.shared.layer.layer import judge_layer_dx, judge_layer_outputs
 from moe_conformance.judging.shared.router.routers import (
@@ -30,8 +29,6 @@ from moe_conformance.judging.shared.router.routers import (
     judge_router_weights,
     judge_selection,
 )
-from moe_conformance.judging.verdict import Tally
-from moe_conformance.spec import requirement
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads import laws
 from moe_conformance.workloads.records.features import likened
@@ -179,11 +176,10 @@ class TestNoise:
     test_the_input_of_the_gate_is_multiplied = Row("ROUTE-18", Script("router"), judge_jitter)
     """Logits in training are those of the input times independent factors in bounds, and so are gradients."""
 
-    @requirement("ROUTE-18", run=LayerStep(noise=True), when=is_undecided)
-    def test_experts_receive_the_input_itself(self, reading: Reading, tally: Tally) -> None:
-        """Where jitter changes no weight it changes no output, no dtype and no gradient of a token."""
-        judge_layer_outputs(reading, tally)
-        judge_layer_dx(reading, tally)
+    test_experts_receive_the_input_itself = Row(
+        "ROUTE-18", LayerStep(noise=True), (judge_layer_outputs, judge_layer_dx), when=is_undecided
+    )
+    """Where jitter changes no weight it changes no output, no dtype and no gradient of a token."""
 
     test_evaluation_has_no_noise = Row("ROUTE-19", Script("router"), judge_evaluation)
     """In evaluation mode a router with jitter routes as one without, twice in the same way."""

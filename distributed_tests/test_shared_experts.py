@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from moe_conformance.chapters.shared_experts.judge import judge_overlap
 from moe_conformance.judging.observed.aliasing import judge_kept_gradients, judge_kept_outputs, judge_state
-from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.exchange.outputs import judge_inputs
 from moe_conformance.judging.shared.layer.layer import (
-    EVERY,
     SHARED,
     judge_layer_dx,
     judge_layer_gradients,
@@ -16,8 +16,6 @@ from moe_conformance.judging.shared.layer.layer import (
     judge_lone_bias,
     judge_shared_unrouted,
 )
-from moe_conformance.judging.verdict import Tally
-from moe_conformance.spec import requirement
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads.layers import leaves_a_bias
 from moe_conformance.workloads.records.runs import LayerStep
@@ -66,30 +64,29 @@ class TestOutputs:
     test_shared_experts_are_not_routed = Row("SHARE-02", LayerStep(), judge_shared_unrouted, when=shares_and_scales)
     """No routing weight and no routing scale multiplies the shared experts' output."""
 
-    @requirement("SHARE-03", run=LayerStep(), when=gates)
-    def test_a_gate_is_one_sigmoid_of_the_shared_part(self, reading: Reading, tally: Tally) -> None:
-        """The gate multiplies the shared experts' output only, forward and backward, and has its own gradient."""
-        judge_layer_outputs(reading, tally)
-        judge_layer_dx(reading, tally)
-        judge_layer_gradients(reading, tally, ("shared_score",))
+    test_a_gate_is_one_sigmoid_of_the_shared_part = Row(
+        "SHARE-03",
+        LayerStep(),
+        (judge_layer_outputs, judge_layer_dx, judge_layer_gradients),
+        ("shared_score",),
+        when=gates,
+    )
+    """The gate multiplies the shared experts' output only, forward and backward, and has its own gradient."""
 
 
 class TestGradients:
     test_tokens_get_both_gradients = Row("SHARE-04", LayerStep(), judge_layer_dx, when=shares)
     """The gradient of a token is the sum of those through routed and through shared experts."""
 
-    @requirement("SHARE-05", run=LayerStep(), when=shares)
-    def test_shared_parameters_get_the_gradient_of_all_tokens(self, reading: Reading, tally: Tally) -> None:
-        """Shared experts and their gate end with the gradient over all ranks' tokens, the same on all holders."""
-        judge_layer_gradients(reading, tally, SHARED)
-        judge_layer_replicas(reading, tally, SHARED)
+    test_shared_parameters_get_the_gradient_of_all_tokens = Row(
+        "SHARE-05", LayerStep(), (partial(judge_layer_gradients, names=SHARED), judge_layer_replicas), when=shares
+    )
+    """Shared experts and their gate end with the gradient over all ranks' tokens, the same on all holders."""
 
-    @requirement("GRAD-18", run=LayerStep())
-    def test_a_layer_is_one_function(self, reading: Reading, tally: Tally) -> None:
-        """Output and all gradients of a whole layer are those of the dense formulation."""
-        judge_layer_outputs(reading, tally)
-        judge_layer_dx(reading, tally)
-        judge_layer_gradients(reading, tally, EVERY)
+    test_a_layer_is_one_function = Row(
+        "GRAD-18", LayerStep(), (judge_layer_outputs, judge_layer_dx, judge_layer_gradients)
+    )
+    """Output and all gradients of a whole layer are those of the dense formulation."""
 
 
 class TestBehaviour:
@@ -114,19 +111,15 @@ class TestOverlap:
 
 
 class TestParts:
-    @requirement("SHARE-06", run=LayerStep(), when=cuts)
-    def test_shards_make_up_the_whole(self, reading: Reading, tally: Tally) -> None:
-        """A shared expert sharded over tp gives the output and the gradients of the whole one."""
-        judge_layer_outputs(reading, tally)
-        judge_layer_dx(reading, tally)
-        judge_layer_gradients(reading, tally, SHARED)
+    test_shards_make_up_the_whole = Row(
+        "SHARE-06", LayerStep(), (judge_layer_outputs, judge_layer_dx, judge_layer_gradients), SHARED, when=cuts
+    )
+    """A shared expert sharded over tp gives the output and the gradients of the whole one."""
 
     test_a_bias_is_added_as_it_is = Row("SHARE-06", LayerStep(), judge_lone_bias, when=leaves_a_bias)
     """Where every expert output is zero but for one output bias, the output is that bias, bit for bit."""
 
-    @requirement("SHARE-08", run=LayerStep(), when=fuses)
-    def test_several_are_as_one_wider_expert(self, reading: Reading, tally: Tally) -> None:
-        """Several shared experts add up, and each has its own gradient."""
-        judge_layer_outputs(reading, tally)
-        judge_layer_dx(reading, tally)
-        judge_layer_gradients(reading, tally, SHARED)
+    test_several_are_as_one_wider_expert = Row(
+        "SHARE-08", LayerStep(), (judge_layer_outputs, judge_layer_dx, judge_layer_gradients), SHARED, when=fuses
+    )
+    """Several shared experts add up, and each has its own gradient."""

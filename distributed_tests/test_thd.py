@@ -7,18 +7,10 @@ from collections.abc import Callable
 from moe_conformance.chapters.thd.judge.padding_mask import judge_masked_router
 from moe_conformance.chapters.thd.judge.thd import judge_empty_sequences, judge_lengths, judge_shares, judge_tokens
 from moe_conformance.chapters.token_padding.workloads import EMPTY_SEQUENCES, LENGTHS_OF_PACKS
-from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries
-from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.shared.exchange.gradients import RESULTS
 from moe_conformance.judging.shared.exchange.outputs import judge_outputs
-from moe_conformance.judging.shared.experts.experts import (
-    judge_expert_gradients,
-    judge_own_dweights,
-    judge_own_dx,
-    judge_own_outputs,
-)
-from moe_conformance.judging.verdict import Tally
-from moe_conformance.spec import requirement
+from moe_conformance.judging.shared.experts.experts import OWN_RESULTS
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import has_lost_tokens, shows
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, Script
@@ -52,36 +44,23 @@ class TestSequences:
     )
     """Tokens have the same experts and weights as without the gaps, and gaps are not counted."""
 
-    @requirement("PACK-08", run=ExchangeStep(), when=has_lost_tokens)
-    def test_gaps_are_routed_nowhere(self, reading: Reading, tally: Tally) -> None:
-        """No row of a gap is delivered; its output and gradients are zero, and those of tokens are unchanged."""
-        judge_deliveries(reading, tally)
-        judge_outputs(reading, tally)
-        judge_dx(reading, tally)
-        judge_dweights(reading, tally)
+    test_gaps_are_routed_nowhere = Row("PACK-08", ExchangeStep(), (judge_deliveries, *RESULTS), when=has_lost_tokens)
+    """No row of a gap is delivered; its output and gradients are zero, and those of tokens are unchanged."""
 
-    @requirement("PACK-08", run=ExchangeStep(option="packing"), when=has_lost_tokens)
-    def test_gaps_of_packed_sequences_are_routed_nowhere(self, reading: Reading, tally: Tally) -> None:
-        """With an exchange for packed sequences too, gaps have zeros, and tokens their own outputs and gradients."""
-        judge_deliveries(reading, tally)
-        judge_outputs(reading, tally)
-        judge_dx(reading, tally)
-        judge_dweights(reading, tally)
-
-    @requirement(
-        "PACK-15", run=ExchangeStep(), when=lambda workload: workload.layout.cp > 1 and has_lost_tokens(workload)
+    test_gaps_of_packed_sequences_are_routed_nowhere = Row(
+        "PACK-08", ExchangeStep(option="packing"), (judge_deliveries, *RESULTS), when=has_lost_tokens
     )
-    def test_outputs_return_to_the_rank_of_their_share(self, reading: Reading, tally: Tally) -> None:
-        """Each rank of a cp group has the outputs of its own rows, in their places."""
-        judge_deliveries(reading, tally)
-        judge_outputs(reading, tally)
+    """With an exchange for packed sequences too, gaps have zeros, and tokens their own outputs and gradients."""
+
+    test_outputs_return_to_the_rank_of_their_share = Row(
+        "PACK-15",
+        ExchangeStep(),
+        (judge_deliveries, judge_outputs),
+        when=lambda workload: workload.layout.cp > 1 and has_lost_tokens(workload),
+    )
+    """Each rank of a cp group has the outputs of its own rows, in their places."""
 
 
 class TestOwnExperts:
-    @requirement("PACK-08", run=ExpertsStep(), when=has_lost_tokens)
-    def test_gaps_give_nothing_to_experts(self, reading: Reading, tally: Tally) -> None:
-        """With the backend's experts, outputs and all gradients are those of the tokens alone."""
-        judge_own_outputs(reading, tally)
-        judge_own_dx(reading, tally)
-        judge_own_dweights(reading, tally)
-        judge_expert_gradients(reading, tally)
+    test_gaps_give_nothing_to_experts = Row("PACK-08", ExpertsStep(), OWN_RESULTS, when=has_lost_tokens)
+    """With the backend's experts, outputs and all gradients are those of the tokens alone."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from moe_conformance.workloads import laws
 from moe_conformance.workloads import recipes as corpus
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
 from moe_conformance.workloads.records.workload import Twist, Workload
@@ -41,6 +43,11 @@ def in_turn(workload: Workload) -> list[Twin]:
 def deterministic(workload: Workload) -> Twin:
     """Return the twin with deterministic algorithms, with which other such twins are compared; it may be refused."""
     return replace(twin(workload, "with deterministic algorithms", twist=Twist(deterministic=True)), anew=True)
+
+
+def with_deterministic(twins: Callable[[Workload], Sequence[Twin]]) -> Callable[[Workload], Sequence[Twin]]:
+    """Return what returns the twin with deterministic algorithms, and then those that are compared with it."""
+    return lambda workload: [deterministic(workload), *twins(workload)]
 
 
 def again(workload: Workload) -> list[Twin]:
@@ -129,10 +136,11 @@ def _twice(workload: Workload) -> str:
     return f"{workload.schedule} S {workload.schedule.replace('0', '1')}"
 
 
-def cleared(workload: Workload) -> Twin:
-    """Return the twin in which every microbatch is a separate step, with gradients set to zero in between."""
+def cleared(workload: Workload) -> list[Twin]:
+    """Return each microbatch alone, and then one twin of separate steps, with gradients set to zero in between."""
     schedule = " Z ".join(f"F{m} B{m}" for m in range(len(workload.batches)))
-    return twin(workload, "with every microbatch a step of its own", finals=False, schedule=schedule)
+    steps = twin(workload, "with every microbatch a step of its own", finals=False, schedule=schedule)
+    return [*laws.alone(workload), steps]
 
 
 def seeded(workload: Workload) -> list[Twin]:

@@ -11,13 +11,13 @@ from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.equivalence.parameters import assembled
 from moe_conformance.judging.shared.equivalence.runs import RunTwins, read_twin
 from moe_conformance.judging.verdict import AbsentGradient, NotOffered, Tally, WrongGradient
-from moe_conformance.workloads.laws import Nudged
+from moe_conformance.workloads.laws import Nudged, nudged
 
 _ROUNDING = 2.0**-50  # rounding error of the loss, relative to the sum of its addends' magnitudes
 _CURVATURE = 2.0**-24  # relative likewise: ten thousand times that of a layer, and a tenth of a float32 rounding over h
 
 
-def judge_differences(reading: Reading, nudges: list[Nudged], twins: RunTwins, tally: Tally) -> None:
+def judge_differences(reading: Reading, twins: RunTwins, tally: Tally) -> None:
     """Decide whether gradients are the derivative of the forward along a random direction.
 
     The loss is sum <upstream, y>. The error of its central difference over h is C h^2, with C from the difference over
@@ -31,7 +31,7 @@ def judge_differences(reading: Reading, nudges: list[Nudged], twins: RunTwins, t
     """
     findings, not_offered = list[Finding](), ""
     everybody, addends = tuple(range(len(reading.ranks))), _loss(reading, magnitude=True)
-    for nudge in nudges:
+    for nudge in nudged(reading.outcome.workload):
         ran = twins(nudge.twins)
         if missing := [twin_run.why_not for twin_run in ran if twin_run.outcome is None]:
             not_offered = "; ".join(missing)

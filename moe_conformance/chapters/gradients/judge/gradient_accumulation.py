@@ -45,8 +45,10 @@ def judge_sum(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
         fail(WrongGradient, "finish", findings)
 
 
-def judge_steps(reading: Reading, alone: Sequence[Ran], stepped: Ran, tally: Tally) -> None:
+def judge_steps(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
     """Decide whether a step of one microbatch ends with the gradients that this microbatch alone gives.
+
+    The last run takes these steps, and those before it run one microbatch each.
 
     Raises:
         NotOffered: the backend takes no second step, or finishes no gradients.
@@ -54,7 +56,8 @@ def judge_steps(reading: Reading, alone: Sequence[Ran], stepped: Ran, tally: Tal
         WrongGradient: a gradient differs by more than the rounding errors of both.
         As `judge_alike`.
     """
-    _require_all([*alone, stepped])
+    _require_all(ran)
+    *alone, stepped = ran
     judge_alike(reading, [stepped], tally)
     findings = list[Finding]()
     for m, (single, step) in enumerate(zip(map(read_twin, alone), steps_of(read_twin(stepped)), strict=True)):

@@ -96,10 +96,10 @@ class _Compared(NamedTuple):
     added: list[Tensor]  # by microbatch
 
 
-def judge_step_gradients(reading: Reading, tally: Tally, which: Which, *, finished: bool) -> None:
+def judge_step_gradients(reading: Reading, tally: Tally, *which: Which, finished: bool) -> None:
     """Decide whether parameters have the same gradients as in the sequential step.
 
-    `which` is the first or the second overlapped step; its gradients are compared as it leaves them, or `finished`.
+    `which` are the first or the second overlapped step; gradients are compared as a step leaves them, or `finished`.
     With one or two microbatches they are equal bit for bit, with more within the errors of another order of summation.
 
     Raises:
@@ -109,7 +109,11 @@ def judge_step_gradients(reading: Reading, tally: Tally, which: Which, *, finish
         WrongGradient: an element differs by more.
     """
     _require_covered(reading)
-    step = ("first", "second").index(which)
+    for each in which:
+        _judge_step(reading, tally, ("first", "second").index(each), finished)
+
+
+def _judge_step(reading: Reading, tally: Tally, step: int, finished: bool) -> None:
     findings: list[Finding] = []
     allowed: dict[tuple[int, ParameterKey], Tensor] = {}
     compared = list(_compared(reading, step, finished))

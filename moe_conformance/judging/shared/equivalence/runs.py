@@ -29,6 +29,7 @@ from moe_conformance.judging.verdict import (
     WrongOutput,
 )
 from moe_conformance.scenarios.outcome import Microbatch, Outcome, RankOutcome
+from moe_conformance.workloads import laws
 from moe_conformance.workloads.twins import Rows, Twin, picked
 
 
@@ -167,8 +168,8 @@ def judge_scaled(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
     judge_alike(reading, ran, tally)
 
 
-def judge_across(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
-    """Decide `judge_alike` of runs through other exchanges that apply weights at the same place.
+def judge_across(reading: Reading, twins: RunTwins, tally: Tally) -> None:
+    """Decide `judge_alike` of runs through other exchanges of the backend that apply weights at the same place.
 
     Raises:
         NotOffered: there is no such exchange.
@@ -181,7 +182,7 @@ def judge_across(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
         replace(twin_run, outcome=None, why_not="it applies weights at the experts' other end (input or output)")
         if twin_run.outcome is not None and side(twin_run.outcome) != side(reading.outcome)
         else twin_run
-        for twin_run in ran
+        for twin_run in twins(laws.exchanged(reading.outcome.workload, twins.variants))
     ]
     judge_alike(reading, comparable, tally)
 

@@ -15,6 +15,7 @@ from moe_conformance.judging.findings import Finding, count, fail, ratio_finding
 from moe_conformance.judging.observed.ledgers import early_read
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.exchange.last_correct_stage import before_experts, last_seen_right
+from moe_conformance.judging.shared.exchange.outputs import judge_outputs
 from moe_conformance.judging.verdict import AbsentGradient, Tally, WrongForm, WrongGradient
 from moe_conformance.scenarios.outcome import Grad, Microbatch
 
@@ -83,6 +84,9 @@ def judge_dweights(reading: Reading, tally: Tally) -> None:
     before, (start, note) = before_experts(reading), flight_words(reading, wrong)
     note = (f"; {before}" if before else "") + note
     fail(WrongGradient, "gradient", ratios + left, ratio=ratio, start=start, note=note)
+
+
+RESULTS = (judge_outputs, judge_dx, judge_dweights)  # what a step gives its tokens and weights
 
 
 def judge_asked(reading: Reading, tally: Tally) -> None:

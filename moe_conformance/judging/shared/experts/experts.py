@@ -177,6 +177,9 @@ def judge_expert_gradients(reading: Reading, tally: Tally, *, free: frozenset[in
         fail(WrongGradient, stage_of(reading, expected_of(reading), wrong), findings, ratio=ratio)
 
 
+OWN_RESULTS = (judge_own_outputs, judge_own_dx, judge_own_dweights, judge_expert_gradients)  # of a step with experts
+
+
 def judge_idle_expert_gradients(reading: Reading, tally: Tally) -> None:
     """Decide whether an expert that no token reached ends with a gradient of zeros, not None or old values.
 

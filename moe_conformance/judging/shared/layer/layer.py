@@ -214,8 +214,8 @@ def judge_layer_gradients(reading: Reading, tally: Tally, names: Sequence[str] =
         fail(WrongGradient, stage_of(reading, expected, wrong), findings, ratio=ratio)
 
 
-def judge_layer_replicas(reading: Reading, tally: Tally, names: Sequence[str]) -> None:
-    """Decide whether ranks that hold the same part of a parameter end with the same gradient, bit for bit.
+def judge_layer_replicas(reading: Reading, tally: Tally) -> None:
+    """Decide whether ranks that hold the same part of a shared parameter end with the same gradient, bit for bit.
 
     Counts nothing where every part is held by one rank only.
 
@@ -225,7 +225,7 @@ def judge_layer_replicas(reading: Reading, tally: Tally, names: Sequence[str]) -
         WrongGradient: two replicas differ.
     """
     groups: dict[tuple[int, ParameterKey, Shard], list[Held]] = {}
-    for gradient in _held(reading, names):
+    for gradient in _held(reading, SHARED):
         groups.setdefault((gradient.stage, gradient.key, gradient.shard), []).append(gradient)
     findings = []
     for first, *others in groups.values():
