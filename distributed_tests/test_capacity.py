@@ -17,6 +17,7 @@ from moe_conformance.chapters.capacity.judge.capacity_padding import (
     judge_reduced_once,
     judge_worst_case,
 )
+from moe_conformance.chapters.capacity.judge.receive_budget import judge_budget, judge_fixed_size
 from moe_conformance.chapters.capacity.judge.token_drops import (
     judge_dropped_in_layer,
     judge_kept_in_layer,
@@ -24,13 +25,9 @@ from moe_conformance.chapters.capacity.judge.token_drops import (
 )
 from moe_conformance.chapters.capacity.workloads.budget_overflow import by_factor, drops, refuses, refuses_some
 from moe_conformance.chapters.capacity.workloads.routers import fits_all, others_change
-from moe_conformance.judging.observed.run import Reading
-from moe_conformance.judging.shared.experts.experts import (
-    judge_expert_gradients,
-    judge_own_dweights,
-    judge_own_dx,
-    judge_own_outputs,
-)
+from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries, judge_rows
+from moe_conformance.judging.shared.exchange.gradients import RESULTS
+from moe_conformance.judging.shared.experts.experts import OWN_RESULTS, judge_expert_gradients
 from moe_conformance.judging.shared.router.capacity import (
     judge_capacity,
     judge_filled_load,
@@ -41,11 +38,15 @@ from moe_conformance.judging.shared.router.capacity import (
     judge_policy,
 )
 from moe_conformance.judging.shared.router.drop_weights import judge_drop_gradients, judge_drop_weights
-from moe_conformance.judging.verdict import Tally
-from moe_conformance.spec import requirement
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import has_empty_slots, has_lost_tokens, somebody_gets_all
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep, RouterStep
+from moe_conformance.workloads.records.workload import Workload
+
+
+def has_budget(workload: Workload) -> bool:
+    """Whether the receive buffer has a stated size."""
+    return workload.config.receive_buffer.factor is not None
 
 
 class TestRoom:
@@ -90,24 +91,21 @@ class TestChoice:
 
 
 class TestFilledUp:
-    @requirement(
+    test_a_capacity_that_drops_nothing_is_the_largest_load = Row(
         "DROP-08",
-        run=ExchangeStep(option="capacity padding"),
+        ExchangeStep(option="capacity padding"),
+        (judge_lossless_capacity, judge_reduced_once),
         when=lambda workload: workload.config.capacity.factor is None,
     )
-    def test_a_capacity_that_drops_nothing_is_the_largest_load(self, reading: Reading, tally: Tally) -> None:
-        """Experts receive the largest load of the group from each rank; the group all-reduces (MAX) it at most once."""
-        judge_lossless_capacity(reading, tally)
-        judge_reduced_once(reading, tally)
+    """Experts receive the largest load of the group from each rank; the group all-reduces (MAX) it at most once."""
 
     test_rows_that_fill_up_change_nothing = Row("DROP-12", ExchangeStep(option="capacity padding"), judge_filled)
     """With capacity.padded every expert receives capacity rows; the padding changes no output and no gradient."""
 
-    @requirement("DROP-12", run=ExpertsStep(), when=lambda workload: workload.config.capacity.padded)
-    def test_experts_do_not_learn_from_rows_that_fill_up(self, reading: Reading, tally: Tally) -> None:
-        """With the backend's experts, padding to capacity changes no output and no gradient."""
-        for judge in (judge_own_outputs, judge_own_dx, judge_own_dweights, judge_expert_gradients):
-            judge(reading, tally)
+    test_experts_do_not_learn_from_rows_that_fill_up = Row(
+        "DROP-12", ExpertsStep(), OWN_RESULTS, when=lambda workload: workload.config.capacity.padded
+    )
+    """With the backend's experts, padding to capacity changes no output and no gradient."""
 
     test_rows_that_fill_up_are_no_load = Row(
         "DROP-12", RouterStep(capacity=True), judge_filled_load, when=lambda workload: workload.config.capacity.padded
@@ -146,6 +144,20 @@ class TestBudget:
 
     test_a_full_buffer_is_full = Row("DROP-16", ExchangeStep(option="receive budget"), judge_room_left, when=drops)
     """No row is dropped while the receive buffer has room for it."""
+
+    # The size comes last: where there is none to see, all else is judged.
+    test_a_fixed_buffer_changes_nothing = Row(
+        "EXCH-22", ExchangeStep(), (judge_deliveries, judge_rows, *RESULTS, judge_fixed_size), when=has_budget
+    )
+    """The receive buffer keeps its size; deliveries, outputs and gradients are those of a buffer of exact size."""
+
+    test_a_fixed_buffer_changes_nothing_for_experts = Row("EXCH-22", ExpertsStep(), OWN_RESULTS, when=has_budget)
+    """With the backend's experts too; rows of no token change no gradient of a parameter."""
+
+    test_a_budget_holds_the_load_that_it_states = Row(
+        "EXCH-25", ExchangeStep(), (judge_deliveries, judge_budget), when=has_budget
+    )
+    """The receive buffer holds the stated multiple of the balanced load; no row of such a load is dropped."""
 
 
 class TestConsequences:

@@ -6,10 +6,9 @@ from moe_conformance.chapters.exchange.judge import judge_every_bit_of_rows
 from moe_conformance.judging.observed.aliasing import judge_kept_outputs, judge_state
 from moe_conformance.judging.observed.completion import judge_finished
 from moe_conformance.judging.observed.ledgers import judge_agreement
-from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.exchange.counts import judge_counts
 from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries, judge_rows
-from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
+from moe_conformance.judging.shared.exchange.gradients import RESULTS, judge_dweights, judge_dx
 from moe_conformance.judging.shared.exchange.identity_experts import (
     judge_answered_outputs,
     judge_identity_inputs,
@@ -17,8 +16,6 @@ from moe_conformance.judging.shared.exchange.identity_experts import (
 )
 from moe_conformance.judging.shared.exchange.outputs import judge_form, judge_inputs, judge_outputs
 from moe_conformance.judging.shared.exchange.weights import judge_weights
-from moe_conformance.judging.verdict import Tally
-from moe_conformance.spec import requirement
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import (
     has_empty_slots,
@@ -87,12 +84,8 @@ class TestCombine:
     )
     """Inputs hold the same bytes after experts returned the tensor that they received."""
 
-    @requirement("EXCH-06", run=ExchangeStep(), when=has_empty_slots)
-    def test_empty_slots_add_nothing(self, reading: Reading, tally: Tally) -> None:
-        """An empty slot adds nothing to its token, receives no gradient and gives none."""
-        judge_outputs(reading, tally)
-        judge_dx(reading, tally)
-        judge_dweights(reading, tally)
+    test_empty_slots_add_nothing = Row("EXCH-06", ExchangeStep(), RESULTS, when=has_empty_slots)
+    """An empty slot adds nothing to its token, receives no gradient and gives none."""
 
     test_output_has_the_form_of_the_input = Row("EXCH-07", ExchangeStep(), judge_form)
     """The output has the input's shape and dtype and is finite."""
@@ -105,13 +98,10 @@ class TestBehaviour:
     test_every_rank_finishes = Row("EXCH-09", ExchangeStep(), judge_finished)
     """Every rank finishes forward and backward, whatever its load."""
 
-    @requirement("EXCH-10", run=ExchangeStep(), when=several_in_flight)
-    def test_microbatches_in_flight_are_kept_apart(self, reading: Reading, tally: Tally) -> None:
-        """Microbatches that overlap in time have the deliveries, outputs and gradients of separate ones."""
-        judge_deliveries(reading, tally)
-        judge_outputs(reading, tally)
-        judge_dx(reading, tally)
-        judge_dweights(reading, tally)
+    test_microbatches_in_flight_are_kept_apart = Row(
+        "EXCH-10", ExchangeStep(), (judge_deliveries, *RESULTS), when=several_in_flight
+    )
+    """Microbatches that overlap in time have the deliveries, outputs and gradients of separate ones."""
 
     test_outputs_outlive_other_microbatches = Row(
         "EXCH-32", ExchangeStep(), judge_kept_outputs, when=outputs_meet_others
@@ -138,27 +128,34 @@ class TestBehaviour:
     )
     """Nor where all tp ranks hold the same tokens."""
 
-    @requirement("EXCH-38", run=ExchangeStep(), when=without_gradients)
-    def test_inference_delivers_and_answers_alike(self, reading: Reading, tally: Tally) -> None:
-        """Forwards without gradients deliver the same pairs and give the same outputs, also between others."""
-        judge_deliveries(reading, tally)
-        judge_rows(reading, tally)
-        judge_outputs(reading, tally)
+    test_inference_delivers_and_answers_alike = Row(
+        "EXCH-38", ExchangeStep(), (judge_deliveries, judge_rows, judge_outputs), when=without_gradients
+    )
+    """Forwards without gradients deliver the same pairs and give the same outputs, also between others."""
 
-    @requirement("EXCH-38", run=ExchangeStep(answered="identity of parts"), when=without_gradients)
-    def test_inference_keeps_every_bit(self, reading: Reading, tally: Tally) -> None:
-        """Forwards without gradients round neither rows nor outputs."""
-        judge_every_bit_of_rows(reading, tally)
-        judge_answered_outputs(reading, tally)
+    test_inference_keeps_every_bit = Row(
+        "EXCH-38",
+        ExchangeStep(answered="identity of parts"),
+        (judge_every_bit_of_rows, judge_answered_outputs),
+        when=without_gradients,
+    )
+    """Forwards without gradients round neither rows nor outputs."""
 
-    @requirement("EXCH-39", run=ExchangeStep(), when=has_filled_memory)
-    def test_uninitialised_memory_reaches_nothing(self, reading: Reading, tally: Tally) -> None:
-        """Deliveries, outputs and gradients are right where uninitialised memory is full of NaN."""
-        judge_deliveries(reading, tally)
-        judge_rows(reading, tally)
-        judge_outputs(reading, tally)
-        judge_dx(reading, tally)
-        judge_dweights(reading, tally)
+    test_uninitialised_memory_reaches_nothing = Row(
+        "EXCH-39", ExchangeStep(), (judge_deliveries, judge_rows, *RESULTS), when=has_filled_memory
+    )
+    """Deliveries, outputs and gradients are right where uninitialised memory is full of NaN."""
 
     test_global_state_is_left_alone = Row("EXCH-11", ExchangeStep(), judge_state)
     """Random generators, default dtype, grad mode, deterministic flags and threads are as before the step."""
+
+
+class TestOneKnob:
+    test_outputs_do_not_depend_on_the_knob = Row("EXCH-05", ExchangeStep(option="any"), judge_outputs)
+    """Outputs are the weighted sums of the experts, with each option."""
+
+    test_gradients_of_tokens_do_not_depend_on_the_knob = Row("GRAD-02", ExchangeStep(option="any"), judge_dx)
+    """The gradient of a token is the sum over its slots, with each option."""
+
+    test_gradients_of_weights_do_not_depend_on_the_knob = Row("GRAD-03", ExchangeStep(option="any"), judge_dweights)
+    """The gradient of a weight is that of its own slot, with each option."""

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from moe_conformance.chapters.groups.judge.divisibility import judge_indivisible
 from moe_conformance.chapters.groups.judge.groups import judge_groups
 from moe_conformance.chapters.groups.judge.many_ranks import judge_own_group
+from moe_conformance.chapters.groups.judge.proxy_model import judge_proxy_gradients, judge_proxy_tokens
 from moe_conformance.chapters.groups.judge.sizes import judge_sizes, judge_stages
+from moe_conformance.chapters.groups.workloads.proxy_model import ProxyModelStep
 from moe_conformance.contract.topology import Layout, RankLists
 from moe_conformance.judging.observed.ledgers import judge_agreement
-from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries
 from moe_conformance.judging.shared.exchange.dispatch_layout import judge_transport
 from moe_conformance.judging.shared.exchange.expert_placement import judge_placement
@@ -61,13 +62,10 @@ def at_size_with_replicas(workload: Workload) -> bool:
 
 
 class TestManyRanks:
-    @requirement("GROUP-06", run=ExchangeStep(), when=AT_SIZE)
-    def test_exchanges_follow_their_groups(self, reading: Reading, tally: Tally) -> None:
-        """Every pair is delivered in its own exchange group and combined, and the collectives of the ranks match."""
-        judge_own_group(reading, tally)
-        judge_deliveries(reading, tally)
-        judge_outputs(reading, tally)
-        judge_agreement(reading.outcome, tally)
+    test_exchanges_follow_their_groups = Row(
+        "GROUP-06", ExchangeStep(), (judge_own_group, judge_deliveries, judge_outputs, judge_agreement), when=AT_SIZE
+    )
+    """Every pair is delivered in its own exchange group and combined, and the collectives of the ranks match."""
 
     test_gradients_follow_their_groups = Row("GROUP-06", ExpertsStep(), judge_expert_gradients, when=AT_SIZE)
     """Every owner of an expert ends with the gradient of all tokens of its pipeline stage."""
@@ -86,3 +84,8 @@ class TestPlacement:
         "EXPT-04", ExchangeStep(), judge_placement
     )
     """Every expert is on one ep coordinate, and shards and replicas hold the same experts in the same order."""
+
+
+class TestModel:
+    test_a_divided_model_is_the_model = Row("GROUP-07", ProxyModelStep(), (judge_proxy_tokens, judge_proxy_gradients))
+    """Outputs and all gradients are those of the same model on one device."""

@@ -7,6 +7,7 @@ from moe_conformance.chapters.token_exchange.judge.fp8_wire import judge_float8_
 from moe_conformance.chapters.token_exchange.judge.low_latency import judge_limit, judge_places
 from moe_conformance.chapters.token_exchange.judge.token_exchange import judge_biases, judge_other_handle, judge_reuse
 from moe_conformance.judging.observed.script import judge_arguments
+from moe_conformance.judging.shared.exchange.dispatch_layout import judge_dispatch_layout
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import exchanges
 from moe_conformance.workloads.records.runs import Script
@@ -111,3 +112,10 @@ class TestArguments:
 
     test_an_exchange_of_places_leaves_them_alone = Row("EXCH-08", Script("places_exchange"), judge_arguments)
     """So they do where a dispatch is refused."""
+
+
+class TestDispatchLayout:
+    test_tokens_are_counted_for_ranks_nodes_and_experts = Row(
+        "EXCH-26", Script("dispatch_layout"), judge_dispatch_layout
+    )
+    """A token counts once for each rank and node that it is sent to, and for an expert once per slot."""
