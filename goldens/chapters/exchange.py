@@ -1,4 +1,4 @@
-"""Golden of the exchange: every delivery, the counts of every expert, and the splits between ranks."""
+"""Golden of the exchange: every delivery."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ def draw(rng: np.random.Generator) -> Mapping[str, Tensor]:
 
 
 def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> Mapping[str, Tensor]:
-    """Return deliveries (source, token, slot, expert, destination), counts per rank, and splits."""
+    """Return deliveries (source, token, slot, expert, destination)."""
     found: dict[str, Tensor] = {}
     for case, placement in _CASES.items():
         drawn = given(inputs, case)
         ids = [drawn[f"ids_TK-{rank}"] for rank in range(len(_TOKENS))]
         pairs = oracle.deliveries(ids, *placement)
         rows = [[pair.source, pair.token, pair.slot, pair.expert, pair.destination] for pair in pairs]
-        counts = {f"counts-{rank}": counts_N for rank, counts_N in enumerate(oracle.counts(ids, *placement))}
-        found |= named(case, "out", {"deliveries": rows, "splits_WW": oracle.splits(ids, *placement), **counts})
+        found |= named(case, "out", {"deliveries": rows})
     return found
 
 

@@ -22,7 +22,6 @@ _T, _E, _K = 6, 8, 3
 _SUMS = (  # loads by rank: as even as they must be, not, likewise with unequal numbers of tokens
     ((2, 2, 1), (1, 2, 2)), ((2, 2, 1), (2, 2, 1)), ((2, 2, 1), (1, 1, 0)), ((3, 2, 1), (1, 1, 0)),
 )  # fmt: skip
-_DEALT = ((5, 3, 8, 0), (5, 3, 8, 1), (5, 3, 8, 2), (4, 2, 2, 3), (0, 2, 5, 1), (3, 1, 7, 4))  # T, K, E, rank
 _SCORES: Mapping[str, Mapping[str, Any]] = {
     "softmax": {"score": "softmax", "normalise": True},
     "softmax-of-forced": {"score": "softmax_topk", "scale": 2.5},
@@ -69,10 +68,6 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     found = named("free", "out", legal)
     used = [oracle.groups_used(given(inputs, "routes")["ids_TK"], _E, groups) for groups in (1, 2, 4, 8)]
     found |= named("routes", "out", {"groups_used_GT": used})
-    dealt = [oracle.round_robin(T, K, E, **({"rank": rank} if rank else {})) for T, K, E, rank in _DEALT]
-    found |= named("dealt", "out", {f"ids_TK-{n}": ids_TK for n, ids_TK in enumerate(dealt)})
-    even = [oracle.balanced(oracle.loads(ids_TK, size[2])) for ids_TK, size in zip(dealt, _DEALT, strict=True)]
-    found |= named("dealt", "out", {"balanced_N": even})
     loads_NWE = given(inputs, "balance")["loads_NWE"]
     even_NW = [[oracle.balanced(loads_E) for loads_E in loads_WE] for loads_WE in loads_NWE]
     sums = [oracle.balanced_sum(list(loads_WE)) for loads_WE in loads_NWE]

@@ -67,7 +67,6 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
             found |= named(case, "in", {f"ids_TK-{rank}": ids[rank]})
             if case != "one-rank":
                 found |= named(case, "in", {f"padding_T-{rank}": padding[rank]})
-    found |= named("brought", "in", {"padding_SB": rng.random((3, 5)) < 0.3})
     N = 14
     entries = {"stage_N": rng.integers(0, 2, N), "layer_N": rng.choice([-1, 0, 1, 3], N)}  # -1: the pass has no layer
     pairs_NW, tokens_N = rng.integers(0, 12, (N, 2)), rng.integers(1, 9, N)
@@ -89,10 +88,6 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
         entry = oracle.entry(ids, group.held, ep=group.ep, padding_by_rank=padding, copies=group.copies)
         ratios = {"balanced": _ratio(entry.balanced), "factor": _ratio(oracle.factor(entry))}
         found |= named(case, "out", {"pairs_W": entry.pairs, **ratios})
-    padding_SB = given(inputs, "brought")["padding_SB"].bool()
-    brought = [oracle.tokens_brought((3, 5), padding_SB), oracle.tokens_brought((15,), padding_SB.flatten())]
-    brought += [oracle.tokens_brought((3, 5)), oracle.tokens_brought((2, 0)), oracle.tokens_brought(())]
-    found |= named("brought", "out", {"tokens_N": brought})
     errors = [_ratio(oracle.allowed_error(exact, n, **how)) for exact, n, how in _EXACT]
     found |= named("errors", "out", {"allowed_N2": errors})
     ends = [

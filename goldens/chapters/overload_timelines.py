@@ -23,11 +23,6 @@ _LIVES: Sequence[Sequence[Kind]] = (
     ("forward", "backward"), ("forward", "recomputed", "backward"),
 )  # fmt: skip
 _RANKS, _E, _K, _T = 3, 5, 2, 4
-_BLOCKS: Sequence[Sequence[Sequence[Pass]]] = (
-    ((("forward", 0), ("forward", 1)),),
-    ((("forward", 2), ("backward", 2)), (("backward", 1), ("recomputed", 0)), ()),
-    ((("backward", 0),),),
-)
 
 
 def draw(rng: np.random.Generator) -> dict[str, Tensor]:
@@ -46,9 +41,9 @@ def draw(rng: np.random.Generator) -> dict[str, Tensor]:
 
 
 def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
-    """Return every legal timeline with its peaks, cumulative factors of the world, and counters."""
+    """Return timelines of every rank with their peaks, cumulative factors of the world, and counters."""
     found: dict[str, Tensor] = {}
-    choices: list[Sequence[Sequence[Event]]] = []
+    of_ranks: list[Sequence[Event]] = []
     pairs: list[peaks.Pairs] = []
     balanced: list[peaks.Balanced] = []
     for rank in range(_RANKS):
@@ -56,41 +51,34 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
         passes = _passes(drawn["passes_P2"])
         pairs.append(dict(enumerate(drawn["pairs_L"].tolist())))
         balanced.append({label: Fraction(*two) for label, two in enumerate(drawn["balanced_L2"].tolist())})
-        choices.append(oracle.legal_timelines(passes))
+        of_ranks.append(oracle.timeline(passes))
         answers: dict[str, object] = {}
-        for word, expected in (("", [*range(5), 9]), ("-strangers", [])):
-            wrong = oracle.miscounted(passes[:-2], expected)
-            answers[f"miscounted{word}_N3"] = sorted([label, *counts] for label, counts in wrong.items())
         for recomputed in get_args(timelines.Recomputed):
             for alone in get_args(timelines.Alone):
                 events = oracle.timeline(passes, recomputed=recomputed, alone=alone)
                 P, Q = oracle.peaks(events, pairs[rank], balanced[rank])
                 answers[f"events_J2-{recomputed}-{alone}"] = np.array(events, dtype=np.int64).reshape(-1, 2)
                 answers[f"peaks_3-{recomputed}-{alone}"] = [P, *_ratio(Q)]
-        answers["lengths_N"] = [len(events) for events in choices[rank]]
         found |= named(f"time-{rank}", "out", answers)
-    return found | _world(choices, pairs, balanced, oracle) | _log(inputs, oracle) | _counters(inputs, oracle)
+    return found | _world(of_ranks, pairs, balanced, oracle) | _log(inputs, oracle) | _counters(inputs, oracle)
 
 
 def _world(
-    choices: Sequence[Sequence[Sequence[Event]]],
+    events: Sequence[Sequence[Event]],
     pairs: Sequence[peaks.Pairs],
     balanced: Sequence[peaks.Balanced],
     oracle: Oracle,
 ) -> dict[str, Tensor]:
-    events = [of_rank[0] for of_rank in choices]
     worst = oracle.cumulative(events, pairs, balanced)
     assert worst is not None
     idle = oracle.cumulative([(), ()], pairs[:2], balanced[:2])
     answers = {
-        "legal-where-nothing-runs_N2": [_ratio(x) for x in oracle.legal_cumulatives([[()]], pairs[:1], balanced[:1])],
         "cumulative": _ratio(worst),
         "none-where-nothing-runs": idle is None,
         "interval_22": [_ratio(end) for end in oracle.cumulative_interval(events, pairs, balanced)],
         "interval-where-nothing-runs_22": [
             _ratio(end) for end in oracle.cumulative_interval([(), ()], pairs[:2], balanced[:2])
         ],
-        "legal_N2": [_ratio(value) for value in oracle.legal_cumulatives(choices, pairs, balanced)],
     }
     return named("world", "out", answers)
 
@@ -101,9 +89,8 @@ def _log(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
         lines.append("report" if kind == _REPORT else "abandon" if kind == _ABANDON else (_KINDS[kind], label))
     reports = oracle.since_reports(lines)
     covered = [[n, *row] for n, passes in enumerate(reports) for row in _rows(passes)]
-    orders = sorted(_rows(merged) for merged in oracle.merges(_BLOCKS))
     answers = {"reports": len(reports), "covered_N3": covered}
-    return named("log", "out", answers) | named("merged", "out", {"orders_NP2": orders})
+    return named("log", "out", answers)
 
 
 def _counters(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:

@@ -110,19 +110,17 @@ def views_of(
 
 
 def _views(views: Sequence[memory.View], oracle: Oracle) -> dict[str, object]:
-    """Return the bytes of each view and its range (-1, -1 for none), and what is true of each two."""
+    """Return the bytes of each view, and what is true of each two."""
     found: dict[str, object] = {
         f"{name}_VV": [[judge(a, b) for b in views] for a in views]
         for name, judge in (
-            ("ranges-meet", oracle.ranges_meet),
             ("share-bytes", oracle.share_bytes),
             ("in-place-is-lawful", oracle.in_place_is_lawful),
         )
     }
     on_bytes = [[byte in oracle.addresses(view) for byte in range(120)] for view in views]
-    ranges = [oracle.byte_range(view) or (-1, -1) for view in views]
     overlaps = [oracle.overlaps_itself(view) for view in views]
-    return {**found, "bytes_VB": on_bytes, "range_V2": ranges, "overlaps-itself_V": overlaps}
+    return {**found, "bytes_VB": on_bytes, "overlaps-itself_V": overlaps}
 
 
 def _slices(oracle: Oracle) -> list[list[int]]:

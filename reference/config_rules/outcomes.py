@@ -16,15 +16,6 @@ Outcome = Literal["built", "refused", "honoured", "changed"]
 FACTS = frozenset({"kernel_present", "kernel_frees_input", "versions"})
 
 
-def at_fault(settings: Settings) -> frozenset[str]:
-    """Name the options of which a refusal must name one (RULE-01), of all rules that are broken.
-
-    >>> sorted(at_fault(Settings(overlap=True, dtype="float32"))), sorted(at_fault(Settings()))
-    (['dtype', 'overlap'], [])
-    """
-    return frozenset(option for rule in RULES if rule.breaks(settings) for option in rule.options)
-
-
 def lawful_build(asked: Settings, ran: Settings) -> bool:
     """Return whether `ran` may be what was built where `asked` was asked for; warnings are judged elsewhere.
 
@@ -80,13 +71,3 @@ def outcomes(settings: Settings) -> frozenset[Outcome]:
     if changed != settings and lawful_build(settings, changed):
         lawful.add("changed")
     return frozenset(lawful)
-
-
-def overlap_rules() -> tuple[str, ...]:
-    """Name the rules that overlap must meet: its preconditions (RULE-06 to RULE-18).
-
-    >>> overlap_rules()[0], overlap_rules()[-1], len(overlap_rules())
-    ('RULE-06', 'RULE-18', 13)
-    """
-    deferral = "defer_weight_gradients"
-    return tuple(dict.fromkeys(r.id for r in RULES if "overlap" in r.options and deferral not in r.options))

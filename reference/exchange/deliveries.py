@@ -11,11 +11,9 @@ row is dropped), MoE parallel folding (Liu et al. 2025: the expert shards of one
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -81,44 +79,6 @@ def deliveries(
                     raise ValueError(f"{at}: no rank of {list(exchange_groups[g])} holds expert {expert}")
                 pairs += [Pair(source, token, slot, expert, rank) for rank in holders[g, expert]]
     return tuple(pairs)
-
-
-def counts(
-    ids_by_rank: Sequence[Tensor],
-    exchange_groups: Sequence[Sequence[int]],
-    local_experts: Sequence[Sequence[int]],
-) -> tuple[tuple[int, ...], ...]:
-    """Count, for every rank, the rows of each local expert, in the order of `local_experts`.
-
-    Rule: the deliveries to that rank for that expert; padding rows are not counted. An idle expert counts
-    0, never missing.
-
-    >>> counts([torch.tensor([[2, 0]]), torch.tensor([[-1, 2], [1, -1]])], [[0, 1]], [[0, 1], [2]])
-    ((1, 1), (2,))
-    """
-    pairs = deliveries(ids_by_rank, exchange_groups, local_experts)
-    rows = Counter((pair.destination, pair.expert) for pair in pairs)
-    return tuple(tuple(rows[rank, e] for e in experts) for rank, experts in enumerate(local_experts))
-
-
-def splits(
-    ids_by_rank: Sequence[Tensor],
-    exchange_groups: Sequence[Sequence[int]],
-    local_experts: Sequence[Sequence[int]],
-) -> Tensor:
-    """Count the deliveries from every rank to every rank, int64 (W, W), [source, destination].
-
-    Rule: row r is what rank r sends when each pair is sent by itself, column r what it receives. Ranks of
-    different exchange groups share nothing.
-
-    >>> splits([torch.tensor([[2, 0]]), torch.tensor([[-1, 2], [1, -1]])], [[0, 1]], [[0, 1], [2]]).tolist()
-    [[1, 1], [1, 1]]
-    """
-    W = len(ids_by_rank)
-    splits_WW = torch.zeros(W, W, dtype=torch.int64)  # (W, W)
-    for pair in deliveries(ids_by_rank, exchange_groups, local_experts):
-        splits_WW[pair.source, pair.destination] += 1
-    return splits_WW
 
 
 def _group_of(rank: int, exchange_groups: Sequence[Sequence[int]]) -> int:

@@ -133,28 +133,6 @@ def global_batch(batches: Sequence[Batch]) -> Batch:
     return Batch(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
 
 
-def global_expert_gradients(
-    batches: Sequence[Batch],
-    build: Callable[[Parameters], Expert],
-    parameters: Parameters,
-    *,
-    weights_at: WeightsAt = "output",
-) -> Mapping[tuple[str, int], Tensor]:
-    """Compute every parameter's gradient of the loss summed over all ranks.
-
-    Rule: the sum over the tokens of every rank, each once; so it depends on no layout. A trainer that
-    averages over its dp ranks ends with this divided by dp (with cp: by dp * cp), for dense and expert
-    parameters alike and whatever ep and etp are.
-
-    >>> x, ids, w, dy = torch.ones(2, 3), torch.tensor([[0], [-1]]), torch.full((2, 1), 0.5), torch.ones(2, 3)
-    >>> build, gain = lambda p: lambda rows, e: p["gain", e] * rows, {("gain", 0): torch.tensor(2.0)}
-    >>> ranks = [Batch(x, ids, w, dy), Batch(x, ids, w, 10 * dy)]
-    >>> global_expert_gradients(ranks, build, gain)["gain", 0].item()
-    16.5
-    """
-    return gradients(*global_batch(batches), build, parameters, weights_at=weights_at).parameters
-
-
 def _leaf(value: Tensor) -> Tensor:
     """Copy a tensor to a float64 leaf, so that the caller's own graph and gradients stay as they are."""
     return value.detach().double().clone().requires_grad_()

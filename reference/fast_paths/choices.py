@@ -1,17 +1,13 @@
-"""Shortcuts: when one may be taken, what it computes where it may, and how often it was.
+"""Shortcuts: when the one for equal counts may be taken, and how often a shortcut was.
 
 A shortcut that is taken where it does not hold gives wrong numbers of the right shape.
 
-Sources: arithmetic: R / N rows per expert say nothing of each expert's rows; slot k of token t of a
-round-robin reaches rank ((o + t K + k) mod E) div N; definition of a counter; behaviour of torch.Tensor.view.
+Sources: arithmetic: R / N rows per expert say nothing of each expert's rows; definition of a counter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
-from torch import Tensor
 
 
 def equal_counts(counts: Sequence[int] | None, rows: int) -> bool:
@@ -35,70 +31,6 @@ def equal_counts(counts: Sequence[int] | None, rows: int) -> bool:
     if any(n < 0 for n in counts) or sum(counts) != rows:
         raise ValueError(f"counts {list(counts)} do not say where {rows} rows belong")
     return len(set(counts)) <= 1
-
-
-def as_batch(rows_RD: Tensor, held: int, each: int) -> Tensor:
-    """Shape rows for batched experts, (R, D) -> float64 (N, n, D) of its own memory, differentiable (FAST-13).
-
-    Rule: rows e n to e n + n - 1 are expert e's, by their index, whatever the strides of the memory.
-
-    Degenerate: R = 0 with n = 0 or N = 0 is allowed. R != N n is an error, never another grouping.
-
-    >>> columns = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
-    >>> as_batch(columns.T, 2, 2).tolist()
-    [[[1.0, 5.0], [2.0, 6.0]], [[3.0, 7.0], [4.0, 8.0]]]
-    """
-    if rows_RD.dim() != 2 or min(held, each) < 0 or len(rows_RD) != held * each:
-        raise ValueError(f"rows {tuple(rows_RD.shape)} are not {held} experts' {each} rows each")
-    return rows_RD.double().clone(memory_format=torch.contiguous_format).view(held, each, rows_RD.shape[1])
-
-
-def round_robin_shortcut(offset: int, top_k: int, experts: int, ep: int) -> bool:
-    """Return whether a round-robin's exchange may be computed without routing (FAST-14).
-
-    Args:
-        offset: o of the source rank: slot k of its token t goes to expert (o + t K + k) mod E.
-        top_k: K.
-        experts: E.
-        ep: over how many ranks the experts are spread, N = E / ep each.
-
-    Rule: K = N, and N divides o or ep = 1: then every token goes to all experts of one rank, and to no other.
-
-    >>> round_robin_shortcut(4, 2, 6, 3), round_robin_shortcut(3, 2, 6, 3), round_robin_shortcut(0, 3, 6, 3)
-    (True, False, False)
-    """
-    if ep < 1 or experts < 1 or experts % ep or not 1 <= top_k <= experts or offset < 0:
-        raise ValueError(f"offset {offset}, K = {top_k}, E = {experts}, ep = {ep}: no round-robin over ep ranks")
-    held = experts // ep
-    return top_k == held and (offset % held == 0 or ep == 1)
-
-
-def round_robin_rows(x_TD: Tensor, rank: int, *, offset: int, top_k: int, experts: int, ep: int) -> Tensor:
-    """List the rows that a rank receives from one source by the shortcut, float64, differentiable (FAST-14).
-
-    Args:
-        x_TD: the source rank's tokens.
-        rank: the receiving rank's index in the ep group.
-        offset: o of the source rank.
-        top_k: K.
-        experts: E.
-        ep: ranks in the ep group.
-
-    Rule: x[q::ep], q = (rank - o / N) mod ep, N times over: once for each local expert, one behind the other.
-
-    Degenerate: fewer tokens than ep: some ranks receive nothing, (0, D). ep = 1: every token to every expert.
-
-    >>> x = torch.arange(5.0)[:, None]
-    >>> [round_robin_rows(x, r, offset=2, top_k=2, experts=6, ep=3).flatten().tolist() for r in range(3)]
-    [[2.0, 2.0], [0.0, 3.0, 0.0, 3.0], [1.0, 4.0, 1.0, 4.0]]
-    """
-    if not round_robin_shortcut(offset, top_k, experts, ep):
-        raise ValueError(f"the shortcut does not hold for offset {offset}, K = {top_k}, N = {experts // ep}")
-    if not 0 <= rank < ep:
-        raise ValueError(f"rank {rank} is none of 0..{ep - 1}")
-    held = experts // ep
-    first = (rank - offset // held) % ep
-    return x_TD.double()[first::ep].repeat(held, 1)  # (N rows of x[q::ep], D)
 
 
 def decision_counts(taken: Sequence[bool]) -> tuple[int, int]:

@@ -69,7 +69,7 @@ def smallest_split(splits_WW: Tensor) -> int:
     """Give the smallest allowed size of equal splits, the largest piece between any two ranks (FAST-04).
 
     Args:
-        splits_WW: int64 (W, W) rows from [source] to [destination], `exchange.splits`.
+        splits_WW: int64 (W, W) rows from [source] to [destination].
 
     Degenerate: nothing to send gives 0.
 
@@ -97,49 +97,6 @@ def lawful_splits(split_by_rank: Sequence[int], splits_WW: Tensor) -> bool:
     if len(split_by_rank) != len(splits_WW):
         raise ValueError(f"{len(split_by_rank)} sizes of splits for {len(splits_WW)} ranks")
     return len(set(split_by_rank)) == 1 and split_by_rank[0] >= smallest
-
-
-def uneven_exchange(rows_by_rank: Sequence[Tensor], splits_WW: Tensor) -> tuple[Tensor, ...]:
-    """Exchange pieces as they are: of every rank what it receives, float64 (R', D), by source (FAST-05).
-
-    Args:
-        rows_by_rank: of every rank, (R, D): its pieces for rank 0, 1, ..., one behind the other.
-        splits_WW: int64 (W, W) rows from [source] to [destination].
-
-    Degenerate: a rank that sends or receives nothing has (0, D).
-
-    >>> rows = [torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[4.0]])]
-    >>> [received.flatten().tolist() for received in uneven_exchange(rows, torch.tensor([[1, 2], [1, 0]]))]
-    [[1.0, 4.0], [2.0, 3.0]]
-    """
-    smallest_split(splits_WW)  # raises where these are no splits
-    if len(rows_by_rank) != len(splits_WW) or len({rows_RD.shape[1:] for rows_RD in rows_by_rank}) != 1:
-        raise ValueError(f"rows {[tuple(r.shape) for r in rows_by_rank]}: one (R, D) of {len(splits_WW)} ranks, one D")
-    if [len(rows_RD) for rows_RD in rows_by_rank] != splits_WW.sum(dim=1).tolist():
-        raise ValueError(f"rows {[len(r) for r in rows_by_rank]} are not the sums of the rows of {splits_WW.tolist()}")
-    sent = [rows.double().split(n_W) for rows, n_W in zip(rows_by_rank, splits_WW.tolist(), strict=True)]
-    return tuple(torch.cat(pieces) for pieces in zip(*sent, strict=True))
-
-
-def equal_exchange(rows_by_rank: Sequence[Tensor], splits_WW: Tensor, split: int) -> tuple[Tensor, ...]:
-    """Exchange padded pieces of `split` rows each, and compact: `uneven_exchange` by the detour (FAST-05).
-
-    Rule: padded by what the rank sends, compacted by what it receives; every split of the exchange is s. On
-    the way back the roles change: the same with splits_WW transposed (FAST-02).
-
-    >>> rows, splits = [torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[4.0]])], torch.tensor([[1, 2], [1, 0]])
-    >>> [received.flatten().tolist() for received in equal_exchange(rows, splits, 5)]
-    [[1.0, 4.0], [2.0, 3.0]]
-    >>> back = equal_exchange(equal_exchange(rows, splits, 5), splits.T, 5)
-    >>> [received.flatten().tolist() for received in back]
-    [[1.0, 2.0, 3.0], [4.0]]
-    """
-    if split < smallest_split(splits_WW):
-        raise ValueError(f"split {split} is smaller than the largest piece, {smallest_split(splits_WW)}")
-    W = len(splits_WW)
-    padded = [pad(rows, n_W, split) for rows, n_W in zip(rows_by_rank, splits_WW.tolist(), strict=True)]
-    received = uneven_exchange(padded, torch.full((W, W), split))
-    return tuple(compact(rows, n_W, split) for rows, n_W in zip(received, splits_WW.T.tolist(), strict=True))
 
 
 def _check(pieces: Sequence[int], split: int) -> None:

@@ -41,23 +41,6 @@ def legal_ids(ids_TK: Tensor, experts: int, *, padding_T: Tensor | None = None) 
     return torch.tensor(legal, dtype=torch.bool)  # (T,)
 
 
-def round_robin(tokens: int, top_k: int, experts: int, *, rank: int = 0) -> Tensor:
-    """Deal the experts out in turn, each rank going on where the one before ends, int64 (T, K).
-
-    Rule: id_tk = ((rank T + t) K + k) mod E, for ranks of equal T. One of the allowed routes (`balanced`).
-    T = 0 gives (0, K).
-
-    Source: behaviour of torchtitan's forced load balance, with another start on each rank.
-
-    >>> round_robin(2, 3, 5).tolist(), round_robin(2, 3, 5, rank=1).tolist()
-    ([[0, 1, 2], [3, 4, 0]], [[1, 2, 3], [4, 0, 1]])
-    """
-    if tokens < 0 or rank < 0 or not 1 <= top_k <= experts:
-        raise ValueError(f"T = {tokens}, rank {rank}, K = {top_k} of E = {experts}: need T, rank >= 0, 1 <= K <= E")
-    ids = [[((rank * tokens + t) * top_k + k) % experts for k in range(top_k)] for t in range(tokens)]  # T, K
-    return torch.tensor(ids, dtype=torch.int64).reshape(tokens, top_k)  # (T, K)
-
-
 def balanced(loads_E: Tensor) -> bool:
     """Return whether one rank's loads, int64 (E,), differ by at most one.
 

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import prod
 
 import torch
 from torch import Tensor
@@ -28,27 +27,6 @@ class Entry:
     layer: int | None
     pairs: tuple[int, ...]
     balanced: Fraction
-
-
-def tokens_brought(lead: Sequence[int], padding: Tensor | None = None) -> int:
-    """Count the tokens that a rank brings to the exchange, T_is, from the leading dims of its x (LOAD-03).
-
-    Rule: their product, less the places of padding (bool, True = padding, one per token in any shape). So
-    (S, B, D) and (S B, D) count alike. No leading dim of 0 leaves a token.
-
-    >>> tokens_brought((3, 5)), tokens_brought((15,)), tokens_brought((2, 0))
-    (15, 15, 0)
-    >>> tokens_brought((2, 3), torch.tensor([[False, False, True], [False, True, True]]))
-    3
-    """
-    if any(size < 0 for size in lead):
-        raise ValueError(f"leading dims {tuple(lead)} hold a negative size")
-    T = prod(lead)
-    if padding is None:
-        return T
-    if padding.dtype != torch.bool or padding.numel() != T:
-        raise ValueError(f"padding has {padding.numel()} places of {padding.dtype}; {T} of torch.bool are needed")
-    return T - int(padding.sum())
 
 
 def entry(

@@ -88,32 +88,3 @@ def cumulative_interval(
             lows.append(P / Q - error)
             highs.append(P / Q + error)
     return max(lows, default=Fraction(0)), max(highs, default=Fraction(0))
-
-
-def legal_cumulatives(
-    choices_by_rank: Sequence[Sequence[Sequence[Event]]],
-    pairs_by_rank: Sequence[Pairs],
-    balanced_by_rank: Sequence[Balanced],
-) -> tuple[Fraction, ...]:
-    """List the values that the maximum can take where ranks have several allowed timelines (LOAD-20).
-
-    Rule: each rank takes one of its own; a value can be the maximum if some rank reaches it and every other
-    rank can stay at or below it. Ascending.
-
-    Degenerate: a rank with Q_r = 0 adds 0. No rank gives none.
-
-    >>> held, apart = [("x", 1), ("y", 1), ("x", -1), ("y", -1)], [("x", 1), ("x", -1), ("y", 1), ("y", -1)]
-    >>> a, b = {"x": 3, "y": 5}, {"x": Fraction(4), "y": Fraction(2)}
-    >>> [str(value) for value in legal_cumulatives([[held, apart], [held]], [a, a], [b, b])]
-    ['4/3']
-    >>> [str(value) for value in legal_cumulatives([[held, apart]], [a], [b])]
-    ['5/4', '4/3']
-    """
-    reach = []
-    for choices, pairs, balanced in zip(choices_by_rank, pairs_by_rank, balanced_by_rank, strict=True):
-        if not choices:
-            raise ValueError("a rank has no legal timeline; one without events is ()")
-        of_choices = [peaks(events, pairs, balanced) for events in choices]
-        reach.append({P / Q if Q else Fraction(0) for P, Q in of_choices})
-    floor = max((min(ratios) for ratios in reach), default=Fraction(0))
-    return tuple(sorted({ratio for ratios in reach for ratio in ratios if ratio >= floor}))

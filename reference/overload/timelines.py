@@ -10,8 +10,7 @@ a backward at the same time).
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Literal
 
 Label = Hashable  # names an entry on a rank: (layer, microbatch), say
@@ -101,62 +100,3 @@ def timeline(
     if flying:
         raise ValueError(f"no backward of {flying}: a report is taken with nothing in flight")
     return tuple(events)
-
-
-def legal_timelines(passes: Sequence[Pass]) -> tuple[tuple[Event, ...], ...]:
-    """List the different allowed timelines of the same passes: each choice of `timeline` (LOAD-16, LOAD-17).
-
-    >>> len(legal_timelines([("forward", "a"), ("forward", "b"), ("recomputed", "b"), ("backward", "b"),
-    ...                      ("recomputed", "a"), ("backward", "a")]))
-    2
-    """
-    choices: list[tuple[Recomputed, Alone]] = [
-        ("first", "counted"),
-        ("first", "left_out"),
-        ("repeated", "counted"),
-        ("repeated", "left_out"),
-    ]
-    found = [timeline(passes, recomputed=recomputed, alone=alone) for recomputed, alone in choices]
-    return tuple(dict.fromkeys(found))
-
-
-def miscounted(passes: Sequence[Pass], expected: Collection[Label]) -> dict[Label, tuple[int, int]]:
-    """Find the entries whose training forwards and backwards are not one of each (LOAD-15 to LOAD-18).
-
-    Rule: (1, 1), or (1, 0) where the forward is "alone"; a recomputed forward and an evaluation count
-    nowhere. A label that is not expected is wrong with any training pass at all.
-
-    >>> miscounted([("forward", "a"), ("recomputed", "a"), ("alone", "b"), ("backward", "c")], ["a", "b", "d"])
-    {'a': (1, 0), 'd': (0, 0), 'c': (0, 1)}
-    """
-    seen = Counter(passes)
-    wrong = {}
-    labels = dict.fromkeys([*expected, *(label for _, label in passes)])
-    for label in labels:
-        alone = seen["alone", label]
-        counts = (seen["forward", label] + alone, seen["backward", label])
-        right = ((1, 0) if alone else (1, 1)) if label in expected else (0, 0)
-        if counts != right:
-            wrong[label] = counts
-    return wrong
-
-
-def merges(blocks: Sequence[Sequence[Sequence[Pass]]]) -> Iterator[tuple[Pass, ...]]:
-    """Yield every order that passes can legally stand in where some of them run at the same time (LOAD-20).
-
-    Rule: blocks follow one another; the strands of a block run side by side, and every interleaving that
-    keeps each strand's own order is allowed. There are many: keep the strands short.
-
-    >>> overlapped = [[("forward", "b0"), ("forward", "b1")], [("backward", "a1")]]
-    >>> [" ".join(label for _, label in merged) for merged in merges([[[("forward", "a1")]], overlapped])]
-    ['a1 b0 b1 a1', 'a1 b0 a1 b1', 'a1 a1 b0 b1']
-    """
-    if not blocks:
-        yield ()
-        return
-    strands = [strand for strand in blocks[0] if strand]
-    if not strands:
-        yield from merges(blocks[1:])
-    for i, (first, *rest) in enumerate(strands):
-        for tail in merges([[*strands[:i], rest, *strands[i + 1 :]], *blocks[1:]]):
-            yield (first, *tail)

@@ -1,8 +1,8 @@
 """Memory: whether two tensors lie over the same bytes, and so whether one may be written in place.
 
 A view is an address, a shape and strides; nothing else decides, neither who owns the storage nor which
-library made it. Two address ranges may meet where no byte is shared (interleaved columns), so bytes are
-counted one by one: keep the views small.
+library made it. Address ranges of two views may meet where no byte is shared (interleaved columns), so bytes
+are counted one by one: keep the views small.
 
 Sources: arithmetic of strides; PyTorch documentation of tensor views.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from math import prod
 
 from torch import Tensor
 
@@ -55,32 +54,6 @@ def addresses(view: View) -> frozenset[int]:
     [100, 101, 106, 107]
     """
     return frozenset(first + byte for first in _elements(view) for byte in range(view.itemsize))
-
-
-def byte_range(view: View) -> tuple[int, int] | None:
-    """Give the first byte and the one after the last, from sizes and strides alone; None: no bytes.
-
-    >>> byte_range(View(100, (2, 3), (3, -1), 2)), byte_range(View(100, (0, 3), (3, 1), 2))
-    ((96, 108), None)
-    """
-    _check(view)
-    if view.address is None or prod(view.shape) == 0:
-        return None
-    steps = [(size - 1) * stride * view.itemsize for size, stride in zip(view.shape, view.strides, strict=True)]
-    first = view.address + sum(step for step in steps if step < 0)
-    last = view.address + sum(step for step in steps if step > 0)
-    return first, last + view.itemsize
-
-
-def ranges_meet(a: View, b: View) -> bool:
-    """Return whether the address ranges meet: necessary for shared bytes, not enough. Touching is not meeting.
-
-    >>> even, odd, behind = View(0, (4,), (2,), 4), View(4, (4,), (2,), 4), View(28, (2,), (1,), 4)
-    >>> ranges_meet(even, odd), ranges_meet(even, behind)
-    (True, False)
-    """
-    at_a, at_b = byte_range(a), byte_range(b)
-    return at_a is not None and at_b is not None and at_a[0] < at_b[1] and at_b[0] < at_a[1]
 
 
 def share_bytes(a: View, b: View) -> bool:

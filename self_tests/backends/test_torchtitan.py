@@ -149,7 +149,7 @@ class TestExperts:
         outcome = run(engine, "alltoall", EP2_EDP2, "own-even")
         workload = outcome.workload
         group = [layer.Batch(b.x_TD, b.ids_TK, b.weights_TK, b.upstream) for b in workload.batches[0][:2]]
-        expected = layer.global_expert_gradients(group, swiglu_experts, workload.parameters)
+        expected = layer.gradients(*layer.global_batch(group), swiglu_experts, workload.parameters).parameters
         largest = max(float(value.abs().max()) for value in expected.values())
         local = outcome.ranks[0].grads_local
         assert 3 * len(outcome.ranks[0].local_experts) == len(local)

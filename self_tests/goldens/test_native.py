@@ -124,15 +124,6 @@ class TestCapacity:
 class TestForcing:
     values: ClassVar = of("forcing")
 
-    @pytest.mark.parametrize("number", range(6))
-    def test_round_robin(self, number: int) -> None:
-        """Experts are dealt from where the ranks before this one end."""
-        T, K, E, rank = forcing_chapter._DEALT[number]
-        asked = config_of(E, K, forced=(("round_robin", None),))
-        router = ForcedRouter(asked, CPU, cast("Topology", AlmostAlone(rank, rank + 1)), 0)
-        stored = case_of(self.values, "dealt", "out")[f"ids_TK-{number}"]
-        assert torch.equal(router._deal(T, CPU), stored)
-
     @pytest.mark.parametrize("case", forcing_chapter._SCORES)
     def test_weights_of_forced_experts(self, case: str) -> None:
         """By the router's own logits, masked ones at 0, with their gradient; where nothing decides them, finite."""

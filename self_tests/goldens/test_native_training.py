@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.backends.native.exchange.equal_splits import EqualSplits
-from moe_conformance.backends.native.layer.batched_experts import DerivedWeights, batched
-from moe_conformance.backends.native.layer.experts import swiglu
 from moe_conformance.backends.native.meter import NAMES, Meter, Recorded
 from moe_conformance.backends.native.router.losses import RouterLosses, Tokens
 from moe_conformance.contract import Config, MeteredPass, Topology
@@ -201,20 +199,6 @@ class TestOverload:
 class TestFastPaths:
     values: ClassVar = of("fast_paths")
 
-    @pytest.mark.parametrize("case", ["batch", "batch-of-one"])
-    def test_rows_of_experts(self, case: str) -> None:
-        """Strided rows reach the experts of the stored batch: the output is theirs, of each on its own rows."""
-        held, _ = fast_paths_chapter.BATCHES[case]
-        columns_DR = case_of(self.values, case, "in")["columns_DR"]
-        batch_NnD = case_of(self.values, case, "out")["batch_NnD"]
-        g = torch.Generator().manual_seed(held)
-        D, F = len(columns_DR), 5
-        gate_NFD, up_NFD = (torch.randn(held, F, D, generator=g, dtype=torch.float64) for _ in range(2))
-        down_NDF = torch.randn(held, D, F, generator=g, dtype=torch.float64)
-        out_RD = batched(columns_DR.T, DerivedWeights().of(gate_NFD, up_NFD, down_NDF))
-        each = [swiglu(batch_NnD[n], gate_NFD[n], up_NFD[n], down_NDF[n]) for n in range(held)]
-        assert_near(out_RD, torch.cat(each))
-
     @pytest.mark.parametrize("case", [case for case in fast_paths_chapter.PIECES if case != "no-piece"])
     def test_pieces(self, case: str) -> None:
         """Padded and cut back, with their gradients, whatever stands in the padding."""
@@ -227,15 +211,3 @@ class TestFastPaths:
         assert torch.equal(compacted_RD, stored["compacted_RD"])
         assert torch.equal(torch.autograd.grad(padded_PD, rows_RD, own["upstream_PD"])[0], stored["drows_RD"])
         assert torch.equal(torch.autograd.grad(compacted_RD, rows_PD, own["upstream_RD"])[0], stored["drows_PD"])
-
-    @pytest.mark.parametrize("case", fast_paths_chapter.SPLITS)
-    def test_exchanges(self, case: str) -> None:
-        """Padded by what is sent and cut back by what is received, every rank receives what uneven splits bring."""
-        splits_WW, own = fast_paths_chapter.SPLITS[case], case_of(self.values, case, "in")
-        stored, W = case_of(self.values, case, "out"), len(splits_WW)
-        size, splits = int(stored["smallest"]), EqualSplits(cast(dist.ProcessGroup, None), CPU)
-        sent = [splits.pad(own[f"rows_RD-{rank}"], splits_WW[rank], size).split([size] * W) for rank in range(W)]
-        for rank in range(W):
-            arrived_PD = torch.cat([pieces[rank] for pieces in sent])
-            received_RD = splits.compact(arrived_PD, [row[rank] for row in splits_WW], size)
-            assert torch.equal(received_RD, stored[f"uneven.received_RD-{rank}"])

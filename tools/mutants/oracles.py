@@ -16,10 +16,10 @@ _REFERENCE = "moe_conformance.reference"
 # Files that are no oracle of a pair.
 _OTHERS = frozenset(
     {
-        # Bounds of errors: self_tests/judging/test_bounds.py and test_loss_bounds.py hold them.
+        # Bounds of errors: self_tests/judging/test_bounds.py holds them.
         "reference/rounding/activations.py", "reference/rounding/errors.py", "reference/rounding/expert_magnitudes.py",
-        "reference/rounding/loss_magnitudes.py", "reference/rounding/magnitudes.py",
-        "reference/rounding/routing_magnitudes.py", "reference/rounding/whole_layer_magnitudes.py",
+        "reference/rounding/magnitudes.py", "reference/rounding/routing_magnitudes.py",
+        "reference/rounding/whole_layer_magnitudes.py",
         # What asks both oracles of a pair: another question that still fits is no error.
         "reference/config_rules/cases.py",
     }

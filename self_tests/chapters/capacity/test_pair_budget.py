@@ -72,9 +72,11 @@ class TestBudgets:
         ids = [np.array([random.permutation(2 * ep)[:2] for _ in range(T)], dtype=int).reshape(T, 2) for T in sizes]
         wanted = second_exchange.deliveries(ids, placement)
         alignment = data.draw(st.sampled_from([1, 1, 3]))
-        aligned = [
-            sum(math.ceil(n / alignment) * alignment for n in row) for row in second_exchange.counts(ids, placement)
+        rows = [
+            [len(second_exchange.rows_for(rank, expert, ids, placement)) for expert in held]
+            for rank, held in enumerate(placement.held)
         ]
+        aligned = [sum(math.ceil(n / alignment) * alignment for n in row) for row in rows]
         budgets = [max(0, rows + data.draw(st.sampled_from([-3, -1, -1, 0, 0, 2]))) for rows in aligned]
         lost = (
             {wanted[i][:3] for i in random.integers(len(wanted), size=data.draw(st.integers(0, 4)))}

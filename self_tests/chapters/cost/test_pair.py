@@ -55,9 +55,10 @@ class TestRows:
         assert (least <= pairs).all()
         assert (least <= gathered).all()
         assert not any(each.diagonal().any() for each in (pairs, least, gathered))
-        splits = np.array(second_exchange.splits(ids, second_exchange.Placement(groups, held)))
-        np.fill_diagonal(splits, 0)
-        assert splits.tolist() == pairs.tolist()
+        splits_WW = np.zeros_like(pairs)
+        for pair in second_exchange.deliveries(ids, second_exchange.Placement(groups, held)):
+            splits_WW[pair.source, pair.destination] += pair.source != pair.destination
+        assert splits_WW.tolist() == pairs.tolist()
 
 
 class TestBytes:

@@ -15,8 +15,4 @@ def deliveries(ids: Sequence[Any], exchange_groups: Any, held: Any) -> list[Pair
     return second.deliveries(ids, Placement(exchange_groups, held))
 
 
-ORACLE = second_oracle(
-    deliveries=deliveries,
-    counts=lambda ids, *placement: second.counts(ids, Placement(*placement)),
-    splits=lambda ids, *placement: second.splits(ids, Placement(*placement)),
-)
+ORACLE = second_oracle(deliveries=deliveries)

@@ -80,10 +80,10 @@ def first_gradients(case: Case, weights_at: first.WeightsAt) -> list[first.Gradi
 
 
 def first_totals(case: Case, weights_at: first.WeightsAt) -> Mapping[tuple[str, int], Tensor]:
-    """The first oracle's expert gradients, summed over ranks."""
-    return first.global_expert_gradients(
-        first_batches(case), first_experts.swiglu_experts, parameters_of(case.experts), weights_at=weights_at
-    )
+    """The first oracle's expert gradients of all ranks' tokens together."""
+    batch = first.global_batch(first_batches(case))
+    parameters = parameters_of(case.experts)
+    return first.gradients(*batch, first_experts.swiglu_experts, parameters, weights_at=weights_at).parameters
 
 
 class TestPair:

@@ -12,17 +12,4 @@ ORACLE = second_oracle(
     compact=differentiable(
         equal_splits.compact, lambda g_RD, rows_PD, *how: [equal_splits.compact_backward(g_RD, *how)]
     ),
-    uneven_exchange=differentiable(
-        equal_splits.uneven_exchange,
-        lambda received, rows, splits_WW: equal_splits.uneven_exchange_backward(received, splits_WW),
-    ),
-    equal_exchange=differentiable(
-        equal_splits.equal_exchange,
-        lambda received, rows, splits_WW, split: equal_splits.uneven_exchange_backward(received, splits_WW),
-    ),
-    as_batch=differentiable(choices.as_batch, lambda g_NnD, *_: [choices.as_batch_backward(g_NnD)]),
-    round_robin_rows=differentiable(
-        choices.round_robin_rows,
-        lambda g_RD, x_TD, rank, **sizes: [choices.round_robin_rows_backward(len(x_TD), g_RD, rank, **sizes)],
-    ),
 )

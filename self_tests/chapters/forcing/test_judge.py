@@ -26,7 +26,6 @@ from moe_conformance.judging.verdict import (
     WrongSelection,
     WrongWeight,
 )
-from moe_conformance.reference.forcing.routes import round_robin
 from moe_conformance.scenarios.outcome import Microbatch, Outcome
 from moe_conformance.workloads.records.runs import RouterStep
 from self_tests.judging import simulated_routers as simulated
@@ -78,7 +77,8 @@ def forced(formula: Formula, strategy: Any = RANDOM, tells: bool = True, **field
 
 def dealt(scores_TE: Tensor, bias_E: Tensor, config: Config) -> Tensor:
     """Deal the experts out in turn."""
-    return round_robin(len(scores_TE), config.top_k, config.experts)
+    dealt = torch.arange(len(scores_TE) * config.top_k) % config.experts
+    return dealt.reshape(-1, config.top_k)
 
 
 def detected(kind: type[Mismatch], judge: Callable[..., None], outcome: Outcome) -> Mismatch:

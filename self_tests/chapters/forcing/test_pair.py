@@ -70,19 +70,7 @@ class TestIds:
         assert 3 == int(first.groups_used(free.ids_TK, 6, 3).max())
 
 
-class TestRoundRobin:
-    @settings(pairs_agree, max_examples=120)
-    @given(st.integers(0, 7), st.integers(1, 7), st.integers(0, 6), st.integers(0, 4))
-    def test_routes_agree_and_are_even(self, tokens: int, experts: int, less: int, rank: int) -> None:
-        """Both deal the same experts; every rank's loads, and the sums over any first ranks, are even."""
-        top_k = max(1, experts - less)
-        assert_agree(first.round_robin, second.round_robin, tokens, top_k, experts, rank=rank)
-        routes = [first.round_robin(tokens, top_k, experts, rank=r) for r in range(rank + 1)]
-        loads = [first_capacity.loads(ids_TK, experts) for ids_TK in routes]
-        assert all(bool(first.legal_ids(ids_TK, experts).all()) for ids_TK in routes)
-        assert all(first.balanced(loads_E) for loads_E in loads)
-        assert first.balanced_sum(loads)
-
+class TestBalancePair:
     @settings(pairs_agree, max_examples=200)
     @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 4), st.integers(0, 10**6))
     def test_judgements_agree(self, experts: int, ranks: int, spread: int, seed: int) -> None:
@@ -94,16 +82,6 @@ class TestRoundRobin:
         for loads_E in loads:
             assert_agree(first.balanced, lambda row: second.balanced(row.tolist()), loads_E)
         assert_agree(first.balanced_sum, lambda rows: second.balanced_sum([row.tolist() for row in rows]), list(loads))
-
-    @pairs_agree
-    @given(st.integers(0, 40), st.integers(1, 8), st.integers(0, 5), st.sampled_from([1.0, 1.1, 4 / 3]))
-    def test_a_capacity_of_the_mean_drops_nothing(self, tokens: int, top_k: int, more: int, factor: float) -> None:
-        """n_e <= ceil(K T / E) <= C with factor >= 1, for any T and any legal C."""
-        experts = top_k + more
-        ids_TK = first.round_robin(tokens, top_k, experts)
-        n_E = first_capacity.loads(ids_TK, experts).tolist()
-        for C in first_capacity.capacities(tokens, top_k, experts, factor=factor):
-            assert n_E == first_capacity.fits(ids_TK, experts, C).tolist()
 
 
 def first_weights(logits_TE: Tensor, ids_TK: Ints, gate: Gate) -> Tensor:
@@ -258,14 +236,6 @@ test_by_hand = by_hand(
         ("uneven groups", (ONE_ID, 3, 2), REFUSED),
         ("no groups", (ONE_ID, 3, 0), REFUSED),
         ("groups of no route", (ONE_ID + 3, 3, 3), REFUSED),
-    ),
-    *rows(first.round_robin, second.round_robin,
-        ("rank 0 begins with expert 0", (2, 3, 5), [[0, 1, 2], [3, 4, 0]]),
-        ("rank 4 of five experts begins with the last", (2, 3, 5), {"rank": 4}, [[4, 0, 1], [2, 3, 4]]),
-        ("T < 0", (-1, 1, 2), REFUSED),
-        ("K = 0", (2, 0, 2), REFUSED),
-        ("K > E", (2, 3, 2), REFUSED),
-        ("rank -1", (2, 1, 2), {"rank": -1}, REFUSED),
     ),
     # Sums differ by at most 1, or where ranks differ in size by at most their number.
     *rows(lambda loads: first.balanced_sum([torch.tensor(loads_E) for loads_E in loads]), second.balanced_sum,

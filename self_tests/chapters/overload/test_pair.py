@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -106,16 +105,6 @@ class TestEntryPair:
         entry = second.entry(group)
         assert second.factor(entry) == first_factor(entry)
 
-    @pairs_agree
-    @given(st.lists(st.integers(0, 4), max_size=3), st.randoms(use_true_random=False))
-    def test_tokens_brought_agree(self, lead: list[int], random: Random) -> None:
-        """Both count the places of any leading dims that are not padding."""
-        assert second.tokens_brought(lead) == first.tokens_brought(lead)
-        places = int(np.prod(lead, dtype=np.int64))
-        padding = np.array([random.random() < 0.4 for _ in range(places)], dtype=np.bool_).reshape(lead)
-        for shaped in (padding, padding.reshape(-1)):
-            assert second.tokens_brought(lead, shaped) == first.tokens_brought(lead, torch.from_numpy(shaped))
-
 
 def first_measure(group: Group) -> tuple[Any, ...]:
     """Pairs of every rank, balance and factor."""
@@ -160,8 +149,6 @@ PADDED = Group(
     [np.arange(128) >= 17, np.arange(128) >= 70],
     [],
 )
-PLACES = np.zeros((3, 5), dtype=np.bool_)
-PLACES[0, 1] = PLACES[2, 4] = True
 
 test_by_hand = by_hand(
     *rows(first_measure, second_measure,
@@ -213,14 +200,6 @@ test_by_hand = by_hand(
         ("ids of one dim", (plain([IDS[0]], [[0, 1]], 1),), REFUSED),
     ),
     *rows(first_entry, second.entry, ("an entry of stage 0 and layer 0", (on_two([]),), (0, 0, (0, 0), Fraction(0)))),
-    *rows(first.tokens_brought, second.tokens_brought,
-        ("(S, B) = (3, 5) less their padding", ([3, 5], PLACES), 13),
-        ("a lone row is one token", ([],), 1),
-        ("a negative dim", ([2, -1],), REFUSED),
-        ("two negative dims", ([-1, -2],), REFUSED),
-        ("padding of other places", ([2, 3], np.zeros(5, np.bool_)), REFUSED),
-        ("padding that is no truth value", ([3], np.zeros(3, np.int64)), REFUSED),
-    ),
     *rows(lambda exact, terms, growth: first_report.allowed_error(exact, terms, growth=growth), second.allowed_error,
         ("less than no terms", (Fraction(1), -1, Fraction(1)), REFUSED),
         ("less than no growth", (Fraction(1), 0, Fraction(-1, 2)), REFUSED),

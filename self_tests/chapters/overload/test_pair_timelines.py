@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from moe_conformance.reference.overload import peaks as first_peaks
 from moe_conformance.reference.overload import timelines as first
 from self_tests.chapters.overload.second import timelines as second
-from self_tests.chapters.overload.second.factors import Label
 from self_tests.chapters.overload.second.timelines import Event
 from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
@@ -27,16 +26,11 @@ OPTIONS: list[tuple[Any, Any]] = [(r, a) for r in ("first", "repeated") for a in
 
 
 def refusal(call: Any) -> Any:
-    """What a call gives, or that it refuses."""
+    """What a call lists, or that it refuses."""
     try:
-        return call()
+        return list(call())
     except ValueError:
         return "refused"
-
-
-def first_timelines(passes: Sequence[Any]) -> list[list[Event]]:
-    """The first oracle's legal timelines as lists."""
-    return [list(events) for events in first.legal_timelines(passes)]
 
 
 @st.composite
@@ -58,9 +52,8 @@ chaos = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(["a", "b"])),
 class TestTimelinePair:
     @pairs_agree
     @given(lives())
-    def test_legal_timelines_agree(self, passes: list[Any]) -> None:
-        """Both keep the same timelines of lawful passes, in the same order, and one for every pair of options."""
-        assert second.legal_timelines(passes) == first_timelines(passes)
+    def test_timelines_agree(self, passes: list[Any]) -> None:
+        """Both keep the same timeline of lawful passes for every pair of options."""
         for recomputed, alone in OPTIONS:
             expected = second.timeline(passes, recomputed, alone)
             assert expected == list(first.timeline(passes, recomputed=recomputed, alone=alone))
@@ -69,8 +62,9 @@ class TestTimelinePair:
     @given(chaos)
     def test_unlawful_lives_are_refused_alike(self, passes: list[Any]) -> None:
         """Passes in any order at all: both refuse the same, and agree on the others."""
-        expected = refusal(lambda: second.legal_timelines(passes))
-        assert expected == refusal(lambda: first_timelines(passes))
+        for recomputed, alone in OPTIONS:
+            expected = refusal(partial(second.timeline, passes, recomputed, alone))
+            assert expected == refusal(partial(first.timeline, passes, recomputed=recomputed, alone=alone))
 
     @pairs_agree
     @given(
@@ -82,22 +76,6 @@ class TestTimelinePair:
         """Both give each report what came since the one before, and abandoned attempts to none."""
         assert second.since_reports(log) == [list(passes) for passes in first.since_reports(log)]
 
-    @settings(pairs_agree, max_examples=300)
-    @given(chaos, st.sets(st.sampled_from(["a", "b", "c"])))
-    def test_miscounts_agree(self, passes: list[Any], expected: set[Label]) -> None:
-        """Both find the same labels without their one forward and one backward, and the same strangers."""
-        assert second.miscounted(passes, expected) == first.miscounted(passes, expected)
-
-    @pairs_agree
-    @given(
-        st.lists(
-            st.lists(st.lists(st.tuples(st.just("forward"), st.integers(0, 2)), max_size=2), max_size=2), max_size=2
-        )
-    )
-    def test_merges_agree(self, blocks: list[Any]) -> None:
-        """Both find every order that simultaneous strands allow, and no other."""
-        assert second.merges(blocks) == set(first.merges(blocks))
-
 
 @st.composite
 def accounts(draw: st.DrawFn) -> tuple[list[Any], list[Any], list[Any]]:
@@ -105,7 +83,7 @@ def accounts(draw: st.DrawFn) -> tuple[list[Any], list[Any], list[Any]]:
     events, pairs, balanced = [], [], []
     for _ in range(draw(st.integers(0, 3))):
         passes = draw(lives(3))
-        events.append(draw(st.sampled_from(second.legal_timelines(passes))))
+        events.append(second.timeline(passes, *draw(st.sampled_from(OPTIONS))))
         pairs.append({label: draw(st.integers(0, 29)) for label in range(6)})
         shares = st.sampled_from([Fraction(0), Fraction(5, 3), Fraction(7), Fraction(19, 2)])
         same = draw(st.one_of(st.none(), st.just(Fraction(0))))
@@ -129,17 +107,6 @@ class TestPeaksPair:
         """Both look after every event, at the first as at the last, and never before the first."""
         known: tuple[Any, Any] = ({"a": 5, "b": 11}, {"a": Fraction(7), "b": Fraction(3, 2)})
         assert second.peaks(events, *known) == first_peaks.peaks(events, *known)  # type: ignore[comparison-overlap]
-
-    @pairs_agree
-    @given(st.lists(lives(2), max_size=3), st.integers(1, 99))
-    def test_legal_values_agree(self, ranks: list[list[Any]], seed: int) -> None:
-        """Whichever timeline each rank keeps: both find the same values of the worst one, ascending."""
-        choices = [second.legal_timelines(passes) for passes in ranks]
-        random = np.random.default_rng(seed)
-        pairs = [{label: int(random.integers(0, 30)) for label in range(6)} for _ in ranks]
-        balanced: list[Any] = [{label: Fraction(int(random.integers(0, 4)), 3) for label in range(6)} for _ in ranks]
-        expected = second.legal_cumulatives(choices, pairs, balanced)  # type: ignore[arg-type]
-        assert expected == list(first_peaks.legal_cumulatives(choices, pairs, balanced))  # type: ignore[arg-type]
 
 
 class TestLaws:
@@ -172,16 +139,6 @@ def beside(life: str) -> list[Any]:
     return [("forward", "other"), *((kind, "x") for kind in life.split()), ("backward", "other")]
 
 
-def at_once(blocks: Any) -> list[tuple[str, ...]]:
-    """The first oracle's merges, as sorted words."""
-    return sorted(tuple(f"{kind[0]}{label}" for kind, label in merged) for merged in first.merges(blocks))
-
-
-def second_at_once(blocks: Any) -> list[tuple[str, ...]]:
-    """The same of the longhand."""
-    return sorted(tuple(f"{kind[0]}{label}" for kind, label in merged) for merged in second.merges(blocks))
-
-
 CANNOT_HAPPEN = [
     "forward", "backward", "recomputed backward", "backward forward", "recomputed forward backward",
     "forward backward recomputed", "forward forward backward", "forward backward forward backward",
@@ -202,29 +159,15 @@ KNOWN: tuple[Any, ...] = [[F0]] * 2, [{0: 1}] * 2, [{0: Fraction(1)}] * 2
 test_by_hand = by_hand(
     *rows(first.timeline, second.timeline,
         ("at the first pass, and alone at once", (RECOMPUTED,), [F0, F1, B1, B0]),
+        ("at the repeated pass", (RECOMPUTED,), {"recomputed": "repeated"}, [F1, B1, F0, B0]),
+        ("alone not at all", (RECOMPUTED,), {"alone": "left_out"}, [F0, B0]),
         *((f"{life} of one label", (beside(life),), REFUSED) for life in CANNOT_HAPPEN),
         ("a forward stands at its first pass or at the repeated one", ([],), {"recomputed": "last"}, REFUSED),
         ("a forward alone counts or is left out", ([],), {"alone": "zero"}, REFUSED),
     ),
-    *rows(first.legal_timelines, second.legal_timelines,
-        ("a recomputed forward stands at either place, one alone counts at once or never", (RECOMPUTED,),
-         [[F0, F1, B1, B0], [F0, B0], [F1, B1, F0, B0]]),
-    ),
     *rows(first.since_reports, second.since_reports,
         ("an abandoned attempt is in no report", (LOG,), [WHOLE, WHOLE, []]),
         ("an unknown word", ([("forward", 0), "pause"],), REFUSED),
-    ),
-    *rows(at_once, second_at_once,
-        ("a forward and a backward of two layers at once have 4! / (2! 2!) = 6 orders",
-         ([[[("forward", 0)]], [[("forward", 1), ("forward", 2)], [("backward", 4), ("backward", 3)]]],),
-         sorted(
-             ("f0", *order)
-             for order in [
-                 ("f1", "f2", "b4", "b3"), ("f1", "b4", "f2", "b3"), ("f1", "b4", "b3", "f2"), ("b4", "f1", "f2", "b3"),
-                 ("b4", "f1", "b3", "f2"), ("b4", "b3", "f1", "f2"),
-             ]
-         )),
-        ("nothing has one order", ([],), [()]),
     ),
     *rows(first_peaks.peaks, second.peaks,
         ("two of a kind one by one", ([F0, B0, F1, B1], *ALIKE), (9, Fraction(6))),
@@ -248,15 +191,6 @@ test_by_hand = by_hand(
         ("two events of balance 2: (2 + 4) 2^-23 (3 / 2) (4 / 2) = 18 / 2^23 either way",
          ([UP_DOWN], [{0: 3}], [{0: Fraction(2)}]),
          (Fraction(3, 2) - Fraction(18, 2**23), Fraction(3, 2) + Fraction(18, 2**23))),
-    ),
-    *rows(first_peaks.legal_cumulatives, second.legal_cumulatives,
-        ("no tokens on any rank: 0", ([[UP_DOWN]], EMPTY[0][:1], EMPTY[1][:1]), [Fraction(0)]),
-        ("no tokens do not show beside 1 / 2", ([[UP_DOWN]] * 2, *EMPTY), [Fraction(1, 2)]),
-        ("no rank, no value", ([], [], []), []),
-        ("(4 + 2) / (3 + 5), 4 / 3, and max(2, 4) / max(5, 3)",
-         ([[[F0, F1, B1, B0], [F0, B0], [F1, B1, F0, B0]]], [{0: 4, 1: 2}], [{0: Fraction(3), 1: Fraction(5)}]),
-         [Fraction(3, 4), Fraction(4, 5), Fraction(4, 3)]),
-        ("a rank without timelines", ([[[F0]], []], [{0: 1}, {}], [{0: Fraction(1)}, {}]), REFUSED),
     ),
 )  # fmt: skip
 

@@ -111,20 +111,6 @@ def paint(view: View) -> dict[int, int]:
     return painted
 
 
-def byte_range(view: View) -> tuple[int, int] | None:
-    """The first byte, and the one after the last."""
-    painted = sorted(paint(view))
-    return (painted[0], painted[-1] + 1) if painted else None
-
-
-def ranges_meet(a: View, b: View) -> bool:
-    """Is there an address that lies between the first and the last byte of both?"""
-    mine, other = sorted(paint(a)), sorted(paint(b))
-    if not mine or not other:
-        return False
-    return any(other[0] <= byte <= other[-1] for byte in range(mine[0], mine[-1] + 1))
-
-
 def share_bytes(a: View, b: View) -> bool:
     """Does a write through one show through the other?"""
     other = paint(b)

@@ -43,30 +43,6 @@ class Settings(NamedTuple):
 FACTS = ("kernel_frees_input", "kernel_present", "versions")
 
 # Which options a refusal may name, by rule; a version is not chosen among the options.
-OPTIONS = {
-    "RULE-06": "overlap ep",
-    "RULE-07": "overlap experts",
-    "RULE-08": "overlap dispatcher",
-    "RULE-09": "overlap dtype",
-    "RULE-10": "overlap pp virtual_stages",
-    "RULE-11": "overlap recompute",
-    "RULE-12": "overlap recompute_method",
-    "RULE-13": "overlap recompute_layers",
-    "RULE-14": "overlap recompute_modules",
-    "RULE-15": "overlap overlap_shared shared_experts",
-    "RULE-16": "overlap prediction_layers",
-    "RULE-17": "overlap capture",
-    "RULE-18": "overlap dispatcher kernel offload_first_product",
-    "RULE-19": "",
-    "RULE-20": "defer_weight_gradients overlap",
-    "RULE-21": "defer_weight_gradients capture accumulate_in_product",
-    "RULE-22": "defer_weight_gradients capture attention_bias",
-    "RULE-23": "kernel dispatcher",
-    "RULE-24": "kernel dispatcher",
-    "RULE-25": "packed dispatcher",
-    "RULE-26": "experts top_k",
-    "RULE-27": "groups groups_chosen experts top_k",
-}
 
 
 def captured(asked: Settings, *parts: str) -> bool:
@@ -211,19 +187,3 @@ def outcomes(asked: Settings) -> set[str]:
     if changed != asked and lawful_build(asked, changed):
         found.add("changed")
     return found
-
-
-def at_fault(asked: Settings) -> set[str]:
-    """The options that a refusal may name."""
-    named = set()
-    for rule in broken(asked):
-        options = set(OPTIONS[rule].split())
-        if rule == "RULE-15" and asked.shared_experts == 0:
-            options.discard("overlap")  # there is nothing to overlap, whatever else is
-        named |= options
-    return named
-
-
-def overlap_rules() -> list[str]:
-    """The rules that ask for something only where overlap is on, and the one between two overlaps."""
-    return [f"RULE-{number:02}" for number in range(6, 19)]

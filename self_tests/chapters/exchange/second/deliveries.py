@@ -70,20 +70,3 @@ def deliveries(ids_by_rank: Sequence[Ints], placement: Placement) -> list[Pair]:
         for expert in held:
             pairs += rows_for(destination, expert, ids_by_rank, placement)
     return sorted(pairs)
-
-
-def counts(ids_by_rank: Sequence[Ints], placement: Placement) -> list[list[int]]:
-    """Rows that each rank is handed for each of its experts, in the order in which it lists them."""
-    return [
-        [len(rows_for(destination, expert, ids_by_rank, placement)) for expert in held]
-        for destination, held in enumerate(placement.held)
-    ]
-
-
-def splits(ids_by_rank: Sequence[Ints], placement: Placement) -> list[list[int]]:
-    """Rows from each source rank to each destination rank, (W, W), zero between different exchange groups."""
-    world = len(ids_by_rank)
-    sent = [[0] * world for _ in range(world)]
-    for pair in deliveries(ids_by_rank, placement):
-        sent[pair.source][pair.destination] += 1
-    return sent

@@ -47,21 +47,6 @@ def check_ids(ids_TK: Ints, experts: int) -> None:
         raise ValueError(f"{ids_TK.tolist()} of {experts} experts")
 
 
-def round_robin(tokens: int, top_k: int, experts: int, *, rank: int = 0) -> Ints:
-    """Deal the experts out like cards: each rank begins where the one before it, with as many tokens, has ended."""
-    if tokens < 0 or rank < 0 or not 1 <= top_k <= experts:
-        raise ValueError(f"{tokens}, {top_k}, {experts}, {rank}")
-    ids_TK = np.zeros((tokens, top_k), dtype=np.int64)
-    card = 0
-    for dealer in range(rank + 1):
-        for token in range(tokens):
-            for slot in range(top_k):
-                if dealer == rank:
-                    ids_TK[token, slot] = card
-                card = 0 if card == experts - 1 else card + 1
-    return ids_TK
-
-
 def balanced(loads_E: Sequence[int]) -> bool:
     """Whether no two experts' loads differ by more than one."""
     return all(abs(one - other) <= 1 for one in loads_E for other in loads_E)

@@ -43,18 +43,6 @@ def demand(holds: bool, complaint: str) -> None:
         raise ValueError(complaint)
 
 
-def tokens_brought(lead: Sequence[int], padding: Bools | None = None) -> int:
-    """Walk through every place of the leading dims of x and count those that are not padding."""
-    demand(all(size >= 0 for size in lead), f"negative dim in {lead}")
-    places = 1
-    for size in lead:
-        places *= size
-    if padding is None:
-        return places
-    demand(padding.dtype == np.bool_ and padding.size == places, f"padding does not fit {lead}")
-    return sum(1 for is_padding in padding.reshape(-1) if not is_padding)
-
-
 def check_copies(group: Group) -> None:
     """Copies name positions of the group, none twice, and hold the same tokens."""
     named: list[int] = []

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from itertools import permutations, product
 
 from self_tests.chapters.overload.second.factors import Label, allowed_error, demand
 
 Pass = tuple[str, Label]
 Event = tuple[Label, int]
-
-TRAINING = ("forward", "alone")
 LIVES = (["forward", "backward"], ["forward", "recomputed", "backward"], ["alone"])
 
 
@@ -56,17 +53,6 @@ def timeline(passes: Sequence[Pass], recomputed: str = "first", alone: str = "co
         elif kind == "alone" and alone == "counted":
             events += [(label, +1), (label, -1)]
     return events
-
-
-def legal_timelines(passes: Sequence[Pass]) -> list[list[Event]]:
-    """The timelines that a meter may keep, without repeats."""
-    found: list[list[Event]] = []
-    for recomputed in ("first", "repeated"):
-        for alone in ("counted", "left_out"):
-            events = timeline(passes, recomputed, alone)
-            if events not in found:
-                found.append(events)
-    return found
 
 
 def peaks(
@@ -117,42 +103,3 @@ def cumulative_interval(events: Events, pairs: Pairs, balanced: Balanced) -> tup
         lows.append(exact - error)
         highs.append(exact + error)
     return max(lows[1:] or lows), max(highs)
-
-
-def merges(blocks: Sequence[Sequence[Sequence[Pass]]]) -> set[tuple[Pass, ...]]:
-    """Every order in which the passes of simultaneous strands can have taken place, block after block.
-
-    Tried the long way: of all orders of a block's places, those that keep each strand's own order.
-    """
-    merged: set[tuple[Pass, ...]] = {()}
-    for strands in blocks:
-        places = [(s, i) for s, strand in enumerate(strands) for i in range(len(strand))]
-        orders = [
-            order
-            for order in permutations(places)
-            if all([i for t, i in order if t == s] == list(range(len(strand))) for s, strand in enumerate(strands))
-        ]
-        merged = {before + tuple(strands[s][i] for s, i in order) for before in merged for order in orders}
-    return merged
-
-
-def legal_cumulatives(choices: Sequence[Sequence[Sequence[Event]]], pairs: Pairs, balanced: Balanced) -> list[Fraction]:
-    """Every value that the worst rank can have, whichever of its timelines each rank kept."""
-    demand(all(len(timelines) > 0 for timelines in choices), "a rank without a timeline")
-    values: set[Fraction] = set()
-    if choices:
-        for chosen in product(*choices):
-            values.add(cumulative(chosen, pairs, balanced) or Fraction(0))
-    return sorted(values)
-
-
-def miscounted(passes: Sequence[Pass], expected: Collection[Label]) -> dict[Label, tuple[int, int]]:
-    """Labels that do not have one training forward and, unless that one is alone, one backward; and strangers."""
-    wrong = {}
-    for label in {*expected, *(label for _, label in passes)}:
-        kinds = [kind for kind, other in passes if other == label]
-        counts = (sum(kind in TRAINING for kind in kinds), sum(kind == "backward" for kind in kinds))
-        right = (0, 0) if label not in expected else (1, 0) if "alone" in kinds else (1, 1)
-        if counts != right:
-            wrong[label] = counts
-    return wrong
