@@ -51,6 +51,7 @@ def deliveries(
     Decides: EXCH-01, EXCH-03, EXCH-04, EXCH-10, EXCH-22, EXCH-38, EXCH-39, FAST-05, FORCE-20, GRAD-01,
     GROUP-06, OVLP-13, PACK-03. Source: definition of dispatch.
 
+    >>> import torch
     >>> ids = [torch.tensor([[2, 0]]), torch.tensor([[-1, 2], [1, -1]])]
     >>> for pair in deliveries(ids, [[0, 1]], [[0, 1], [2]]):
     ...     print(pair)
