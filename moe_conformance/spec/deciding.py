@@ -13,6 +13,7 @@ from pathlib import Path
 
 FILE = Path(__file__).with_suffix(".toml")
 UNCONFIRMED = Path(__file__).with_name("unconfirmed.toml")
+WAITING = Path(__file__).with_name("waiting.toml")
 
 _HEAD = "# By requirement: its oracles, and the case on which each decides. Written by tools/deciding_oracles.py."
 
@@ -29,6 +30,14 @@ def unconfirmed(file: Path = UNCONFIRMED) -> Mapping[str, Sequence[str]]:
     claimed no longer.
     """
     return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def waiting(file: Path = WAITING) -> Mapping[str, Sequence[str]]:
+    """Return the oracles that no check reaches yet, and the requirements without a check that each decides.
+
+    Tests refuse an oracle that no check reaches and that is not in it, and one in it that a check reaches.
+    """
+    return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
 def text(found: Mapping[str, Mapping[str, str]]) -> str:
