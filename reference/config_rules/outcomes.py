@@ -52,7 +52,7 @@ def outcomes(settings: Settings) -> frozenset[Outcome]:
 
     Decides: RULE-06, RULE-07, RULE-08, RULE-09, RULE-10, RULE-11, RULE-12, RULE-13, RULE-14,
     RULE-15, RULE-16, RULE-17, RULE-18, RULE-19, RULE-20, RULE-21, RULE-22, RULE-23, RULE-24, RULE-25,
-    RULE-26, RULE-27. Source: arithmetic on the table.
+    RULE-27. Source: arithmetic on the table.
 
     >>> sorted(outcomes(Settings(overlap=True, overlap_shared=True, shared_experts=1)))
     ['changed', 'honoured', 'refused']

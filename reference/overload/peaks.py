@@ -32,6 +32,8 @@ def peaks(events: Sequence[Event], pairs: Pairs, balanced: Balanced) -> tuple[in
 
     Degenerate: no events give (0, 0). Forwards alone give the sums of all.
 
+    Decides: LOAD-08, LOAD-09. Source: arithmetic.
+
     >>> a, b = {"x": 3, "y": 5}, {"x": Fraction(4), "y": Fraction(2)}
     >>> P, Q = peaks([("x", 1), ("y", 1), ("y", -1), ("x", -1)], a, b)
     >>> P, str(Q)
@@ -55,8 +57,6 @@ def cumulative(
 
     Degenerate: a rank with Q_r = 0 adds nothing; if there is no other, None: the value is 0 or absent.
 
-    Decides: LOAD-08, LOAD-09. Source: arithmetic.
-
     >>> up_down, b = [("x", 1), ("x", -1)], {"x": Fraction(4)}
     >>> str(cumulative([up_down, up_down, []], [{"x": 3}, {"x": 5}, {}], [b, b, {}]))
     '5/4'
@@ -74,6 +74,8 @@ def cumulative_interval(
     sums go up and down; the largest of the rounded ones lies within [max_r (x_r - d_r), max_r (x_r + d_r)].
 
     Degenerate: no rank with Q_r > 0 gives (0, 0).
+
+    Decides: LOAD-08, LOAD-09. Source: arithmetic; Higham, Accuracy and Stability of Numerical Algorithms.
 
     >>> low, high = cumulative_interval([[("x", 1), ("x", -1)]], [{"x": 5}], [{"x": Fraction(4)}])
     >>> (high - low) / 2 == 6 * Fraction(1, 2**23) * Fraction(5, 4) * 2

@@ -17,9 +17,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-Way = Literal["larger", "smaller", "turned", "none"]
+Way = Literal["larger", "smaller", "turned", "none", "hollow"]
 _FAR = 1000  # what is added to numbers that are no integers
-WAYS: tuple[Way, ...] = ("larger", "smaller", "turned", "none")
+WAYS: tuple[Way, ...] = ("larger", "smaller", "turned", "none", "hollow")
 
 
 def changed(value: Any, way: Way, hint: Any = None, by: int = 1) -> Any:
@@ -29,14 +29,16 @@ def changed(value: Any, way: Way, hint: Any = None, by: int = 1) -> Any:
         value: What an oracle returned.
         way: "larger" adds to numbers, to the later elements of a row the more; "smaller" takes away; "turned"
             reverses orders, gives the values of a mapping to the next keys, and replaces a set by the other names
-            that it may hold; "none" leaves collections empty and tensors zero. Truth values are negated.
-        hint: The type that the oracle says it returns: where the value is None or empty, an example of it is made.
+            that it may hold; "none" leaves collections empty and tensors zero; "hollow" does so within a collection,
+            and is otherwise "smaller". Truth values are negated.
+        hint: The type that the oracle says it returns: where the value is None, or is empty and is to be larger or
+            smaller, an example of it is made.
         by: How much "larger" adds to integers, and a thousandth of what it adds to other numbers; 1 or more.
 
     >>> changed((3, -1.5, True, "a"), "larger"), changed({"a": (1, 2)}, "turned"), changed((1, 2), "none")
     ((4, 998.5, False, 'a, changed'), {'a': (2, 1)}, ())
-    >>> changed((), "larger", tuple[int, ...]), changed(None, "larger", str | None)
-    ((0,), 'changed')
+    >>> changed(((1, 2), (3,)), "hollow"), changed((), "larger", tuple[int, ...]), changed(None, "larger", str | None)
+    (((), ()), (0,), 'changed')
     >>> changed(torch.tensor([2, 0]), "larger").tolist(), changed(torch.tensor([2.0, 0.0]), "larger").tolist()
     ([3, 1], [1002.0, 2000.0])
     """
@@ -128,9 +130,11 @@ def _collection(value: Any, way: Way, hint: Any, by: int) -> Any:
     made: Callable[..., Any] = type(value)
     inner = get_args(hint)
     if not value:
-        return made(example(hint)) if inner else value
+        return made(example(hint)) if inner and way in ("larger", "smaller") else value
     if way == "none":
         return made()
+    if way == "hollow":
+        way = "none"  # of what it holds
     if way == "turned" and len(value) > 1:
         if isinstance(value, Mapping):
             return dict(zip(value, [*list(value.values())[1:], next(iter(value.values()))], strict=True))

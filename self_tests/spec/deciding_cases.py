@@ -57,10 +57,13 @@ class Case:
         return next(workload for workload in drawn if workload.name == self.workload)
 
 
-# Where native claims the usual, and an oracle decides for what is claimed by others.
+# Where native does the usual, and an oracle decides for what others do: it refuses overlap with what may be honoured.
+_HONOURED = ("08", "09", "10", "11", "12", "13", "14", "16", "17", "18", "20", "21", "22")
+_HONOURING = "self_tests.correct_backends.unusual_configuration:Honouring"
 CLAIMED = (
     ("BIAS-07", Case("self_tests.correct_backends.unusual_balance:ForcedToo", "alltoall", SINGLE, "bias-forced-dealt")),
     ("EXCH-36", Case("self_tests.chapters.tp_duplicated_tokens.plants:Parts", "alltoall", TP2_EP2, "copies-even")),
+    *((f"RULE-{number}", Case(_HONOURING, "alltoall", SINGLE, f"rule-{number}")) for number in _HONOURED),
 )
 
 

@@ -134,24 +134,40 @@ class TestDecidedBy:
 
 class TestChanged:
     @pytest.mark.parametrize(
-        ("value", "larger", "smaller", "turned", "none"),
+        ("value", "larger", "smaller", "turned", "none", "hollow"),
         [
-            (3, 5, 2, 2, 0),
-            (True, False, False, False, False),
-            (-1.5, 1998.5, -4.0, -4.0, 0.0),
-            (Fraction(1, 2), Fraction(4001, 2), -1, -1, 0),
-            ((1, 2), (3, 4), (0, 1), (2, 1), ()),
-            ({"a": 1, "b": 2}, {"a": 3, "b": 4}, {"a": 0, "b": 1}, {"a": 2, "b": 1}, {}),
-            (torch.tensor([2, 0]), [4, 2], [1, 0], [0, 2], [0, 0]),
-            (torch.tensor([[2.0, -1.0]]), [[2002.0, 3999.0]], [[-1.0, -3.0]], [[-1.0, 2.0]], [[0.0, 0.0]]),
-            (torch.tensor([True, False]), [False, True], [False, True], [False, True], [False, False]),
-            (Pair(0, 1, 2, 3, 4), Pair(2, 3, 4, 5, 6), *[Pair(0, 0, 1, 2, 3)] * 2, Pair(0, 0, 0, 0, 0)),
+            (3, 5, 2, 2, 0, 2),
+            (True, False, False, False, False, False),
+            (-1.5, 1998.5, -4.0, -4.0, 0.0, -4.0),
+            (Fraction(1, 2), Fraction(4001, 2), -1, -1, 0, -1),
+            ((1, 2), (3, 4), (0, 1), (2, 1), (), (0, 0)),
+            (((1, 2), ()), ((3, 4), ()), ((0, 1), ()), ((), (1, 2)), (), ((), ())),
+            ({"a": 1, "b": 2}, {"a": 3, "b": 4}, {"a": 0, "b": 1}, {"a": 2, "b": 1}, {}, {"a": 0, "b": 0}),
+            (torch.tensor([2, 0]), [4, 2], [1, 0], [0, 2], [0, 0], [1, 0]),
+            (
+                torch.tensor([[2.0, -1.0]]),
+                [[2002.0, 3999.0]],
+                [[-1.0, -3.0]],
+                [[-1.0, 2.0]],
+                [[0.0, 0.0]],
+                [[-1.0, -3.0]],
+            ),
+            (torch.tensor([True, False]), *[[False, True]] * 3, [False, False], [False, True]),
+            (
+                Pair(0, 1, 2, 3, 4),
+                Pair(2, 3, 4, 5, 6),
+                *[Pair(0, 0, 1, 2, 3)] * 2,
+                Pair(0, 0, 0, 0, 0),
+                Pair(0, 0, 1, 2, 3),
+            ),
         ],
         ids=str,
     )
-    def test_every_part_is_another(self, value: Any, larger: Any, smaller: Any, turned: Any, none: Any) -> None:
-        """Of numbers, tensors, collections and records, in four ways."""
-        expected = {"larger": larger, "smaller": smaller, "turned": turned, "none": none}
+    def test_every_part_is_another(
+        self, value: Any, larger: Any, smaller: Any, turned: Any, none: Any, hollow: Any
+    ) -> None:
+        """Of numbers, tensors, collections and records, in five ways."""
+        expected = {"larger": larger, "smaller": smaller, "turned": turned, "none": none, "hollow": hollow}
         found = {way: changed(value, way, by=2) for way in WAYS}
         assert expected == {
             way: each.tolist() if isinstance(each, torch.Tensor) else each for way, each in found.items()
@@ -166,6 +182,7 @@ class TestChanged:
     def test_nothing_becomes_an_example(self) -> None:
         """Of the type that the oracle returns."""
         assert ("changed", (0,)) == (changed(None, "larger", str | None), changed((), "larger", tuple[int, ...]))
+        assert () == changed((), "none", tuple[int, ...])
         assert {"changed": (0, 0.0)} == example(dict[str, tuple[int, float]])
         assert Pair(0, 0, 0, 0, 0) == example(Pair | None)
 
