@@ -6,7 +6,8 @@
             calls = ...
             yield Comparison(rank.rank, f"rank {rank.rank} calls {len(calls)} collectives" if calls else "", pairs=1)
 
-It is called as `judge_no_calls(reading, tally)`.
+It is called as `judge_no_calls(reading, tally)`. It yields a `Comparison` of what was compared, right or wrong, the
+`Finding` of a fault alone, and what begins and ends the message.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 from moe_conformance.judging.findings import Finding, fail, likeliest
-from moe_conformance.judging.verdict import Mismatch, Stage, Tally
+from moe_conformance.judging.verdict import Mismatch, NotOffered, Stage, Tally
 
 Subject = TypeVar("Subject")  # what is judged: an outcome, or its reading
 Given = ParamSpec("Given")
+
+_MOST = 1e300  # of `Tally.beyond`
 
 
 @dataclass(frozen=True)
@@ -33,34 +36,48 @@ class Comparison:
     wrong: str | Finding | Sequence[Finding] = ""
     pairs: int = 0  # (token, slot) pairs or rows that were compared
     elements: int = 0  # elements that were compared
-    worst: float = 0.0  # largest observed/allowed error of a bounded comparison
+    worst: float = 0.0  # largest observed/allowed error of a bounded comparison, whether it holds or not
+    kind: str = ""  # of the finding, if `wrong` is a sentence
 
     def findings(self) -> Sequence[Finding]:
         """Return the findings that may explain what is wrong; none if all is right."""
         if isinstance(self.wrong, Finding):
             return (self.wrong,)
         if isinstance(self.wrong, str):
-            return (Finding("", self.wrong, () if self.rank is None else (self.rank,)),) if self.wrong else ()
+            return (Finding(self.kind, self.wrong, () if self.rank is None else (self.rank,)),) if self.wrong else ()
         return self.wrong
+
+
+@dataclass(frozen=True)
+class Start:
+    """What begins the message if anything is wrong, such as the run that was compared."""
+
+    words: str
 
 
 @dataclass(frozen=True)
 class Note:
     """What ends the message if anything is wrong, such as the claim under which it would be right."""
 
-    words: str
+    words: str | Callable[[], str]  # a function is called only if anything is wrong
+
+    def __str__(self) -> str:
+        """Return the words."""
+        return self.words if isinstance(self.words, str) else self.words()
 
 
-Comparisons = Iterator[Comparison | Note]
+Comparisons = Iterator[Comparison | Finding | Start | Note]
 
 
 def judge(
-    error: type[Mismatch], stage: Stage
+    error: type[Mismatch], stage: Stage, **by_kind: type[Mismatch]
 ) -> Callable[[Callable[Concatenate[Subject, Given], Comparisons]], Callable[Concatenate[Subject, Tally, Given], None]]:
     """Return a decorator that makes a judge of a function that yields comparisons.
 
     The judge counts in its second argument, the tally, what is right. It raises `error` in `stage` if anything is
     wrong, with the findings of all comparisons and the ranks to blame; a function may raise other errors itself.
+    `NotOffered` that it raises after a wrong comparison is ignored. `by_kind` has the errors that take the place of
+    `error` if the first finding is of such a kind.
     """
 
     def decorate(
@@ -68,9 +85,11 @@ def judge(
     ) -> Callable[Concatenate[Subject, Tally, Given], None]:
         @wraps(compare)
         def judged(subject: Subject, tally: Tally, /, *given: Given.args, **named: Given.kwargs) -> None:
-            faults, note = _count(compare(subject, *given, **named), tally)
+            faults, starts, notes = _count(compare(subject, *given, **named), tally)
             if faults:
-                fail(error, stage, likeliest(faults), note=note)
+                findings = likeliest(faults)
+                start = "".join(each.words for each in starts)
+                fail(by_kind.get(findings[0].kind, error), stage, findings, start=start, note="".join(map(str, notes)))
 
         first, *rest = inspect.signature(compare).parameters.values()
         tally = inspect.Parameter("tally", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -80,15 +99,28 @@ def judge(
     return decorate
 
 
-def _count(comparisons: Comparisons, tally: Tally) -> tuple[list[Sequence[Finding]], str]:
-    """Count what is right, and return the possible findings for each fault, and the notes."""
+def _count(comparisons: Comparisons, tally: Tally) -> tuple[list[Sequence[Finding]], list[Start], list[Note]]:
+    """Count what is right, and return the possible findings for each fault, and what is around them in the message.
+
+    Of a wrong comparison the tally has only by how much it is out of bounds.
+    """
     faults: list[Sequence[Finding]] = []
-    note = ""
-    for compared in comparisons:
-        if isinstance(compared, Note):
-            note += compared.words
-        elif findings := compared.findings():
-            faults.append(findings)
-        else:
-            tally.add(elements=compared.elements, pairs=compared.pairs, rank=compared.rank, worst=compared.worst)
-    return faults, note
+    starts: list[Start] = []
+    notes: list[Note] = []
+    try:
+        for compared in comparisons:
+            if isinstance(compared, Start):
+                starts.append(compared)
+            elif isinstance(compared, Note):
+                notes.append(compared)
+            elif isinstance(compared, Finding):
+                faults.append((compared,))
+            elif findings := compared.findings():
+                faults.append(findings)
+                tally.beyond = max(tally.beyond, min(compared.worst, _MOST))
+            else:
+                tally.add(elements=compared.elements, pairs=compared.pairs, rank=compared.rank, worst=compared.worst)
+    except NotOffered:
+        if not faults:
+            raise
+    return faults, starts, notes
