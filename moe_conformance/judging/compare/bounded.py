@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging.compare import bounds
-from moe_conformance.judging.findings import common_ratio
+from moe_conformance.judging.comparisons import Comparison
+from moe_conformance.judging.findings import Finding, common_ratio
 from moe_conformance.judging.verdict import Tally
 
 
@@ -86,6 +87,12 @@ def compare(
         elif bool((allowed > 0).any()) or not isfinite(worst.actual):
             tally.beyond = max(tally.beyond, worst.size)
     return worst
+
+
+def compared(rank: int, worst: Worst, kind: str, wrong: str, elements: int) -> Comparison:
+    """Return the comparison of a number of elements on a rank, with a finding if the worst is out of its bound."""
+    found = () if worst.holds else (Finding(kind, wrong, (rank,), worst.size),)
+    return Comparison(rank, found, elements=elements, worst=worst.ratio)
 
 
 def note_beyond(tally: Tally, actual: Tensor, expected: Tensor, allowed: Tensor) -> None:
