@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_conformance.chapters.determinism.workloads import recomputed_noise
 from moe_conformance.chapters.forcing.workloads.forcing import holds_copies
+from moe_conformance.chapters.routing.judge.biases import judge_gate_bias, judge_near_biases
 from moe_conformance.chapters.routing.judge.extreme_logits import (
     judge_extreme,
     judge_extreme_choice,
@@ -11,10 +12,8 @@ from moe_conformance.chapters.routing.judge.extreme_logits import (
     judge_extreme_weights,
     judge_spoilt_routes,
 )
-from moe_conformance.chapters.routing.judge.gate_bias import judge_gate_bias
 from moe_conformance.chapters.routing.judge.initial import judge_initial
 from moe_conformance.chapters.routing.judge.jitter import judge_evaluation, judge_jitter
-from moe_conformance.chapters.routing.judge.near_biases import judge_near_biases
 from moe_conformance.chapters.routing.judge.replay import judge_lacking, judge_places, judge_replayed_weights
 from moe_conformance.chapters.routing.judge.tp_duplicated_tokens import judge_copies
 from moe_conformance.chapters.routing.judge.wide import judge_layer_dtype, judge_wide

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.compare.bounded import note_beyond
+from moe_conformance.judging.compare.bounded import compare, note_beyond
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.run import Reading, require_finished
 from moe_conformance.judging.observed.scopes import places_of
@@ -141,7 +142,8 @@ def judge_extreme_weights(reading: Reading, tally: Tally) -> None:
         tally.add(pairs=int(decided_T.sum()) * config.top_k, rank=place[1])
 
 
-def judge_extreme_dx(reading: Reading, tally: Tally) -> None:
+@judge(WrongGradient, "gradient")
+def judge_extreme_dx(reading: Reading) -> Comparisons:
     """Decide whether every token gets its own gradient, however large the logits of other tokens are.
 
     The derivative of a weight is at most the scale, so that errors are relative to the scale and the upstream gradients
@@ -152,8 +154,7 @@ def judge_extreme_dx(reading: Reading, tally: Tally) -> None:
         AbsentGradient: the gradient of the tokens is None.
         WrongGradient: a token has another gradient.
     """
-    with tally.uncounted() as uncounted:
-        judge_extreme_choice(reading, uncounted)
+    judge_extreme_choice(reading, Tally())
     workload = reading.outcome.workload
     config = workload.config
     for m, rank in places_of(workload, range(workload.layout.world)):
@@ -171,17 +172,13 @@ def judge_extreme_dx(reading: Reading, tally: Tally) -> None:
             raise AbsentGradient("gradient", f"dx of rank {rank} is None", ranks=(rank,))
         decided_T = _decided(workload, logits_TE, ids_TK)
         wrong_TD = ~((dx_TD.double() - right_TD).abs() <= slack_T1) & decided_T[:, None]
-        note_beyond(tally, dx_TD[decided_T], right_TD[decided_T], slack_T1.expand_as(right_TD)[decided_T])
-        findings = []
+        worst = compare(dx_TD[decided_T], right_TD[decided_T], slack_T1.expand_as(right_TD)[decided_T])
         for t in wrong_TD.any(1).nonzero().flatten().tolist():
             d = int(wrong_TD[t].nonzero()[0])
-            sentence = f"rank {rank} token {t} has the gradient {float(dx_TD[t, d]):g} in column {d}, expected"
-            findings.append(
-                Finding("dx", f"{sentence} {float(right_TD[t, d]):g}; {_logits_words(logits_TE[t])}", (rank,))
-            )
-        if findings:
-            fail(WrongGradient, "gradient", findings)
-        tally.add(elements=int(decided_T.sum()) * dx_TD.shape[1], rank=rank)
+            has = f"rank {rank} token {t} has the gradient {float(dx_TD[t, d]):g} in column {d}"
+            wrong = f"{has}, expected {float(right_TD[t, d]):g}; {_logits_words(logits_TE[t])}"
+            yield Comparison(rank, Finding("dx", wrong, (rank,)), worst=worst.ratio)
+        yield Comparison(rank, elements=int(decided_T.sum()) * dx_TD.shape[1])
 
 
 def _decided(workload: Workload, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from moe_conformance.chapters.routing.workloads.replay import CHANGES
 from moe_conformance.judging.compare.bounded import Target, compare
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding
 from moe_conformance.judging.observed.script import judge_refused, values
 from moe_conformance.judging.shared.router.expected import RouterExpected
 from moe_conformance.judging.shared.router.routers import require_ids
@@ -63,14 +64,14 @@ def judge_places(outcome: Outcome, tally: Tally) -> None:
         _judge_values(outcome, tally)
 
 
-def _judge_ids(outcome: Outcome, tally: Tally) -> None:
-    layers, findings = outcome.workload.config.replay.layers, []
+@judge(WrongSelection, "route")
+def _judge_ids(outcome: Outcome) -> Comparisons:
+    layers, K = outcome.workload.config.replay.layers, outcome.workload.config.top_k
     for rank in range(len(outcome.ranks)):
         records = _records(outcome, rank)
         for number, call in enumerate(outcome.workload.calls[1:], 1):
             batches, schedule = call.given[rank]["batches"], call.given[rank]["schedule"]
             places = routing_calls(schedule, layers)
-            K = outcome.workload.config.top_k
             requests = [Asked(place, _tokens(batches[place[1]]), K) for place in places]
             forwards = values(outcome, number, "forwards")[rank]
             for place, right_TK in zip(places, replay(records, requests), strict=True):
@@ -79,18 +80,14 @@ def _judge_ids(outcome: Outcome, tally: Tally) -> None:
                     shapes = f"{tuple(ids_TK.shape)} instead of {tuple(right_TK.shape)}"
                     raise WrongForm("route", f"ids of {_where(rank, *place)} have the shape {shapes}", ranks=(rank,))
                 if torch.equal(ids_TK, right_TK):
-                    tally.add(pairs=ids_TK.numel(), rank=rank)
+                    yield Comparison(rank, pairs=ids_TK.numel())
                     continue
                 t = int((ids_TK != right_TK).any(1).nonzero()[0])
-                others = [
-                    other for other, recorded_TK in records.items() if torch.equal(recorded_TK[: len(ids_TK)], ids_TK)
-                ]
+                others = [other for other, known_TK in records.items() if torch.equal(known_TK[: len(ids_TK)], ids_TK)]
                 cause = f"; they are those of layer {others[0][0]}, microbatch {others[0][1]}" if others else ""
                 words = f"token {t} was routed to {ids_TK[t].tolist()}, recorded were {right_TK[t].tolist()}"
                 sentence = f"with {schedule!r}, {_where(rank, *place)} replays other ids: {words}{cause}"
-                findings.append(Finding("replayed", sentence, (rank,)))
-    if findings:
-        fail(WrongSelection, "route", findings)
+                yield Comparison(rank, Finding("replayed", sentence, (rank,)))
 
 
 def judge_lacking(outcome: Outcome, tally: Tally) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.compare.bounded import compare, too_narrow
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.compare.bounded import compare, compared, too_narrow
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.router.expected import WideExpected
 from moe_conformance.judging.shared.router.routers import expected_of, judge_router_weights, judge_selection
@@ -21,13 +21,13 @@ def judge_wide(reading: Reading, tally: Tally) -> None:
     """
     usual = expected_of(reading)
     expected = WideExpected(usual.workload, usual.ids, usual.divisor)
-    _judge_logits(reading, expected, tally)
+    _judge_logits(reading, tally, expected)
     judge_selection(reading, tally, expected)
     judge_router_weights(reading, tally, expected)
 
 
-def _judge_logits(reading: Reading, expected: WideExpected, tally: Tally) -> None:
-    findings = []
+@judge(WrongWeight, "route")
+def _judge_logits(reading: Reading, expected: WideExpected) -> Comparisons:
     for m, rank in expected.places:
         target, logits_TE = expected.logits_target((m, rank)), reading.seen(m, rank).router.logits_TE
         if logits_TE is None:
@@ -35,30 +35,24 @@ def _judge_logits(reading: Reading, expected: WideExpected, tally: Tally) -> Non
         if logits_TE.shape != target.expected.shape:
             shapes = f"{tuple(logits_TE.shape)} instead of {tuple(target.expected.shape)}"
             raise WrongForm("route", f"the logits of rank {rank} have the shape {shapes}", ranks=(rank,))
-        worst = compare(logits_TE, *target, tally, rank)
-        if not worst.holds:
-            narrow = too_narrow(logits_TE, target, expected.dtype)
-            cause = f"; likely cause: they were {narrow}" if narrow else ""
-            sentence = f"the logits of rank {rank} are wrong: {worst}{cause}"
-            findings.append(Finding("logits", sentence, (rank,), worst.size))
-    if findings:
-        fail(WrongWeight, "route", findings)
+        worst = compare(logits_TE, *target)
+        narrow = None if worst.holds else too_narrow(logits_TE, target, expected.dtype)
+        cause = f"; likely cause: they were {narrow}" if narrow else ""
+        wrong = f"the logits of rank {rank} are wrong: {worst}{cause}"
+        yield compared(rank, worst, "logits", wrong, logits_TE.numel())
 
 
-def judge_layer_dtype(reading: Reading, tally: Tally) -> None:
+@judge(WrongForm, "combine")
+def judge_layer_dtype(reading: Reading) -> Comparisons:
     """Decide whether the output of a layer has the dtype of its tokens, whatever the dtype of its router.
 
     Raises:
         WrongForm: the output has another dtype.
     """
-    dtype = reading.outcome.workload.config.dtype
+    config = reading.outcome.workload.config
     for m, ranks in enumerate(reading.batches):
         for rank in range(len(ranks)):
-            seen = reading.seen(m, rank)
-            if seen.y_dtype != dtype:
-                router_dtype = reading.outcome.workload.config.router_dtype
-                sentence = (
-                    f"y of rank {rank} is {seen.y_dtype}; expected {dtype}, as x has, with a router in {router_dtype}"
-                )
-                raise WrongForm("combine", sentence, ranks=(rank,))
-            tally.add(elements=1, rank=rank)
+            dtype = reading.seen(m, rank).y_dtype
+            expected = f"expected {config.dtype}, as x has, with a router in {config.router_dtype}"
+            wrong = f"y of rank {rank} is {dtype}; {expected}" if dtype != config.dtype else ""
+            yield Comparison(rank, wrong, elements=1)
