@@ -32,9 +32,9 @@ from moe_conformance.judging.shared.router.capacity import (
     judge_capacity,
     judge_filled_load,
     judge_fit,
+    judge_independent_drops,
     judge_lossless,
     judge_minimum,
-    judge_own_tokens,
     judge_policy,
 )
 from moe_conformance.judging.shared.router.drop_weights import judge_drop_gradients, judge_drop_weights
@@ -85,7 +85,7 @@ class TestChoice:
     """With policy "position", no dropped slot comes before a kept one of the same expert."""
 
     test_a_rank_drops_by_its_own_tokens = Row(
-        "DROP-07", RouterStep(capacity=True), judge_own_tokens, when=others_change
+        "DROP-07", RouterStep(capacity=True), judge_independent_drops, when=others_change
     )
     """The slots that a rank drops do not depend on the tokens of other ranks."""
 

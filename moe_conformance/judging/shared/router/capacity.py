@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from moe_conformance.judging.findings import Finding, fail, likeliest, some
+from moe_conformance.judging.comparisons import Comparison, Comparisons, Note, judge
+from moe_conformance.judging.findings import Finding, fail, some
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place
 from moe_conformance.judging.shared.router.drop_weights import judge_drop_gradients
@@ -18,7 +19,8 @@ from moe_conformance.reference.capacity.drops import Policy
 # ---- how many ------------------------------------------------------------------------------------------------
 
 
-def judge_capacity(reading: Reading, tally: Tally) -> None:
+@judge(WrongCount, "route")
+def judge_capacity(reading: Reading) -> Comparisons:
     """Decide whether every expert keeps as many slots as the capacity of the rank allows.
 
     Counts the experts that were selected by more slots than their capacity; if there are none, all experts.
@@ -28,12 +30,12 @@ def judge_capacity(reading: Reading, tally: Tally) -> None:
         WrongCount: an expert keeps more or fewer.
     """
     drops = drops_of(reading)
-    findings = likeliest([fault for place in drops.places for fault in _wrong_counts(drops, place)])
-    if findings:
-        fail(WrongCount, "route", findings, note=by_design(drops, lambda other, place: not _wrong_counts(other, place)))
     for place in drops.places:
+        for fault in _wrong_counts(drops, place):
+            yield Comparison(None, fault)
         crowded = sum(n > drops.capacities(place)[0] for n in drops.loads(place))
-        tally.add(pairs=crowded or drops.workload.config.experts, rank=place[1])
+        yield Comparison(place[1], pairs=crowded or drops.workload.config.experts)
+    yield Note(lambda: by_design(drops, lambda other, place: not _wrong_counts(other, place)))
 
 
 def judge_minimum(reading: Reading, tally: Tally) -> None:
@@ -57,8 +59,7 @@ def _wrong_counts(drops: Drops, place: Place) -> list[list[Finding]]:
     loads, kept, legal = drops.loads(place), drops.kept_loads(place), drops.capacities(place)
     if any(kept == drops.fits(place, C) for C in legal):
         return []
-    m, rank = place
-    config = drops.workload.config
+    where, rank, config = _where(place), place[1], drops.workload.config
     T = len(drops.ids[place])
     round_ = "ceil" if drops.rule.capacity_rounding == "up" else "floor"
     at_least = f", at least {config.capacity.minimum}" if config.capacity.minimum else ""
@@ -67,19 +68,18 @@ def _wrong_counts(drops: Drops, place: Place) -> list[list[Finding]]:
         f"({round_}({config.capacity.factor:g} x {config.top_k} x {T} / {config.experts})"
         f"{at_least})"
     )
-    of = f" of microbatch {m}" if m else ""
     full = max((k for k, n in zip(kept, loads, strict=True) if k < n), default=max(loads, default=0))
     if kept == [min(n, full) for n in loads]:
         nobody_dropped = full == max(loads, default=0)
         bound = "at least " if nobody_dropped else ""
-        sentence = f"rank {rank}{of} has the capacity {bound}{full} instead of {right}"
+        sentence = f"{where} has the capacity {bound}{full} instead of {right}"
         causes = [words for words, C in _other_capacities(drops, place) if C == full or (nobody_dropped and C > full)]
         size = abs(full - legal[0])
         found = [Finding(words, f"{sentence}; likely cause: {words}", (rank,), size) for words in causes]
         return [[*found, Finding("capacity", sentence, (rank,), size)]]
     wrong = [e for e in range(len(loads)) if kept[e] not in {min(loads[e], C) for C in legal}] or [kept.index(full)]
-    words = [f"expert {e} keeps {kept[e]} of {loads[e]} slots; expected capacity: {right}" for e in wrong]
-    return [[Finding("count", f"rank {rank}{of} {each}", (rank,))] for each in words]
+    words = [f"{where} expert {e} keeps {kept[e]} of {loads[e]} slots; expected capacity: {right}" for e in wrong]
+    return [[Finding("count", sentence, (rank,))] for sentence in words]
 
 
 def _other_capacities(drops: Drops, place: Place) -> Iterator[tuple[str, int]]:
@@ -116,7 +116,8 @@ def judge_fit(reading: Reading, tally: Tally) -> None:
     _judge_kept(reading, tally, "any")
 
 
-def judge_filled_load(reading: Reading, tally: Tally) -> None:
+@judge(WrongCount, "route")
+def judge_filled_load(reading: Reading) -> Comparisons:
     """Decide whether the load that a router reports does not include the rows that fill up experts.
 
     The load of an expert is the number of slots of the rank's tokens that selected it, or the number of kept ones.
@@ -130,21 +131,13 @@ def judge_filled_load(reading: Reading, tally: Tally) -> None:
     reported = {place: reading.seen(*place).router.counts_E for place in drops.places}
     if all(counts_E is None for counts_E in reported.values()):
         raise NotOffered("the router reports no load")
-    findings = []
     for place, counts_E in reported.items():
-        m, rank = place
         found = None if counts_E is None else counts_E.tolist()
         chosen, kept = drops.loads(place), drops.kept_loads(place)
-        if found not in (chosen, kept):
-            of = f" of microbatch {m}" if m else ""
-            says = "no load" if found is None else f"the load {found}"
-            sentence = (
-                f"rank {rank}{of} reports {says}; expected {chosen} (selected by its tokens) or {kept} (kept of these)"
-            )
-            findings.append(Finding("load", sentence, (rank,)))
-        tally.add(elements=len(chosen), rank=rank)
-    if findings:
-        fail(WrongCount, "route", findings)
+        says = "no load" if found is None else f"the load {found}"
+        expected = f"expected {chosen} (selected by its tokens) or {kept} (kept of these)"
+        wrong = Finding("load", f"{_where(place)} reports {says}; {expected}", (place[1],))
+        yield Comparison(place[1], wrong if found not in (chosen, kept) else "", elements=len(chosen))
 
 
 # ---- which ---------------------------------------------------------------------------------------------------
@@ -161,34 +154,39 @@ def judge_policy(reading: Reading, tally: Tally) -> None:
     _judge_kept(reading, tally)
 
 
-def _judge_kept(reading: Reading, tally: Tally, policy: Policy | None = None) -> None:
+@judge(WrongSelection, "route")
+def _judge_kept(reading: Reading, policy: Policy | None = None) -> Comparisons:
     """Judge every place by the oracle; counts the slots of experts that dropped some, else all slots."""
     drops = drops_of(reading)
-    findings: list[Finding] = []
-    for place in drops.places:
-        if not _legal(drops, place, policy):
-            findings += _overtaken(drops, place, policy) or likeliest(_wrong_counts(drops, place))
-            findings += [] if findings else [_unlawful(drops, place, policy)]
-    if findings:
-        design = by_design(drops, lambda other, place: _legal(other, place, policy))
-        fail(WrongSelection, "route", findings, note=design or _by_another_policy(drops, policy))
     for place in drops.places:
         loads, (room, *_) = drops.loads(place), drops.capacities(place)
-        tally.add(pairs=sum(n for n in loads if n > room) or sum(loads), rank=place[1])
+        if _legal(drops, place, policy):
+            yield Comparison(place[1], pairs=sum(n for n in loads if n > room) or sum(loads))
+            continue
+        overtaken = [[finding] for finding in _overtaken(drops, place, policy)]
+        for fault in overtaken or _wrong_counts(drops, place) or [[_unlawful(drops, place, policy)]]:
+            yield Comparison(None, fault)
+    yield Note(lambda: _by_another_rule(drops, policy))
 
 
 def _unlawful(drops: Drops, place: Place, policy: Policy | None) -> Finding:
     """Tell what is kept where neither a slot nor a number of slots is known to be wrong."""
-    m, rank = place
-    of, by = f" of microbatch {m}" if m else "", policy or drops.rule.policy(drops.workload.config)
+    by = policy or drops.rule.policy(drops.workload.config)
     kept = f"keeps {drops.kept_loads(place)} of the {drops.loads(place)} slots that selected each expert"
     capacities = " or ".join(map(str, drops.capacities(place)))
-    sentence = f"rank {rank}{of} {kept}; expected: those that a capacity of {capacities} keeps by the policy {by!r}"
-    return Finding("unlawful", sentence, (rank,))
+    right = f"those that a capacity of {capacities} keeps by the policy {by!r}"
+    return Finding("unlawful", f"{_where(place)} {kept}; expected: {right}", (place[1],))
 
 
-def _by_another_policy(drops: Drops, policy: Policy | None) -> str:
-    """Return a note if everything agrees with the policy that is not configured, else ""."""
+def _where(place: Place) -> str:
+    """Return the rank and, except for the first, the microbatch in words."""
+    return f"rank {place[1]} of microbatch {place[0]}" if place[0] else f"rank {place[1]}"
+
+
+def _by_another_rule(drops: Drops, policy: Policy | None) -> str:
+    """Return a note if everything agrees with another claim, or a policy that is not configured, else ""."""
+    if note := by_design(drops, lambda other, place: _legal(other, place, policy)):
+        return note
     configured, others = policy or drops.rule.policy(drops.workload.config), dict[Policy, str]()
     others |= {"weight": "weights", "position": "position", "choice": "position, first choices first"}
     for other, words in others.items():
@@ -219,7 +217,6 @@ def _overtaken(drops: Drops, place: Place, policy: Policy | None) -> list[Findin
     """Return for every expert a finding with the dropped slot that most clearly precedes a kept one."""
     ids_TK, kept_TK, (weights_TK, errors_TK) = drops.ids[place], drops.kept[place], drops.ranking(place)
     policy, ranked = policy or drops.rule.policy(drops.workload.config), drops.rule.drop_by.removesuffix("s")
-    m, rank = place
     findings = []
     for e in range(drops.workload.config.experts):
         slots: list[tuple[int, int]] = [(t, k) for t, k in (ids_TK == e).nonzero().tolist()]
@@ -241,9 +238,8 @@ def _overtaken(drops: Drops, place: Place, policy: Policy | None) -> list[Findin
             wrong = apart > float(errors_TK[out] + errors_TK[stays])
             note = f"; the dropped token has the {ranked} {weights_TK[out]:.4g}, the kept one {weights_TK[stays]:.4g}"
         if wrong:
-            of = f" of microbatch {m}" if m else ""
-            sentence = f"rank {rank}{of} expert {e} keeps token {stays[0]} and drops token {out[0]}{note}"
-            findings.append(Finding("overtaken", sentence, (rank,)))
+            sentence = f"{_where(place)} expert {e} keeps token {stays[0]} and drops token {out[0]}{note}"
+            findings.append(Finding("overtaken", sentence, (place[1],)))
     return findings
 
 
@@ -294,7 +290,8 @@ def judge_lossless(reading: Reading, tally: Tally) -> None:
         tally.add(pairs=slots, rank=rank)
 
 
-def judge_own_tokens(reading: Reading, tally: Tally) -> None:
+@judge(WrongSelection, "route")
+def judge_independent_drops(reading: Reading) -> Comparisons:
     """Decide whether the number of slots that a rank keeps depends on its own tokens only, not on other ranks'.
 
     Counts the slots of tokens that a rank has in two microbatches in which other ranks have different tokens. Which
@@ -303,19 +300,14 @@ def judge_own_tokens(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongSelection, WrongCount: another number is kept.
     """
-    with tally.uncounted() as uncounted:
-        judge_fit(reading, uncounted)
-    drops, findings = drops_of(reading), []
+    judge_fit(reading, Tally())
+    drops = drops_of(reading)
     for first, second in _repeated(drops):
         moved = (drops.kept[first] != drops.kept[second]).nonzero().tolist()
-        if moved:
-            words = some(f"token {t} for expert {int(drops.ids[first][t, k])}" for t, k in moved)
-            sentence = f"rank {first[1]} has equal tokens in microbatches {first[0]} and {second[0]}, but drops"
-            findings.append(Finding("moved", f"{sentence} or keeps {words} in one of them only", (first[1],)))
-    if findings:
-        fail(WrongSelection, "route", findings)
-    for first, _ in _repeated(drops):
-        tally.add(pairs=drops.ids[first].numel(), rank=first[1])
+        words = some(f"token {t} for expert {int(drops.ids[first][t, k])}" for t, k in moved)
+        equal = f"rank {first[1]} has equal tokens in microbatches {first[0]} and {second[0]}"
+        wrong = Finding("moved", f"{equal}, but drops or keeps {words} in one of them only", (first[1],))
+        yield Comparison(first[1], wrong if moved else "", pairs=drops.ids[first].numel())
 
 
 def _repeated(drops: Drops) -> Iterator[tuple[Place, Place]]:

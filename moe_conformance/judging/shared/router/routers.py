@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging.compare.bounded import Target, compare
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.explain.bounded_gradients import Held, explain_gradients
 from moe_conformance.judging.findings import Finding, fail, ratio_names
 from moe_conformance.judging.observed.cached import once
@@ -168,7 +169,8 @@ def _judge_decisive(
         tally.add(pairs=decided * expected.workload.config.top_k, rank=place[1])
 
 
-def judge_load(reading: Reading, tally: Tally) -> None:
+@judge(WrongCount, "route")
+def judge_load(reading: Reading) -> Comparisons:
     """Decide whether the reported load is the number of the rank's tokens that selected each expert.
 
     The load is used for balancing in training, so a forward without gradients may report none, or zeros.
@@ -181,26 +183,18 @@ def judge_load(reading: Reading, tally: Tally) -> None:
     E = expected.workload.config.experts
     if all(reading.seen(*place).router.counts_E is None for place in expected.places):
         raise NotOffered("the router reports no load")
-    findings, compared = [], []
     for m, rank in expected.places:
         counts_E = reading.seen(m, rank).router.counts_E
         if not expected.workload.trains(m) and (counts_E is None or not bool(counts_E.any())):
             continue
         if counts_E is None:
             where = f" in microbatch {m}" if m else ""
-            sentence = f"rank {rank} reports no load{where}, while other ranks or microbatches have one"
-            findings.append(Finding("silent", sentence, (rank,)))
+            silent = f"rank {rank} reports no load{where}, while other ranks or microbatches have one"
+            yield Comparison(rank, Finding("silent", silent, (rank,)))
             continue
-        right_E = loads(expected.ids[m, rank], E)
-        if counts_E.tolist() != right_E.tolist():
-            words = f"{counts_E.tolist()}; expected {right_E.tolist()}, as its tokens selected"
-            sentence = f"rank {rank} reports the load {words}"
-            findings.append(Finding("load", sentence, (rank,)))
-        compared.append((rank, E))
-    if findings:
-        fail(WrongCount, "route", findings)
-    for rank, elements in compared:
-        tally.add(elements=elements, rank=rank)
+        found, right = counts_E.tolist(), loads(expected.ids[m, rank], E).tolist()
+        wrong = f"rank {rank} reports the load {found}; expected {right}, as its tokens selected"
+        yield Comparison(rank, Finding("load", wrong, (rank,)) if found != right else "", elements=E)
 
 
 # ---- weights and gradients -----------------------------------------------------------------------------------
