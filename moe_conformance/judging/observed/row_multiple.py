@@ -12,7 +12,7 @@ def padded_rows(rows_N: Sequence[int], multiple: int) -> int:
     return sum(-(-rows // multiple) * multiple for rows in rows_N)
 
 
-def told_rows(rows_N: Sequence[int], multiple: int) -> str:
+def rows_words(rows_N: Sequence[int], multiple: int) -> str:
     """Return the number of rows without and with padding in words: "16 rows (48 in multiples of 8)"."""
     padded = padded_rows(rows_N, multiple)
     rows = count(sum(rows_N), "row")

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from moe_conformance.chapters.capacity.judge.budget_overflow_refused import rows_wanted
 from moe_conformance.chapters.capacity.judge.capacity_padding import judge_dropped_gradients, judge_lost_tokens
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, count, fail, some
-from moe_conformance.judging.observed.row_multiple import told_rows
+from moe_conformance.judging.observed.row_multiple import rows_words
 from moe_conformance.judging.observed.run import Reading, read
 from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries, judge_rows
 from moe_conformance.judging.shared.exchange.outputs import judge_outputs
@@ -22,7 +23,8 @@ from moe_conformance.reference.exchange.deliveries import Pair
 from moe_conformance.workloads.records import tags
 
 
-def judge_flags(reading: Reading, tally: Tally) -> None:
+@judge(WrongCount, "dispatch")
+def judge_flags(reading: Reading) -> Comparisons:
     """Decide whether every rank reports an overflow if and only if its receive buffer is too small.
 
     Counts the ranks. A rank without a flag reports no overflow. Padding of experts to the claimed multiple takes space
@@ -31,21 +33,19 @@ def judge_flags(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongCount: a flag although all rows fit, or no flag although some did not.
     """
-    findings = []
     lost = Counter((missing.microbatch, missing.pair.destination) for missing in reading.matching.lost)
     for m in range(len(reading.batches)):
         for rank, rows in enumerate(rows_wanted(reading, m)):
             flagged = any(handed.overflowed for handed in reading.seen(m, rank).exchange.handed)
-            if flagged != _over(reading, rows):
-                dropped = count(lost[m, rank], "row") if lost[m, rank] else "nothing"
-                says = "reports an overflow" if flagged else "reports no overflow"
-                wants = f"it would receive {_rows_words(reading, rows)}; the receive buffer has"
-                sentence = f"rank {rank} {says} in microbatch {m} and drops {dropped}: {wants} "
-                sentence += f"{_budget(reading)}{_earlier_overflow(reading, m, rank) if flagged else ''}"
-                findings.append(Finding(says, sentence, (rank,)))
-            tally.add(elements=1, rank=rank)
-    if findings:
-        fail(WrongCount, "dispatch", findings)
+            if flagged == _over(reading, rows):
+                yield Comparison(rank, elements=1)
+                continue
+            dropped = count(lost[m, rank], "row") if lost[m, rank] else "nothing"
+            says = "reports an overflow" if flagged else "reports no overflow"
+            wants = f"it would receive {_rows_words(reading, rows)}; the receive buffer has {_budget(reading)}"
+            cause = _earlier_overflow(reading, m, rank) if flagged else ""
+            wrong = f"rank {rank} {says} in microbatch {m} and drops {dropped}: {wants}{cause}"
+            yield Comparison(rank, Finding(says, wrong, (rank,)))
 
 
 def judge_dropped_rows(reading: Reading, tally: Tally) -> None:
@@ -75,15 +75,16 @@ def judge_dropped_rows(reading: Reading, tally: Tally) -> None:
             received = f"what rank {rank} received of microbatch {m} does not fit its receive buffer of"
             raise WrongDelivery("dispatch", f"{received} {_budget(reading)} rows", ranks=(rank,))
     _require_finite(reading, rest)
-    for judge in (judge_lost_tokens, judge_outputs, judge_dropped_gradients):
+    for judge_result in (judge_lost_tokens, judge_outputs, judge_dropped_gradients):
         with tally.uncounted() as uncounted:
-            judge(rest, uncounted)
+            judge_result(rest, uncounted)
     for ranks in reading.batches:
         for rank, batch in enumerate(ranks):
             tally.add(elements=2 * batch.x_TD.numel() + batch.ids_TK.numel(), rank=rank)
 
 
-def judge_room_left(reading: Reading, tally: Tally) -> None:
+@judge(WrongDelivery, "dispatch")
+def judge_room_left(reading: Reading) -> Comparisons:
     """Decide whether no slot is dropped that fits the receive buffers of all its ranks.
 
     Counts the ranks that overflow.
@@ -91,7 +92,6 @@ def judge_room_left(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongDelivery: a receive buffer is not full, and a row was dropped that fits.
     """
-    findings = []
     for m in range(len(reading.batches)):
         delivered, wanted = _delivered(reading, m), reading.pairs[m]
         rows = Counter(pair.destination for pair in delivered)
@@ -99,18 +99,15 @@ def judge_room_left(reading: Reading, tally: Tally) -> None:
         budgets, multiple = _budgets(reading), reading.claims.multiple
         for source, token, slot in receive_budget.fitting_slots(delivered, wanted, budgets, alignment=multiple):
             ranks = owners[source, token, slot]
-            sentence = (
-                f"{_name(m, source, token, slot)} is dropped although it fits the receive buffer: rank {ranks[0]} has "
-                f"{rows[ranks[0]]} rows in a receive buffer of {_budget(reading)}"
-            )
-            findings.append(Finding("room", sentence, ranks))
+            dropped = f"{_name(m, source, token, slot)} is dropped although it fits the receive buffer"
+            has = f"rank {ranks[0]} has {rows[ranks[0]]} rows in a receive buffer of {_budget(reading)}"
+            yield Comparison(None, Finding("room", f"{dropped}: {has}", ranks))
         for rank, rows_N in enumerate(rows_wanted(reading, m)):
-            tally.add(elements=1, rank=rank, pairs=_over(reading, rows_N))
-    if findings:
-        fail(WrongDelivery, "dispatch", findings)
+            yield Comparison(rank, elements=1, pairs=_over(reading, rows_N))
 
 
-def judge_reported(reading: Reading, tally: Tally) -> None:
+@judge(WrongCount, "dispatch")
+def judge_reported(reading: Reading) -> Comparisons:
     """Decide whether a rank that did not receive all rows routed to it raised an error or flagged an overflow.
 
     For receive buffers whose size the backend selects. Counts ranks and microbatches.
@@ -119,16 +116,13 @@ def judge_reported(reading: Reading, tally: Tally) -> None:
         WrongCount: rows are missing, and no overflow was reported.
     """
     lost = Counter((missing.microbatch, missing.pair.destination) for missing in reading.matching.lost)
-    findings = []
     for (m, rank), number in lost.items():
         seen = reading.seen(m, rank)
         if seen.exchange.overflow is None and not any(handed.overflowed for handed in seen.exchange.handed):
-            sentence = f"{number} rows of microbatch {m} were not delivered to rank {rank}, which reports no overflow"
-            findings.append(Finding("unsaid", sentence, (rank,)))
-    if findings:
-        fail(WrongCount, "dispatch", findings)
+            wrong = f"{number} rows of microbatch {m} were not delivered to rank {rank}, which reports no overflow"
+            yield Comparison(rank, Finding("unsaid", wrong, (rank,)))
     for outcome in reading.ranks:
-        tally.add(elements=len(outcome.microbatches), rank=outcome.rank)
+        yield Comparison(outcome.rank, elements=len(outcome.microbatches))
 
 
 # ---- which slots are dropped -------------------------------------------------------------------------------------
@@ -196,7 +190,7 @@ def _over(reading: Reading, rows_N: Sequence[int]) -> bool:
 
 
 def _rows_words(reading: Reading, rows_N: Sequence[int]) -> str:
-    return told_rows(rows_N, reading.claims.multiple)
+    return rows_words(rows_N, reading.claims.multiple)
 
 
 def _earlier_overflow(reading: Reading, microbatch: int, rank: int) -> str:

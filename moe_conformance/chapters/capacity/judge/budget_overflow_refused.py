@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, fail
-from moe_conformance.judging.observed.row_multiple import padded_rows, told_rows
+from moe_conformance.judging.observed.row_multiple import padded_rows, rows_words
 from moe_conformance.judging.observed.run import Reading, read
 from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.shared.exchange.outputs import judge_outputs
@@ -18,7 +19,8 @@ from moe_conformance.scenarios.outcome import Grad, Microbatch
 from moe_conformance.workloads.records.workload import Batch
 
 
-def judge_overflow(reading: Reading, tally: Tally) -> None:
+@judge(WrongCount, "dispatch")
+def judge_overflow(reading: Reading) -> Comparisons:
     """Decide whether an overflow is reported if and only if a rank would receive more rows than its buffer holds.
 
     Padding of experts to the claimed multiple takes space too. All ranks of a group report the overflow of any of them.
@@ -30,26 +32,18 @@ def judge_overflow(reading: Reading, tally: Tally) -> None:
     budget = reading.outcome.workload.config.receive_buffer.rows
     assert budget is not None
     multiple = reading.claims.multiple
-    findings, compared = [], Counter[int]()
     for m in range(len(reading.batches)):
         wanted = rows_wanted(reading, m)
         for group in reading.outcome.workload.layout.groups()["ep_etp"]:
             rows = {rank: wanted[rank] for rank in group}
             over = any(receive_budget.over_budget(rows[rank], budget, alignment=multiple) for rank in group)
             most = max(rows, key=lambda rank: padded_rows(rows[rank], multiple))
+            wants = f"rank {most} would receive {rows_words(rows[most], multiple)}; the receive buffer has {budget}"
             for rank in group:
                 reported = reading.seen(m, rank).exchange.overflow is not None
-                if reported != over:
-                    says = "reports an overflow" if reported else "reports no overflow"
-                    wants = (
-                        f"rank {most} would receive {told_rows(rows[most], multiple)}; the receive buffer has {budget}"
-                    )
-                    findings.append(Finding(says, f"rank {rank} {says} in microbatch {m}: {wants}", (rank,)))
-                compared[rank] += 1
-    if findings:
-        fail(WrongCount, "dispatch", findings)
-    for rank, number in compared.items():
-        tally.add(elements=number, rank=rank)
+                says = "reports an overflow" if reported else "reports no overflow"
+                wrong = Finding(says, f"rank {rank} {says} in microbatch {m}: {wants}", (rank,))
+                yield Comparison(rank, wrong if reported != over else "", elements=1)
 
 
 def rows_wanted(reading: Reading, microbatch: int) -> list[list[int]]:
@@ -90,9 +84,9 @@ def judge_after_overflow(reading: Reading, tally: Tally) -> None:
     if findings:
         fail(WrongCount, "dispatch", findings)
     rest = _without_refused(reading, kept)
-    for judge in (judge_outputs, judge_dx, judge_dweights):
+    for judge_result in (judge_outputs, judge_dx, judge_dweights):
         with tally.uncounted() as uncounted:
-            judge(rest, uncounted)
+            judge_result(rest, uncounted)
     for m, rank in kept:
         batch = reading.batches[m][rank]
         tally.add(elements=2 * batch.x_TD.numel() + batch.ids_TK.numel(), rank=rank)
@@ -101,21 +95,16 @@ def judge_after_overflow(reading: Reading, tally: Tally) -> None:
 def _without_refused(reading: Reading, kept: set[tuple[int, int]]) -> Reading:
     """Return the reading with empty slots and zero results in the refused microbatches."""
     outcome = reading.outcome
-    batches = tuple(
-        tuple(batch if (m, rank) in kept else _unrouted(batch) for rank, batch in enumerate(ranks))
-        for m, ranks in enumerate(reading.batches)
-    )
-    ranks = tuple(
-        replace(
-            rank,
-            microbatches=tuple(
-                seen if (m, rank.rank) in kept else _nothing(seen, batches[m][rank.rank])
-                for m, seen in enumerate(rank.microbatches)
-            ),
-        )
-        for rank in reading.ranks
-    )
-    return read(replace(outcome, workload=replace(outcome.workload, batches=batches), ranks=ranks))
+    batches, ranks = [], []
+    for m, row in enumerate(reading.batches):
+        batches.append(tuple(batch if (m, r) in kept else _unrouted(batch) for r, batch in enumerate(row)))
+    for rank in reading.ranks:
+        microbatches = list(rank.microbatches)
+        for m, seen in enumerate(microbatches):
+            if (m, rank.rank) not in kept:
+                microbatches[m] = _nothing(seen, batches[m][rank.rank])
+        ranks.append(replace(rank, microbatches=tuple(microbatches)))
+    return read(replace(outcome, workload=replace(outcome.workload, batches=tuple(batches)), ranks=tuple(ranks)))
 
 
 def _unrouted(batch: Batch) -> Batch:

@@ -6,13 +6,13 @@ The judges of dropped slots decide the results of tokens of which some or all sl
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
-
-from torch import Tensor
 
 from moe_conformance.contract import Claims
 from moe_conformance.engine.ledger.entry import group_words
-from moe_conformance.judging.findings import Finding, count, fail, some
+from moe_conformance.judging.comparisons import Comparison, Comparisons, Note, judge
+from moe_conformance.judging.findings import Finding, count, fail
 from moe_conformance.judging.observed.drop_rule import DropRule
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.traffic import carries_rows, dispatches, parted
@@ -42,13 +42,9 @@ def judge_filled(reading: Reading, tally: Tally) -> None:
         WrongCount: an expert receives another number of rows, or another number of tokens of one rank.
         WrongForm, WrongOutput, AbsentGradient, WrongGradient: a padding row changed something.
     """
-    findings, rows = _wrong_rows(reading, reading.claims)
-    if findings:
-        fail(WrongCount, "dispatch", findings, note=_by_design(reading))
-    for judge in (judge_outputs, judge_dx, judge_dweights):
-        judge(reading, tally)
-    for rank, number in rows.items():
-        tally.add(pairs=number, rank=rank)
+    _judge_rows(reading, tally)
+    for judge_result in (judge_outputs, judge_dx, judge_dweights):
+        judge_result(reading, tally)
 
 
 def judge_lossless_capacity(reading: Reading, tally: Tally) -> None:
@@ -58,9 +54,7 @@ def judge_lossless_capacity(reading: Reading, tally: Tally) -> None:
         WrongCount: an expert receives another number of rows.
         WrongDelivery: a pair was not delivered.
     """
-    findings, rows = _wrong_rows(reading, reading.claims)
-    if findings:
-        fail(WrongCount, "dispatch", findings, note=_by_design(reading))
+    _judge_rows(reading, tally)
     lost = []
     for _, pair in reading.matching.lost:
         to = f"expert {pair.expert} on rank {pair.destination}"
@@ -68,11 +62,10 @@ def judge_lossless_capacity(reading: Reading, tally: Tally) -> None:
         lost.append(Finding("lost", sentence, (pair.destination,)))
     if lost:
         fail(WrongDelivery, "dispatch", lost)
-    for rank, number in rows.items():
-        tally.add(pairs=number, rank=rank)
 
 
-def judge_reduced_once(reading: Reading, tally: Tally) -> None:
+@judge(WrongCollectives, "dispatch")
+def judge_reduced_once(reading: Reading) -> Comparisons:
     """Decide whether the maximum for a capacity without drops is reduced once, over the ranks that exchange rows.
 
     Compared are the reductions with MAX of a dispatch, except of rows, before the first rows are sent. Operation, shape
@@ -83,7 +76,7 @@ def judge_reduced_once(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongCollectives: two reductions of one form, or none of them over the group that exchanges rows.
     """
-    groups, hidden, found = reading.outcome.workload.layout.groups(), reading.outcome.workload.config.hidden, []
+    groups, hidden = reading.outcome.workload.layout.groups(), reading.outcome.workload.config.hidden
     allowed = 2 if reading.claims.handed == "static" else 1
     for rank in reading.ranks:
         group_of_rank = next(group for group in groups["ep_etp"] if rank.rank in group)
@@ -93,47 +86,49 @@ def judge_reduced_once(reading: Reading, tally: Tally) -> None:
             forms = Counter((entry.op, entry.shapes_in, entry.dtype) for entry in reduced)
             sentence = f"before the rows of {phase} are sent, rank {rank.rank} all-reduces (MAX)"
             if (times := max(forms.values(), default=0)) > allowed:
-                times_words = f"{times} times instead of {allowed}"
-                found.append(f"{sentence} numbers of one shape and dtype {times_words} ({reduced[-1].where})")
+                numbers = f"numbers of one shape and dtype {times} times instead of {allowed} ({reduced[-1].where})"
+                yield Comparison(rank.rank, f"{sentence} {numbers}")
             if reduced and all(set(entry.ranks) != set(group_of_rank) for entry in reduced):
                 among = group_words(reduced[0].ranks)
-                found.append(
-                    f"{sentence} over {among} instead of {group_words(group_of_rank)}, in which its rows are exchanged"
-                )
-            tally.add(pairs=1, rank=rank.rank)
-    if found:
-        raise WrongCollectives("dispatch", some(found))
+                right = f"{group_words(group_of_rank)}, in which its rows are exchanged"
+                yield Comparison(rank.rank, f"{sentence} over {among} instead of {right}")
+            yield Comparison(rank.rank, pairs=1)
+
+
+@judge(WrongCount, "dispatch")
+def _judge_rows(reading: Reading) -> Comparisons:
+    """Decide whether every expert receives as many rows as its capacity, and as many of one rank; counts the rows."""
+    yield from _rows(reading, reading.claims)
+    yield Note(lambda: _by_design(reading))
 
 
 def _by_design(reading: Reading) -> str:
     """Return a note with the claim under which the rows are right, "" if there is none."""
     tp, claims = reading.outcome.workload.layout.tp, reading.claims
     rounded = replace(claims, capacity_over="tp")
-    if rounded == claims or _wrong_rows(reading, rounded)[0]:
+    if rounded == claims or any(compared.findings() for compared in _rows(reading, rounded)):
         return ""
     return f"; a backend that rounds the capacity up to a multiple of tp = {tp} by design claims capacity_over = 'tp'"
 
 
-def _wrong_rows(reading: Reading, claims: Claims) -> tuple[list[Finding], Counter[int]]:
-    """Return findings for experts whose rows differ from the capacity, and the number of rows of every rank."""
+def _rows(reading: Reading, claims: Claims) -> Iterator[Comparison]:
+    """Yield for every expert a comparison of its rows with the capacity, and for its tokens of every rank."""
     handed = Counter((entry.microbatch, entry.rank, entry.expert) for entry in reading.entries)
     tagged = Counter((e.microbatch, e.rank, e.expert, e.source) for e in reading.entries if e.kind == tags.TAG)
-    findings, rows = list[Finding](), Counter[int]()
     for m in range(len(reading.batches)):
         for group in reading.outcome.workload.layout.groups()["ep_etp"]:
             fewest, most = _capacities(reading, m, group, claims)
             for rank in group:
                 for expert in reading.ranks[rank].local_experts:
                     got = handed[m, rank, expert]
-                    rows[rank] += got
-                    if not sum(fewest) <= got <= sum(most):
-                        findings.append(_count_finding(m, rank, expert, got, fewest, most))
+                    right = sum(fewest) <= got <= sum(most)
+                    wrong = "" if right else _count_finding(m, rank, expert, got, fewest, most)
+                    yield Comparison(rank, wrong, pairs=got)
                     for place, source in enumerate(group):
                         if (tokens := tagged[m, rank, expert, source]) > most[place]:
                             sentence = f"rank {rank} receives {tokens} tokens of rank {source} for expert {expert}"
                             words = f"{sentence}; the capacity for a rank is {most[place]}"
-                            findings.append(Finding("source", words, (rank,)))
-    return findings, rows
+                            yield Comparison(rank, Finding("source", words, (rank,)))
 
 
 def _count_finding(m: int, rank: int, expert: int, got: int, fewest: list[int], most: list[int]) -> Finding:
@@ -167,36 +162,29 @@ def _capacities(reading: Reading, m: int, group: tuple[int, ...], claims: Claims
 # ---- slots that were dropped ---------------------------------------------------------------------------------
 
 
-def judge_lost_tokens(reading: Reading, tally: Tally) -> None:
+@judge(WrongOutput, "combine")
+def judge_lost_tokens(reading: Reading) -> Comparisons:
     """Decide whether the output of a token without any slot is exactly zero in every element.
 
     Raises:
         WrongOutput: an element of such a token is not zero, or the output is missing.
     """
-    findings, compared = [], []
     for m, ranks in enumerate(reading.batches):
         for rank, batch in enumerate(ranks):
             y = reading.seen(m, rank).y
             if y is None or len(y) != len(batch.x_TD):
                 got = "is None" if y is None else f"has {len(y)} rows"
-                shape_sentence = f"y of rank {rank}{_of(reading, m)} {got} instead of {count(len(batch.x_TD), 'row')}"
-                findings.append(Finding("missing", shape_sentence, (rank,)))
+                missing = f"y of rank {rank}{_of(reading, m)} {got} instead of {count(len(batch.x_TD), 'row')}"
+                yield Comparison(rank, Finding("missing", missing, (rank,)))
                 continue
-            lost = _without_slots(batch.ids_TK)
-            for t in lost:
-                wrong = (y[t] != 0).nonzero().flatten().tolist()
-                if wrong:
-                    value = float(y[t, wrong[0]])
-                    token = f"rank {rank} token {t}{_of(reading, m)}"
-                    sentence = (
-                        f"{token} had all slots dropped; its output is {value:g} instead of 0 in column {wrong[0]}"
-                    )
-                    findings.append(Finding("output", sentence, (rank,), min(abs(value), 1e300)))
-            compared.append((rank, len(lost) * batch.x_TD.shape[1]))
-    if findings:
-        fail(WrongOutput, "combine", findings)
-    for rank, elements in compared:
-        tally.add(elements=elements, rank=rank)
+            for t in (batch.ids_TK < 0).all(1).nonzero().flatten().tolist():
+                columns, wrong = (y[t] != 0).nonzero().flatten().tolist(), list[Finding]()
+                if columns:
+                    value = float(y[t, columns[0]])
+                    dropped = f"rank {rank} token {t}{_of(reading, m)} had all slots dropped"
+                    sentence = f"{dropped}; its output is {value:g} instead of 0 in column {columns[0]}"
+                    wrong = [Finding("output", sentence, (rank,), min(abs(value), 1e300))]
+                yield Comparison(rank, wrong, elements=batch.x_TD.shape[1])
 
 
 def judge_dropped_gradients(reading: Reading, tally: Tally) -> None:
@@ -208,7 +196,15 @@ def judge_dropped_gradients(reading: Reading, tally: Tally) -> None:
         AbsentGradient: the gradient of a token or of a weight is None.
         WrongGradient, WrongForm: an element differs.
     """
-    findings = []
+    _judge_dropped_slots(reading, tally)
+    for judge_gradient in (judge_dx, judge_dweights):
+        with tally.uncounted() as uncounted:
+            judge_gradient(reading, uncounted)
+
+
+@judge(WrongGradient, "gradient")
+def _judge_dropped_slots(reading: Reading) -> Comparisons:
+    """Decide whether dropped slots have the weight gradient zero, and tokens any gradient."""
     for m, ranks in enumerate(reading.batches):
         if not reading.goes_backward(m):
             continue
@@ -216,40 +212,27 @@ def judge_dropped_gradients(reading: Reading, tally: Tally) -> None:
             seen = reading.seen(m, rank)
             if seen.dx_TD.value is None and len(batch.x_TD):
                 raise AbsentGradient("gradient", f"the gradient of x on rank {rank} is None", ranks=(rank,))
+            dropped_TK = batch.ids_TK < 0
+            yield Comparison(rank, pairs=int(dropped_TK.sum()))
             dweights = seen.dweights_TK.value
             if dweights is None or dweights.shape != batch.ids_TK.shape:
                 continue  # `judge_dweights` decides whether it may be
-            for t, k in ((batch.ids_TK < 0) & (dweights != 0)).nonzero().tolist():
+            for t, k in (dropped_TK & (dweights != 0)).nonzero().tolist():
                 value = float(dweights[t, k])
-                whose = f"rank {rank} token {t} slot {k}{_of(reading, m)}"
-                sentence = (
-                    f"the gradient of the routing weight of {whose} is {value:g} instead of 0; the slot was dropped"
-                )
-                findings.append(Finding("dropped slot", sentence, (rank,), min(abs(value), 1e300)))
-    if findings:
-        fail(WrongGradient, "gradient", findings)
-    with tally.uncounted() as uncounted:
-        judge_dx(reading, uncounted)
-    with tally.uncounted() as uncounted:
-        judge_dweights(reading, uncounted)
-    for m, ranks in enumerate(reading.batches):
-        for rank, batch in enumerate(ranks):
-            tally.add(pairs=int((batch.ids_TK < 0).sum()) * reading.goes_backward(m), rank=rank)
+                whose = f"the gradient of the routing weight of rank {rank} token {t} slot {k}{_of(reading, m)}"
+                wrong = f"{whose} is {value:g} instead of 0; the slot was dropped"
+                yield Comparison(rank, Finding("dropped slot", wrong, (rank,), min(abs(value), 1e300)))
 
 
 def _of(reading: Reading, microbatch: int) -> str:
     return f" of microbatch {microbatch}" if len(reading.batches) > 1 else ""
 
 
-def _without_slots(ids_TK: Tensor) -> list[int]:
-    lost: list[int] = (ids_TK < 0).all(1).nonzero().flatten().tolist()
-    return lost
-
-
 # ---- the worst case ------------------------------------------------------------------------------------------
 
 
-def judge_worst_case(reading: Reading, tally: Tally) -> None:
+@judge(WrongDelivery, "dispatch")
+def judge_worst_case(reading: Reading) -> Comparisons:
     """Decide whether a rank received all rows in the worst case: all tokens are routed to its experts.
 
     In the worst case as many slots of every token as possible are routed to the rank. Counts the rows of such ranks.
@@ -258,7 +241,6 @@ def judge_worst_case(reading: Reading, tally: Tally) -> None:
         WrongDelivery: a row was not delivered, or more rows than the worst case were.
     """
     workload = reading.outcome.workload
-    findings, full = [], list[tuple[int, int]]()
     lost = Counter((undelivered.microbatch, undelivered.pair.destination) for undelivered in reading.matching.lost)
     received = Counter((e.microbatch, e.rank) for e in reading.entries if e.kind == tags.TAG)
     wanted = Counter((m, pair.destination) for m, pairs in enumerate(reading.pairs) for pair in pairs)
@@ -269,15 +251,9 @@ def judge_worst_case(reading: Reading, tally: Tally) -> None:
                 held = len(reading.ranks[rank].local_experts)
                 most = receive_budget.worst_case_rows(tokens, workload.config.top_k, held)
                 if received[m, rank] > most:
-                    sentence = f"rank {rank} received {received[m, rank]} rows; worst case: {most}"
-                    findings.append(Finding("more", sentence, (rank,)))
-                if wanted[m, rank] == most and lost[m, rank]:
+                    more = f"rank {rank} received {received[m, rank]} rows; worst case: {most}"
+                    yield Comparison(rank, Finding("more", more, (rank,)))
+                if wanted[m, rank] == most:
                     missing = f"{lost[m, rank]} of {most} rows were not delivered to rank {rank}"
-                    sentence = f"{missing}, to which all tokens are routed"
-                    findings.append(Finding("lost", sentence, (rank,)))
-                elif wanted[m, rank] == most:
-                    full.append((rank, most))
-    if findings:
-        fail(WrongDelivery, "dispatch", findings)
-    for rank, rows in full:
-        tally.add(pairs=rows, rank=rank)
+                    wrong = Finding("lost", f"{missing}, to which all tokens are routed", (rank,))
+                    yield Comparison(rank, wrong if lost[m, rank] else "", pairs=most)

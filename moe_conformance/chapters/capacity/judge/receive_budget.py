@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding
 from moe_conformance.judging.observed.run import Reading
-from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm
+from moe_conformance.judging.verdict import NotOffered, WrongForm
 from moe_conformance.reference.capacity.receive_budget import worst_case_rows
 from moe_conformance.reference.capacity.static_budget import least_budget
 
 
-def judge_fixed_size(reading: Reading, tally: Tally) -> None:
+@judge(WrongForm, "dispatch")
+def judge_fixed_size(reading: Reading) -> Comparisons:
     """Decide whether a rank's receive buffer has one size in all microbatches of equally many tokens.
 
     Raises:
@@ -19,18 +21,14 @@ def judge_fixed_size(reading: Reading, tally: Tally) -> None:
         NotOffered: the experts are called more than once, so that the buffer is not visible.
     """
     first: dict[int, int] = {}
-    findings = []
     for rank, m, rows in _sizes(reading):
-        if first.setdefault(rank, rows) != rows:
-            sizes = f"{first[rank]} rows in microbatch 0 and {rows} in microbatch {m}"
-            sentence = f"the receive buffer of rank {rank} has {sizes}; expected one size"
-            findings.append(Finding("size", sentence, (rank,)))
-        tally.add(pairs=1, rank=rank)
-    if findings:
-        fail(WrongForm, "dispatch", findings)
+        sizes = f"{first.setdefault(rank, rows)} rows in microbatch 0 and {rows} in microbatch {m}"
+        wrong = Finding("size", f"the receive buffer of rank {rank} has {sizes}; expected one size", (rank,))
+        yield Comparison(rank, wrong if first[rank] != rows else "", pairs=1)
 
 
-def judge_budget(reading: Reading, tally: Tally) -> None:
+@judge(WrongForm, "dispatch")
+def judge_budget(reading: Reading) -> Comparisons:
     """Decide whether every rank's receive buffer holds its balanced load times the configured factor.
 
     Where the rows of each expert are padded to a multiple, the padding has to fit too. No buffer needs more than the
@@ -45,25 +43,18 @@ def judge_budget(reading: Reading, tally: Tally) -> None:
     assert config.receive_buffer.factor is not None
     multiple = reading.claims.multiple
     group_of = {rank: group for group in layout.groups()["ep_etp"] for rank in group}
-    findings = []
     for rank, m, rows in _sizes(reading):
         tokens = [len(reading.batches[m][member].x_TD) for member in group_of[rank]]
         held = len(reading.ranks[rank].local_experts)
         sizes = {"ep": layout.ep, "etp": layout.etp, "held": held, "multiple": multiple}
         least = least_budget(tokens, config.top_k, factor=config.receive_buffer.factor, **sizes)
         most = _most_rows(reading, rank, m, tokens, multiple)
-        if rows < min(least, most):
-            padded = f" with experts padded to multiples of {multiple}" if multiple > 1 else ""
-            words = f"{config.receive_buffer.factor:g} times its balanced load is {least}{padded}"
-            if most < least:
-                words += f", and no routing sends more rows than {most}"
-            sentence = (
-                f"the receive buffer of rank {rank} has {rows} rows instead of at least {min(least, most)}: {words}"
-            )
-            findings.append(Finding("small", sentence, (rank,)))
-        tally.add(pairs=1, rank=rank)
-    if findings:
-        fail(WrongForm, "dispatch", findings)
+        padded = f" with experts padded to multiples of {multiple}" if multiple > 1 else ""
+        words = f"{config.receive_buffer.factor:g} times its balanced load is {least}{padded}"
+        words += f", and no routing sends more rows than {most}" if most < least else ""
+        has = f"the receive buffer of rank {rank} has {rows} rows instead of at least {min(least, most)}"
+        wrong = Finding("small", f"{has}: {words}", (rank,))
+        yield Comparison(rank, wrong if rows < min(least, most) else "", pairs=1)
 
 
 def _most_rows(reading: Reading, rank: int, m: int, tokens: Sequence[int], multiple: int) -> int:

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from moe_conformance.judging.compare.bounded import Worst, compare
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.compare.bounded import Worst, compare, compared
+from moe_conformance.judging.comparisons import Comparisons, Note, judge
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place
 from moe_conformance.judging.shared.layer.expected import LayerExpected
@@ -19,7 +19,8 @@ from moe_conformance.judging.shared.layer.layer import EVERY, expected_of, judge
 from moe_conformance.judging.verdict import Tally, WrongForm, WrongOutput
 
 
-def judge_lost_in_layer(reading: Reading, tally: Tally) -> None:
+@judge(WrongOutput, "combine")
+def judge_lost_in_layer(reading: Reading) -> Comparisons:
     """Decide whether y of tokens that lost all slots is the shared experts' output, or zero, within rounding.
 
     Counts the elements of such tokens.
@@ -28,21 +29,17 @@ def judge_lost_in_layer(reading: Reading, tally: Tally) -> None:
         WrongForm: y is missing, or not (T, D).
         WrongOutput: an element lies outside its bound.
     """
-    findings, expected = [], expected_of(reading)
+    config, expected = reading.outcome.workload.config, expected_of(reading)
+    right = "the output of its shared experts" if config.shared.ffn else "zero"
     for (_, rank), t, kept, worst in _outputs(reading, expected):
-        if kept:
-            continue
-        tally.beyond = max(tally.beyond, 0.0 if worst.holds else worst.size)
-        if not worst.holds:
-            wrong = f"y is not {_shared_words(reading)}: {worst}"
-            sentence = f"rank {rank} token {t} had all slots dropped; {wrong}"
-            findings.append(Finding("lost", sentence, (rank,), worst.size))
-        tally.add(elements=reading.outcome.workload.config.hidden, rank=rank, worst=worst.ratio)
-    if findings:
-        fail(WrongOutput, "combine", findings, note=_by_design(reading, expected))
+        if not kept:
+            sentence = f"rank {rank} token {t} had all slots dropped; y is not {right}: {worst}"
+            yield compared(rank, worst, "lost", sentence, config.hidden)
+    yield Note(lambda: _by_design(reading, expected))
 
 
-def judge_kept_in_layer(reading: Reading, tally: Tally) -> None:
+@judge(WrongOutput, "combine")
+def judge_kept_in_layer(reading: Reading) -> Comparisons:
     """Decide whether y of tokens with kept slots is the sum of these and the shared experts, within rounding.
 
     Weights are those before the drop, unless the backend claims another rule. Counts the elements of such tokens.
@@ -51,20 +48,14 @@ def judge_kept_in_layer(reading: Reading, tally: Tally) -> None:
         WrongForm: y is missing, or not (T, D).
         WrongOutput: an element lies outside its bound.
     """
-    findings, config, expected = [], reading.outcome.workload.config, expected_of(reading)
+    config, expected = reading.outcome.workload.config, expected_of(reading)
+    also = " and the shared experts" if config.shared.ffn else ""
     for (m, rank), t, kept, worst in _outputs(reading, expected):
-        if not kept:
-            continue
-        tally.beyond = max(tally.beyond, 0.0 if worst.holds else worst.size)
-        if not worst.holds:
-            slots = f"kept {kept} of {config.top_k} slots"
-            also = " and the shared experts" if config.shared.ffn else ""
-            wrong = f"y is not the sum over these{also}: {worst}"
-            sentence = f"rank {rank} token {t} of microbatch {m} {slots}; {wrong}"
-            findings.append(Finding("kept", sentence, (rank,), worst.size))
-        tally.add(elements=config.hidden, rank=rank, worst=worst.ratio)
-    if findings:
-        fail(WrongOutput, "combine", findings, note=_by_design(reading, expected))
+        if kept:
+            slots = f"rank {rank} token {t} of microbatch {m} kept {kept} of {config.top_k} slots"
+            sentence = f"{slots}; y is not the sum over these{also}: {worst}"
+            yield compared(rank, worst, "kept", sentence, config.hidden)
+    yield Note(lambda: _by_design(reading, expected))
 
 
 def judge_dropped_in_layer(reading: Reading, tally: Tally) -> None:
@@ -82,10 +73,6 @@ def judge_dropped_in_layer(reading: Reading, tally: Tally) -> None:
     """
     judge_layer_dx(reading, tally)
     judge_layer_gradients(reading, tally, EVERY)
-
-
-def _shared_words(reading: Reading) -> str:
-    return "the output of its shared experts" if reading.outcome.workload.config.shared.ffn else "zero"
 
 
 def _by_design(reading: Reading, expected: LayerExpected) -> str:
