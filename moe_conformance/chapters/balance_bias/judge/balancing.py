@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -14,50 +16,48 @@ from moe_conformance.chapters.balance_bias.judge.balancing_steps import (
     mistakes,
 )
 from moe_conformance.judging.compare.bounded import Worst, compare
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding
 from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.claims import claims_of
-from moe_conformance.judging.verdict import ChangedState, Tally, WrongBias, WrongCount, WrongForm
+from moe_conformance.judging.verdict import ChangedState, WrongBias, WrongCount, WrongForm
 from moe_conformance.reference.balance_bias.updates import without_constant
 from moe_conformance.scenarios.outcome import Outcome
 
 _FLOAT32 = 2.0**-24
 
 
-def judge_updates(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongBias, "finish")
+def judge_updates(outcome: Outcome) -> Comparisons:
     """Decide whether every update moves every bias by the update rate against its load, up to a constant.
 
     Raises:
         WrongBias: a bias has another value.
         WrongForm: a bias has another shape, or is not a floating point tensor.
     """
-    findings, compared = once(outcome, _updates)
-    tally.include(compared)
-    if findings:
-        fail(WrongBias, "finish", findings)
+    yield from once(outcome, _updates)
 
 
-def _updates(outcome: Outcome) -> tuple[list[Finding], Tally]:
-    history, findings, tally = history_of(outcome), [], Tally()
+def _updates(outcome: Outcome) -> list[Comparison]:
+    history, found = history_of(outcome), list[Comparison]()
     for rank in history.ranks:
         for layer in history.layers:
-            if found := _wrong_update(history, rank, layer, tally):
-                findings.append(found)
-    return findings, tally
+            found += _of_router(history, rank, layer)
+    return found
 
 
-def _wrong_update(history: History, rank: int, layer: int, tally: Tally) -> Finding | None:
-    """Return a finding for the first wrong update of a router; later updates start from its result."""
+def _of_router(history: History, rank: int, layer: int) -> Iterator[Comparison]:
+    """Yield comparisons of a router's updates up to the first wrong one; later updates start from its result."""
     before_E = history.workload.parameters["balance_bias", layer].double()
     for point in history.points(rank, layer, declared(history.outcome)):
         bias_E = _observed(history, point, rank, layer)
-        worst = _held(bias_E, point, tally, rank)
+        worst = _held(bias_E, point)
         if not worst.holds:
-            return Finding(
-                "update", _update_sentence(history, point, before_E, bias_E, worst, rank, layer), (rank,), worst.size
-            )
+            wrong = _update_sentence(history, point, before_E, bias_E, worst, rank, layer)
+            yield Comparison(rank, Finding("update", wrong, (rank,), worst.size), worst=worst.ratio)
+            return
+        yield Comparison(rank, elements=len(bias_E), worst=worst.ratio)
         before_E = bias_E
-    return None
 
 
 def _observed(history: History, point: Point, rank: int, layer: int) -> Tensor:
@@ -69,11 +69,11 @@ def _observed(history: History, point: Point, rank: int, layer: int) -> Tensor:
     return bias_E.double()
 
 
-def _held(bias_E: Tensor, point: Point, tally: Tally | None = None, rank: int | None = None) -> Worst:
+def _held(bias_E: Tensor, point: Point) -> Worst:
     """Compare a bias with a point, both without their constant; an update may round once, a centred one twice."""
     allowed = 3 * (1 + point.updates) * _FLOAT32 * (1 + float(point.bias_E.abs().max()))
     expected_E = without_constant(point.bias_E)
-    return compare(without_constant(bias_E), expected_E, torch.full_like(expected_E, allowed), tally, rank)
+    return compare(without_constant(bias_E), expected_E, torch.full_like(expected_E, allowed))
 
 
 def _update_sentence(
@@ -103,13 +103,14 @@ def _cause(history: History, point: Point, bias_E: Tensor, e: int, rank: int, la
     return f"{said}; likely cause: {max(explained, key=lambda words: explained[words])}" if explained else said
 
 
-def judge_agreement(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongBias, "finish")
+def judge_agreement(outcome: Outcome) -> Comparisons:
     """Decide whether all ranks of a router hold bitwise equal biases after every update.
 
     Raises:
         WrongBias: two ranks differ.
     """
-    history, findings = history_of(outcome), []
+    history = history_of(outcome)
     for ranks in history.routers():
         for call in history.steps:
             seen = history.seen(call, "updates")
@@ -118,43 +119,40 @@ def judge_agreement(outcome: Outcome, tally: Tally) -> None:
                     for layer in history.layers:
                         mine_E, theirs_E = first["now"][layer], seen[rank][number]["now"][layer]
                         if mine_E.dtype == theirs_E.dtype and torch.equal(mine_E, theirs_E):
-                            tally.add(elements=len(mine_E), rank=rank)
+                            yield Comparison(rank, elements=len(mine_E))
                             continue
                         e = int((mine_E.double() != theirs_E.double()).long().argmax())
                         said = f"after update {number} of step {call} rank {rank} holds {float(theirs_E[e]):.9g}"
-                        both = (
-                            f"as the bias of expert {e} in router {layer}, and rank {ranks[0]} {float(mine_E[e]):.9g}"
-                        )
+                        said = f"{said} as the bias of expert {e} in router {layer}"
+                        said = f"{said}, and rank {ranks[0]} {float(mine_E[e]):.9g}"
                         cause = "expected the same bits; likely cause: they were updated by different loads"
-                        findings.append(Finding("differ", f"{said} {both}; {cause}", (rank,)))
-    if findings:
-        fail(WrongBias, "finish", findings)
+                        yield Comparison(rank, Finding("differ", f"{said}; {cause}", (rank,)))
 
 
-def judge_steady(outcome: Outcome, tally: Tally) -> None:
+@judge(ChangedState, "route")
+def judge_steady(outcome: Outcome) -> Comparisons:
     """Decide whether biases do not change between two updates.
 
     Raises:
         ChangedState: a forward or a backward changed one.
     """
-    history, findings = history_of(outcome), []
+    history = history_of(outcome)
     for call in history.steps:
         for rank in history.ranks:
             forwards = history.seen(call, "forwards")[rank]
             for place, forward in enumerate(forwards):
                 for layer in history.layers:
                     if torch.equal(forward["after"]["now"][layer], history.bias(call, rank, layer)):
-                        tally.add(elements=history.workload.config.experts, rank=rank)
+                        yield Comparison(rank, elements=history.workload.config.experts)
                         continue
                     mode = history.batches(call, rank)[place].mode
                     said = f"rank {rank}: the bias of router {layer} changed in forward {place} ({mode}) of step {call}"
                     cause = "expected: in updates only; likely cause: it is updated by every forward"
-                    findings.append(Finding("steady", f"{said}; {cause}", (rank,)))
-    if findings:
-        fail(ChangedState, "route", findings)
+                    yield Comparison(rank, Finding("steady", f"{said}; {cause}", (rank,)))
 
 
-def judge_counters(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongCount, "finish")
+def judge_counters(outcome: Outcome) -> Comparisons:
     """Decide whether counters hold the loads since the last update after a forward, and zeros after an update.
 
     A backend whose counters cannot be read has nothing to compare here.
@@ -162,16 +160,14 @@ def judge_counters(outcome: Outcome, tally: Tally) -> None:
     Raises:
         WrongCount: a counter holds another load.
     """
-    history, findings, rule = history_of(outcome), [], declared(outcome)
+    history, rule = history_of(outcome), declared(outcome)
     for rank in history.ranks:
         for layer in history.layers:
-            if found := _wrong_counter(history, rank, layer, rule, tally):
-                findings.append(found)
-    if findings:
-        fail(WrongCount, "finish", findings)
+            yield from _counters(history, rank, layer, rule)
 
 
-def _wrong_counter(history: History, rank: int, layer: int, rule: Rule, tally: Tally) -> Finding | None:
+def _counters(history: History, rank: int, layer: int, rule: Rule) -> Comparisons:
+    """Yield comparisons of a router's counters up to the first wrong one."""
     reach = "rank" if claims_of(history.outcome.ranks).balance_counters == "of_rank" else "router"
     total_E = torch.zeros(history.workload.config.experts, dtype=torch.float64)
     for call in history.steps:
@@ -180,20 +176,21 @@ def _wrong_counter(history: History, rank: int, layer: int, rule: Rule, tally: T
             if history.kind(history.batches(call, rank)[place].mode, rule) == "training":
                 total_E = total_E + _of_forward(history, call, place, layer, rank, rule, reach)
             if seen["after"]["loads"] is None:
-                return None
+                return
             counter_E = seen["after"]["loads"][layer].double()
-            if torch.equal(counter_E, total_E):
-                tally.add(elements=len(counter_E), rank=rank)
-                continue
-            said = _counter_sentence(history, (call, place, layer, rank), rule, reach, before_E, total_E)
-            return Finding("counter", said, (rank,))
+            if not torch.equal(counter_E, total_E):
+                said = _counter_sentence(history, (call, place, layer, rank), rule, reach, before_E, total_E)
+                yield Comparison(rank, Finding("counter", said, (rank,)))
+                return
+            yield Comparison(rank, elements=len(counter_E))
         for number, seen in enumerate(history.seen(call, "updates")[rank]):
             total_E = torch.zeros_like(total_E)
             if seen["loads"] is not None and bool((seen["loads"][layer] != 0).any()):
                 said = f"rank {rank}: after update {number} of step {call} the counters of router {layer}"
-                return Finding("left", f"{said} hold {seen['loads'][layer].tolist()}; expected zeros", (rank,))
-            tally.add(elements=len(total_E) * (seen["loads"] is not None), rank=rank)
-    return None
+                said = f"{said} hold {seen['loads'][layer].tolist()}; expected zeros"
+                yield Comparison(rank, Finding("left", said, (rank,)))
+                return
+            yield Comparison(rank, elements=len(total_E) * (seen["loads"] is not None))
 
 
 def _of_forward(history: History, call: int, place: int, layer: int, rank: int, rule: Rule, reach: str) -> Tensor:
@@ -234,29 +231,28 @@ def _whole(loads_E: Tensor) -> list[int | float]:
     return [int(load) if load == int(load) else load for load in loads_E.tolist()]
 
 
-def judge_forced(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongBias, "finish")
+def judge_forced(outcome: Outcome) -> Comparisons:
     """Decide whether biases do not change under forced routing, or are updated if the backend claims so.
 
     Raises:
         WrongBias: they change, or are updated by other loads.
     """
-    history, findings = history_of(outcome), []
+    history = history_of(outcome)
     if declared(outcome).forced == "counted":
-        return judge_updates(outcome, tally)
+        yield from once(outcome, _updates)
+        return
     for call in history.steps:
         for rank in history.ranks:
             for layer in history.layers:
                 given_E = history.bias(history.steps[0], rank, layer)
                 for number, seen in enumerate(history.seen(call, "updates")[rank]):
                     if torch.equal(seen["now"][layer], given_E):
-                        tally.add(elements=_uneven(history, call, rank, layer) * len(given_E), rank=rank)
+                        yield Comparison(rank, elements=_uneven(history, call, rank, layer) * len(given_E))
                         continue
                     said = f"rank {rank}: update {number} of step {call} changed the bias of router {layer}"
                     why = "while routing is forced; expected: no change, since Claims.forced_loads is 'ignored'"
-                    findings.append(Finding("forced", f"{said} {why}", (rank,)))
-    if findings:
-        fail(WrongBias, "finish", findings)
-    return None
+                    yield Comparison(rank, Finding("forced", f"{said} {why}", (rank,)))
 
 
 def _uneven(history: History, call: int, rank: int, layer: int) -> bool:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from moe_conformance.chapters.balance_bias.judge.balancing_steps import History, history_of
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding
 from moe_conformance.judging.observed.claims import claims_of
-from moe_conformance.judging.verdict import NotOffered, Tally, WrongBias, WrongForm
+from moe_conformance.judging.verdict import NotOffered, WrongBias, WrongForm
 from moe_conformance.reference.balance_bias.quantiles import outside, quantile_bounds
 from moe_conformance.reference.routing.routes import scores
 from moe_conformance.scenarios.outcome import Outcome
@@ -35,7 +36,8 @@ _MISTAKES = {
 }
 
 
-def judge_quantiles(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongBias, "finish")
+def judge_quantiles(outcome: Outcome) -> Comparisons:
     """Decide whether every bias after an update is between the quantiles of its step, up to a constant.
 
     Raises:
@@ -45,16 +47,15 @@ def judge_quantiles(outcome: Outcome, tally: Tally) -> None:
     """
     if claims_of(outcome.ranks).balance_quantiles == "estimated":
         raise NotOffered("the backend claims balance_quantiles = 'estimated'")
-    history, findings = history_of(outcome), []
+    history = history_of(outcome)
     for ranks in history.routers():
         for rank in ranks:
-            findings += [finding for layer in history.layers for finding in _wrong(history, ranks, rank, layer, tally)]
-    if findings:
-        fail(WrongBias, "finish", findings)
+            for layer in history.layers:
+                yield from _of_router(history, ranks, rank, layer)
 
 
-def _wrong(history: History, ranks: Sequence[int], rank: int, layer: int, tally: Tally) -> Iterator[Finding]:
-    """Yield a finding for each wrong update of one router on one rank."""
+def _of_router(history: History, ranks: Sequence[int], rank: int, layer: int) -> Comparisons:
+    """Yield comparisons of all updates of one router on one rank."""
     for call in history.steps:
         (update,) = history.seen(call, "updates")[rank]
         bias_E: Tensor = update["now"][layer]
@@ -63,15 +64,13 @@ def _wrong(history: History, ranks: Sequence[int], rank: int, layer: int, tally:
         off = _off(history, ranks, rank, (call, layer), _How())
         allowed = _ALLOWED * (1 + float(bias_E.abs().max()))
         if off <= allowed:
-            tally.add(elements=len(bias_E), rank=rank, worst=off / allowed)
+            yield Comparison(rank, elements=len(bias_E), worst=off / allowed)
             continue
-        sentence = (
-            f"rank {rank}: the update of step {call} left the biases of router {layer} {off:.3g} outside of what gives "
-            f"every expert its share of the step's tokens; allowed {allowed:.3g}"
-        )
+        said = f"rank {rank}: after step {call} the balance biases of router {layer} are {off:.3g} outside"
+        said += f" the quantiles of the step's scores that give all experts equal loads; allowed {allowed:.3g}"
         found = [words for words, how in _MISTAKES.items() if _off(history, ranks, rank, (call, layer), how) <= allowed]
         cause = f"; likely cause: {found[0]}" if found else ""
-        yield Finding("quantile", sentence + cause, (rank,), off)
+        yield Comparison(rank, Finding("quantile", said + cause, (rank,), off))
 
 
 def _off(history: History, ranks: Sequence[int], rank: int, at: tuple[int, int], how: _How) -> float:
