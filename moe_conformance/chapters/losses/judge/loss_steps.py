@@ -31,7 +31,7 @@ class Step:
     forwards: tuple[tuple[Any, ...], ...]  # the records by rank
     finals: tuple[tuple[Tensor | None, ...], ...]
     reports: tuple[dict[str, Tensor], ...]  # reported losses; empty where nothing is reported
-    tells: bool  # whether the backend reports losses
+    has_reports: bool  # whether the backend reports losses
     shards: tuple[tuple[Shard, ...], ...]  # the shard of the router's weight that each of `finals` is
 
     @property
@@ -95,7 +95,7 @@ class Step:
             ).double(),
             ids_TK=ids_TK,
             upstream_TK=upstream_TE.gather(1, ids_TK.clamp_min(0)) * (ids_TK >= 0),
-            padding_T=None if batches[0].padding_T is None else whole([each.padding_T for each in batches], places),  # type: ignore[misc]
+            padding_T=None if batches[0].padding_T is None else whole([batch.padding_T for batch in batches], places),  # type: ignore[misc]
             sequences_T=whole([torch.arange(size) % width for size in sizes], places),
         )
 
@@ -110,8 +110,8 @@ def _steps(outcome: Outcome) -> list[Step]:
     for call in range(len(outcome.workload.calls)):
         forwards, finals, reports = (values(outcome, call, name) for name in ("forwards", "final", "report"))
         shards = values(outcome, call, "shards")
-        by_rank, tells = tuple(report or {} for report in reports), any(report is not None for report in reports)
-        found.append(Step(outcome.workload, call, forwards, finals, by_rank, tells, shards))
+        by_rank, has_reports = tuple(report or {} for report in reports), any(report is not None for report in reports)
+        found.append(Step(outcome.workload, call, forwards, finals, by_rank, has_reports, shards))
     return found
 
 

@@ -11,14 +11,14 @@ from torch import Tensor
 from moe_conformance.chapters.losses.judge.loss_bounds import main_slope_bound, roundoff, slope_bound, value_bound
 from moe_conformance.chapters.losses.judge.loss_rules import CALLED, Part, Parts, Rule, Steps
 from moe_conformance.chapters.losses.judge.loss_steps import Step, legal, mistakes, steps_of
-from moe_conformance.judging.compare.bounded import Target, compare, factor, within
+from moe_conformance.judging.compare.bounded import Target, compare, compared, factor, within
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, fail, ratio_names, ratio_words
 from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.scopes import shard_of
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     NotOffered,
-    Tally,
     WrongGradient,
     WrongLoss,
 )
@@ -29,85 +29,75 @@ from moe_conformance.scenarios.outcome import Outcome
 
 def require_reports(outcome: Outcome) -> None:
     """Raise `NotOffered` if the backend returns its losses and reports none."""
-    if not any(step.tells for step in steps_of(outcome)):
+    if not any(step.has_reports for step in steps_of(outcome)):
         raise NotOffered("the backend returns its losses, and reports none")
 
 
 def require_values(outcome: Outcome) -> None:
     """Raise `NotOffered` if no loss is reported, and ranks share the microbatches whose losses are returned."""
     steps = steps_of(outcome)
-    if not any(step.tells for step in steps) and len(steps[0].groups()[0]) > 1:
+    if not any(step.has_reports for step in steps) and len(steps[0].groups()[0]) > 1:
         raise NotOffered("the backend reports no losses, and what ranks return of a microbatch that they share is free")
 
 
-def judge_values(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongLoss, "loss")
+def judge_values(outcome: Outcome) -> Comparisons:
     """Decide whether every loss of every step is reported or returned with its right value, on every rank.
 
     Raises:
         WrongLoss: a loss is missing or has another value.
     """
-    findings, compared = once(outcome, _values)
-    tally.include(compared)
-    if findings:
-        fail(WrongLoss, "loss", findings)
+    yield from once(outcome, _values)
 
 
-def _values(outcome: Outcome) -> tuple[list[Finding], Tally]:
-    """Return findings for the reports of all steps, and a tally of what was compared."""
-    findings: list[Finding] = []
-    tally = Tally()
+def _values(outcome: Outcome) -> list[Comparison]:
+    found: list[Comparison] = []
     for step in steps_of(outcome):
-        if not step.trained:
-            continue
-        layers = [step.parts(layer) for layer in range(outcome.workload.config.losses.layers)]
-        rules = list(legal(outcome, layers[0]))
-        made = {rule: [_of(outcome, step, parts, rule) for parts in layers] for rule in rules}
-        for name in next(iter(made.values()))[0].names:
-            targets = [_reported(outcome, made[rule], name) for rule in rules]
-            for rank, report in enumerate(step.reports):
-                if not step.tells:
-                    continue
-                if name not in report:
-                    said = f"rank {rank} reports no {CALLED[name].removeprefix('the ')} after {step.name}"
-                    findings.append(Finding("absent", said, (rank,)))
-                    continue
-                value = _whole(outcome, step, rank, name)
-                found = [compare(value, *target) for target in targets]
-                best = min(found, key=lambda worst: worst.ratio)
-                if best.holds:
-                    tally.add(elements=1, rank=rank, worst=best.ratio)
-                    continue
-                tally.beyond = max(tally.beyond, found[0].size)
-                cause = _value_cause(outcome, step, name, value, targets[0], layers)
-                said = f"rank {rank} reports {CALLED[name]} of {step.name} as {found[0]}"
-                findings.append(Finding(name, f"{said}{cause}", (rank,), found[0].size))
-        findings += _returned(outcome, step, layers, tally)
-    return findings, tally
+        if step.trained:
+            layers = [step.parts(layer) for layer in range(outcome.workload.config.losses.layers)]
+            found += [*_reports(outcome, step, layers), *_returned(outcome, step, layers)]
+    return found
 
 
-def _returned(outcome: Outcome, step: Step, layers: list[Parts], tally: Tally) -> list[Finding]:
-    """Return findings for returned losses, with coefficients, where a microbatch belongs to one rank."""
-    findings: list[Finding] = []
+def _reports(outcome: Outcome, step: Step, layers: list[Parts]) -> Iterator[Comparison]:
+    """Yield comparisons of reported losses, which are right if they are right under any legal rule."""
+    rules = list(legal(outcome, layers[0]))
+    made = {rule: [_of(outcome, step, parts, rule) for parts in layers] for rule in rules}
+    for name in made[rules[0]][0].names if step.has_reports else ():
+        targets = [_reported(outcome, made[rule], name) for rule in rules]
+        for rank, report in enumerate(step.reports):
+            if name not in report:
+                said = f"rank {rank} reports no {CALLED[name].removeprefix('the ')} after {step.name}"
+                yield Comparison(rank, Finding("absent", said, (rank,)))
+                continue
+            value = _whole(outcome, step, rank, name)
+            found = [compare(value, *target) for target in targets]
+            best = min(found, key=lambda worst: worst.ratio)
+            cause = "" if best.holds else _value_cause(outcome, step, name, value, targets[0], layers)
+            said = f"rank {rank} reports {CALLED[name]} of {step.name} as {found[0]}{cause}"
+            yield compared(rank, best if best.holds else found[0], name, said, 1)
+
+
+def _returned(outcome: Outcome, step: Step, layers: list[Parts]) -> Iterator[Comparison]:
+    """Yield comparisons of returned losses, with coefficients, where a microbatch belongs to one rank."""
     if len(step.groups()[0]) > 1 or outcome.workload.config.losses.global_batch:
-        return findings
+        return
     made = [_of(outcome, step, parts, next(legal(outcome, parts))) for parts in layers]
     for m, place in enumerate(step.trained):
-        of_layers = [torch.stack([steps.values[name][m] for name in steps.names]).sum(0) for steps in made]
-        bounds = [
-            torch.stack([value_bound(steps, name, steps.values[name][m]) for name in steps.names]).sum(0)
-            for steps in made
-        ]
+        of_layers, bounds = list[Tensor](), list[Tensor]()
+        for steps in made:
+            values = {name: steps.values[name][m] for name in steps.names}
+            of_layers.append(torch.stack(list(values.values())).sum(0))
+            bounds.append(torch.stack([value_bound(steps, *value) for value in values.items()]).sum(0))
         for rank in range(outcome.workload.layout.world):
             if (loss := step.forwards[rank][place]["loss"]) is None:
                 continue
             target = Target(
                 model_loss([value[rank] for value in of_layers]), model_loss([bound[rank] for bound in bounds])
             )
-            worst = compare(loss.reshape(()), *target, tally, rank)
-            if not worst.holds:
-                said = f"rank {rank} returns as the loss of microbatch {m} of {step.name} {worst}"
-                findings.append(Finding("returned", said, (rank,), worst.size))
-    return findings
+            worst = compare(loss.reshape(()), *target)
+            said = f"rank {rank} returns as the loss of microbatch {m} of {step.name} {worst}"
+            yield compared(rank, worst, "returned", said, 1)
 
 
 def _of(outcome: Outcome, step: Step, parts: Parts, rule: Rule) -> Steps:
@@ -230,61 +220,57 @@ def _main(outcome: Outcome, steps: Steps) -> float:
     return 1 / (layout.dp * layout.cp) if outcome.ranks[0].loss_convention == "mean_over_dp" else 1.0
 
 
-def judge_gradients(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongGradient, "loss")
+def judge_gradients(outcome: Outcome) -> Comparisons:
     """Decide whether the gradients of routers, finished, and of their inputs include every loss once.
 
     Raises:
         WrongGradient: a gradient has another value.
         AbsentGradient: a gradient is None.
     """
-    findings, compared = once(outcome, _gradients)
-    tally.include(compared)
-    if findings:
-        error = AbsentGradient if all(finding.kind == "absent" for finding in findings) else WrongGradient
-        fail(error, "loss", findings)
+    found = once(outcome, _gradients)
+    wrong = [finding for comparison in found for finding in comparison.findings()]
+    if wrong and all(finding.kind == "absent" for finding in wrong):
+        fail(AbsentGradient, "loss", wrong)
+    yield from found
 
 
-def _gradients(outcome: Outcome) -> tuple[list[Finding], Tally]:
-    """Return findings for the gradients of all steps, and a tally of what was compared."""
-    findings: list[Finding] = []
-    tally = Tally()
+def _gradients(outcome: Outcome) -> list[Comparison]:
+    found: list[Comparison] = []
     for step in steps_of(outcome):
         for layer in range(outcome.workload.config.losses.layers) if step.trained else ():
-            findings += _of_layer(outcome, step, layer, tally)
-    return findings, tally
+            found += _of_layer(outcome, step, layer)
+    return found
 
 
-def _of_layer(outcome: Outcome, step: Step, layer: int, tally: Tally) -> list[Finding]:
-    """Return findings for one layer if it is wrong under every legal rule; they are those of the first rule."""
-    parts, first, off = step.parts(layer), None, 0.0
+def _of_layer(outcome: Outcome, step: Step, layer: int) -> list[Comparison]:
+    """Return the comparisons of one layer under the first legal rule by which it is right, else the first rule."""
+    first, parts = list[Comparison](), step.parts(layer)
     for rule in legal(outcome, parts):
         steps = _of(outcome, step, parts, rule)
-        mine = Tally()
-        found = list(_compared(outcome, step, layer, _Gradients(steps, _main(outcome, steps)), mine))
-        if not found:
-            tally.include(mine)
-            return []
-        first, off = (found, mine.beyond) if first is None else (first, off)
-    assert first is not None  # there is at least one legal rule
-    tally.beyond = max(tally.beyond, off)
+        found = list(_under_rule(outcome, step, layer, _Gradients(steps, _main(outcome, steps))))
+        if not any(comparison.findings() for comparison in found):
+            return found
+        first = first or found
     return first
 
 
-def _compared(outcome: Outcome, step: Step, layer: int, expected: _Gradients, tally: Tally) -> Iterator[Finding]:
+def _under_rule(outcome: Outcome, step: Step, layer: int, expected: _Gradients) -> Iterator[Comparison]:
     of = "" if outcome.workload.config.losses.layers == 1 else f" of layer {layer}"
     whole = expected.router()
     for rank, finals in enumerate(step.finals):
         final_ED = finals[layer] if layer < len(finals) else None
         if final_ED is None:
-            yield Finding("absent", f"rank {rank}: the router{of} has no gradient after {step.name}", (rank,))
+            absent = f"rank {rank}: the router{of} has no gradient after {step.name}"
+            yield Comparison(rank, Finding("absent", absent, (rank,)))
             continue
         shard = step.shards[rank][layer]
         target = Target(shard_of(whole.expected, shard), shard_of(whole.allowed, shard))
-        worst = compare(final_ED, *target, tally, rank)
-        if not worst.holds:
-            cause = "" if shard else _gradient_cause(outcome, step, layer, final_ED.double(), target, expected)
-            said = f"rank {rank}: the finished gradient of the router{of} in {step.name} is {worst}"
-            yield Finding("router", f"{said}{cause}", (rank,), worst.size)
+        worst, cause = compare(final_ED, *target), ""
+        if not worst.holds and not shard:
+            cause = _gradient_cause(outcome, step, layer, final_ED.double(), target, expected)
+        said = f"rank {rank}: the finished gradient of the router{of} in {step.name} is {worst}{cause}"
+        yield compared(rank, worst, "router", said, final_ED.numel())
     router_ED = outcome.workload.parameters["router", layer].double()
     for m, place in enumerate(step.trained):
         for d, part in enumerate(expected.steps.parts[m]):
@@ -292,13 +278,13 @@ def _compared(outcome: Outcome, step: Step, layer: int, expected: _Gradients, ta
             for number, rank in enumerate(part.ranks):
                 dx = step.forwards[rank][place]["dx"][layer]
                 if dx is None:
-                    yield Finding("absent", f"rank {rank}: x{of} has no gradient in {step.name}", (rank,))
+                    absent = f"rank {rank}: x{of} has no gradient in {step.name}"
+                    yield Comparison(rank, Finding("absent", absent, (rank,)))
                     continue
                 target = Target(part.of_rank(whole.expected, number), part.of_rank(whole.allowed, number))
-                worst = compare(dx.reshape(target.expected.shape), *target, tally, rank)
-                if not worst.holds:
-                    said = f"rank {rank}: dL/dx{of} of microbatch {m} in {step.name} is {worst}"
-                    yield Finding("input", said, (rank,), worst.size)
+                worst = compare(dx.reshape(target.expected.shape), *target)
+                said = f"rank {rank}: dL/dx{of} of microbatch {m} in {step.name} is {worst}"
+                yield compared(rank, worst, "input", said, dx.numel())
 
 
 def _gradient_cause(
