@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from moe_conformance.chapters.cost.judge.cost import (
     judge_backward_rows,
-    judge_beside_rows,
     judge_even_calls,
     judge_handed,
     judge_no_calls,
+    judge_other_bytes,
     judge_rows,
 )
 from moe_conformance.chapters.cost.judge.declared_wire import judge_declared_rows
@@ -75,7 +75,7 @@ class TestExchange:
     test_backward_moves_no_more_than_forward = Row("COST-05", ExchangeStep(), judge_backward_rows, when=counted)
     """The backward sends each row of dispatch back once and each row of combine once, and no counts."""
 
-    test_little_travels_beside_the_rows = Row("COST-06", ExchangeStep(), judge_beside_rows, when=counted)
+    test_little_travels_beside_the_rows = Row("COST-06", ExchangeStep(), judge_other_bytes, when=counted)
     """Counts take one number per rank and expert, and the metadata of a row a few numbers."""
 
     test_experts_are_handed_what_is_for_them = Row("COST-10", ExchangeStep(), judge_handed, when=unpadded)

@@ -13,9 +13,9 @@ import torch
 
 from moe_conformance.chapters.cost.judge.cost import (
     judge_backward_rows,
-    judge_beside_rows,
     judge_even_calls,
     judge_handed,
+    judge_other_bytes,
     judge_rows,
     needed_rows,
     pair_rows,
@@ -216,7 +216,7 @@ def calling(outcome: Outcome, calls: Callable[[int, str], Sequence[Entry]]) -> O
 class TestUnseen:
     @pytest.mark.parametrize(
         "judge",
-        [judge_even_calls, judge_rows, judge_declared_rows, judge_backward_rows, judge_beside_rows, judge_repeated],
+        [judge_even_calls, judge_rows, judge_declared_rows, judge_backward_rows, judge_other_bytes, judge_repeated],
     )
     def test_what_travels_past_the_ledger_is_not_judged(self, judge: Judge) -> None:
         """A transport without collectives, or rows that are packed with their weights, is neither right nor wrong."""

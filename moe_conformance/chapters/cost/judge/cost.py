@@ -12,6 +12,7 @@ import torch
 from moe_conformance.chapters.cost.judge.claimed_wires import all_places, all_tokens
 from moe_conformance.chapters.cost.judge.routing_maps import Map, require_maps
 from moe_conformance.engine.ledger.entry import Entry, group_words
+from moe_conformance.judging.comparisons import Comparison, Comparisons, Note, judge
 from moe_conformance.judging.findings import some
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.traffic import (
@@ -27,23 +28,22 @@ from moe_conformance.reference.cost import rows as cost
 from moe_conformance.reference.cost import wire_bytes
 
 
-def judge_no_calls(reading: Reading, tally: Tally) -> None:
+@judge(Costly, "run")
+def judge_no_calls(reading: Reading) -> Comparisons:
     """Decide whether an exchange group of one rank calls no collective, in forward and backward.
 
     Raises:
         Costly: it calls one.
     """
-    found, one = [], "its exchange group has one rank"
+    one = "its exchange group has one rank"
     for rank in reading.ranks:
         for phase, calls in exchange_phases(rank):
-            if not cost_calls.legal_calls(len(calls), ranks=1):
-                found.append(f"rank {rank.rank} calls {_words(calls)} in {phase}; expected: no collective, since {one}")
-            tally.add(pairs=1, rank=rank.rank)
-    if found:
-        raise Costly("run", some(found))
+            wrong = f"rank {rank.rank} calls {_words(calls)} in {phase}; expected: no collective, since {one}"
+            yield Comparison(rank.rank, "" if cost_calls.legal_calls(len(calls), ranks=1) else wrong, pairs=1)
 
 
-def judge_even_calls(reading: Reading, tally: Tally) -> None:
+@judge(Costly, "run")
+def judge_even_calls(reading: Reading) -> Comparisons:
     """Decide whether every microbatch calls equally many collectives, on all ranks of an exchange group.
 
     Point-to-point messages are not counted: one exchange has as many of them as are not empty.
@@ -52,23 +52,21 @@ def judge_even_calls(reading: Reading, tally: Tally) -> None:
         Costly: two numbers differ.
         NotOffered: the ledger has point-to-point messages only, or fewer rows than must be sent.
     """
-    calls_by_kind: dict[tuple[tuple[int, ...], str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    collectives = 0
     for group in reading.outcome.workload.layout.groups()["ep_etp"]:
+        by_kind: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         for rank in group:
             for phase, calls in exchange_phases(reading.ranks[rank]):
-                collectives = [entry for entry in calls if entry.sequence is not None]
-                calls_by_kind[group, phase.partition(":")[0]][phase].append(len(collectives))
-                tally.add(pairs=1, rank=rank)
-    found = [
-        f"{kind} takes different numbers of collectives on {group_words(group)}: "
-        + ", ".join(f"{numbers} in {phase}" for phase, numbers in by_case.items())
-        for (group, kind), by_case in calls_by_kind.items()
-        if not cost_calls.same_calls(list(by_case.values()))
-    ]
-    if found:
-        raise Costly("run", some(found))
+                number = sum(entry.sequence is not None for entry in calls)
+                by_kind[phase.partition(":")[0]][phase].append(number)
+                collectives += number
+                yield Comparison(rank, pairs=1)
+        for kind, numbers in by_kind.items():
+            listed = ", ".join(f"{of_ranks} in {phase}" for phase, of_ranks in numbers.items())
+            wrong = f"{kind} takes different numbers of collectives on {group_words(group)}: {listed}"
+            yield Comparison(None, "" if cost_calls.same_calls(list(numbers.values())) else wrong)
     require_rows(reading)
-    if not any(sum(numbers) for by_case in calls_by_kind.values() for numbers in by_case.values()):
+    if not collectives:
         raise NotOffered("the ledger has no collective; point-to-point messages are not counted")
 
 
@@ -83,30 +81,37 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
         NotOffered: the ledger has fewer rows than must be sent, so that they are sent in another form; or the rows of
             the adapter's own gather are among them.
     """
-    found = []
     if reading.claims.wire == "copies":
         raise NotOffered("the adapter gathers tokens over tp, and its rows would be counted")
     tally.travelled = _travelled(reading)
+    _judge_halves(reading, tally)
+
+
+@judge(Costly, "run")
+def _judge_halves(reading: Reading) -> Comparisons:
     require_rows(reading)
     for half in halves(reading):
-        allowed, smallest = half.times * needed_rows(reading, half.m), half.times * smallest_rows(reading, half.m)
-        if half.rows > allowed:
-            times = cost.ratio(math.ceil(half.rows), smallest)
-            least = f"{times:.3g} times the smallest number"
-            to_all = half.rows == half.times * all_tokens(reading, half.m)
-            design = "; a backend that sends all tokens to all ranks by design claims wire = 'all'" if to_all else ""
-            for wire in ("capacity", "capacity_all"):
-                if half.rows == half.times * all_places(reading, half.m, to_all=wire == "capacity_all"):
-                    to = "all ranks" if wire == "capacity_all" else "every expert"
-                    design = f"; a backend that sends every rank's capacity to {to} claims wire = '{wire}'"
-            found.append(f"{half.name} moves {half.rows:g} rows, {least}; allowed: {allowed}{design}")
-        else:
-            tally.add(pairs=len(reading.ranks), worst=half.rows / allowed if allowed else 0.0)
-    if found:
-        raise Costly("run", some(found))
+        allowed = half.times * needed_rows(reading, half.m)
+        wrong = _excess(reading, half, allowed) if half.rows > allowed else ""
+        yield Comparison(None, wrong, pairs=len(reading.ranks), worst=half.rows / allowed if allowed else 0.0)
 
 
-def judge_backward_rows(reading: Reading, tally: Tally) -> None:
+def _excess(reading: Reading, half: Half, allowed: int) -> str:
+    """Return a sentence about the rows of a half, with the claim of a wire that has as many."""
+    times = cost.ratio(math.ceil(half.rows), half.times * smallest_rows(reading, half.m))
+    design = ""
+    for wire, rows, sent in (
+        ("all", all_tokens(reading, half.m), "all tokens to all ranks by design"),
+        ("capacity", all_places(reading, half.m, to_all=False), "every rank's capacity to every expert"),
+        ("capacity_all", all_places(reading, half.m, to_all=True), "every rank's capacity to all ranks"),
+    ):
+        if half.rows == half.times * rows:
+            design = f"; a backend that sends {sent} claims wire = '{wire}'"
+    return f"{half.name} moves {half.rows:g} rows, {times:.3g} times the smallest number; allowed: {allowed}{design}"
+
+
+@judge(Costly, "gradient")
+def judge_backward_rows(reading: Reading) -> Comparisons:
     """Decide whether a backward sends no more than its forward: rows, and a number for each weight.
 
     No count or index is exchanged again, and the bytes of weights in forward are the most that may be sent back.
@@ -116,29 +121,28 @@ def judge_backward_rows(reading: Reading, tally: Tally) -> None:
         NotOffered: the ledger has fewer rows in forward than must be sent.
     """
     require_rows(reading)
-    found = []
+    right = True
     for m, forward in _forwards(reading).items():
         if not reading.goes_backward(m):
             continue
         back = {rank.rank: by_phase(rank)[f"backward:{m}"] for rank in reading.ranks}
         for rank, calls in back.items():
-            if again := [entry for entry in calls if entry.shapes_in and "float" not in entry.dtype]:
-                found.append(f"backward:{m} exchanges {again[0].dtype} again on rank {rank}: {_words(again)}")
-            tally.add(pairs=1, rank=rank)
+            again = [entry for entry in calls if entry.shapes_in and "float" not in entry.dtype]
+            wrong = f"backward:{m} exchanges {again[0].dtype} again on rank {rank}: {_words(again)}" if again else ""
+            right &= not again
+            yield Comparison(rank, wrong, pairs=1)
         floats = {rank: [entry for entry in calls if "float" in entry.dtype] for rank, calls in forward.items()}
         there, here, weights = _moved(reading, forward), _moved(reading, back), _moved(reading, floats).beside
         if reading.claims.wire == "copies":  # tp ranks with the same tokens sum gradients: no such call in forward
             weights = here.beside
-        if not found and not cost_calls.legal_backward(there, here, weight_bytes=weights):
-            found.append(
-                f"backward:{m} moves {here.dispatch} rows and {here.beside} other bytes; forward:{m} moves "
-                f"{there.dispatch} rows, and weights in {weights} bytes"
-            )
-    if found:
-        raise Costly("gradient", some(found))
+        if right and not cost_calls.legal_backward(there, here, weight_bytes=weights):
+            right = False
+            sent = f"backward:{m} sends {here.dispatch} rows of width D and {here.beside} bytes of other data"
+            yield Comparison(None, f"{sent}; forward:{m} sends {there.dispatch} rows, and weights in {weights} bytes")
 
 
-def judge_beside_rows(reading: Reading, tally: Tally) -> None:
+@judge(Costly, "dispatch")
+def judge_other_bytes(reading: Reading) -> Comparisons:
     """Decide whether the bytes of a forward, except rows, depend on ranks, experts and sent rows only.
 
     Where the backend reports that whole maps are sent with all tokens, the ledger must have both, a mark and a weight
@@ -149,7 +153,7 @@ def judge_beside_rows(reading: Reading, tally: Tally) -> None:
         WrongForm: the reported routing is unknown, does not fit the wire, or is not what the ledger has.
         NotOffered: the ledger has fewer rows than must be sent: those in another form would count as other bytes.
     """
-    config, maps, found = reading.outcome.workload.config, _gathers_maps(reading), []
+    config, maps = reading.outcome.workload.config, _gathers_maps(reading)
     require_rows(reading)
     W = reading.outcome.workload.layout.ep * reading.outcome.workload.layout.etp
     for m, forwards in _forwards(reading).items():
@@ -161,17 +165,14 @@ def judge_beside_rows(reading: Reading, tally: Tally) -> None:
                 entry = require_maps(calls, rank, Map(T, config.experts, W), config.hidden, f"forward:{m}")
                 rows = T * (W - 1)
             allowed = wire_bytes.metadata_bytes(W, config.experts, config.top_k, rows, map_entry=entry)
-            if moved.beside > allowed:
-                sent = f"{moved.beside} bytes in addition to {moved.dispatch} rows"
-                what = f"{allowed}, whole maps and counts" if maps else allowed
-                found.append(f"rank {rank} sends {sent} in forward:{m}; allowed: {what}")
-            else:
-                tally.add(pairs=1, rank=rank, worst=moved.beside / allowed)
-    if found:
-        raise Costly("dispatch", some(found))
+            sent = f"{moved.beside} bytes in addition to {moved.dispatch} rows"
+            what = f"{allowed}, whole maps and counts" if maps else allowed
+            wrong = f"rank {rank} sends {sent} in forward:{m}; allowed: {what}" if moved.beside > allowed else ""
+            yield Comparison(rank, wrong, pairs=1, worst=moved.beside / allowed)
 
 
-def judge_handed(reading: Reading, tally: Tally) -> None:
+@judge(Costly, "dispatch")
+def judge_handed(reading: Reading) -> Comparisons:
     """Decide whether the experts of a rank receive no more rows than are routed to them, and padding.
 
     Padding is to the claimed multiple. If the backend claims to deliver all tokens, these are the limit; if it claims a
@@ -186,11 +187,13 @@ def judge_handed(reading: Reading, tally: Tally) -> None:
         if uneven := _uneven(reading):
             raise Costly("dispatch", f"the backend claims handed = 'static', and {uneven}; expected: equally many")
         raise NotOffered("the backend claims handed = 'static', a fixed number of delivered rows")
-    excess = [delivered for delivered in _handed(reading, handed) if delivered.rows > delivered.allowed]
+    excess = []
+    for delivered in _handed(reading, handed):
+        if over := delivered.rows > delivered.allowed:
+            excess.append(delivered)
+        yield Comparison(delivered.rank, delivered.sentence if over else "", pairs=1)
     if excess:
-        raise Costly("dispatch", some(delivered.sentence for delivered in excess) + _by_design(reading, excess))
-    for rank in reading.ranks:
-        tally.add(pairs=len(reading.batches), rank=rank.rank)
+        yield Note(_by_design(reading, excess))
 
 
 class _Handed(NamedTuple):
@@ -279,7 +282,7 @@ def halves(reading: Reading) -> Iterator[Half]:
             rows[half] = 0
             for rank in reading.ranks:
                 for name in names:
-                    rows[half] += _rows(reading, phases[rank.rank].get(f"{name}:{m}", ()), rank.rank)
+                    rows[half] += rows_sent(reading, phases[rank.rank].get(f"{name}:{m}", ()), rank.rank)
         if all(len(rank.microbatches[m].exchange.handed) == 1 for rank in reading.ranks):
             yield from (Half(m, f"{half}:{m}", 1, moved) for half, moved in rows.items())
         else:
@@ -310,7 +313,8 @@ def _forwards(reading: Reading) -> Mapping[int, Mapping[int, Sequence[Entry]]]:
     return forwards
 
 
-def _rows(reading: Reading, calls: Sequence[Entry], rank: int) -> float:
+def rows_sent(reading: Reading, calls: Sequence[Entry], rank: int) -> float:
+    """Return the number of rows of width D that a rank sends to others by some calls."""
     hidden = reading.outcome.workload.config.hidden
     return sum(rows_leaving(entry, rank, hidden) for entry in calls if carries_rows(entry, hidden))
 
@@ -319,7 +323,7 @@ def _moved(reading: Reading, calls_by_rank: Mapping[int, Sequence[Entry]]) -> co
     """Return the rows and the other bytes that ranks send by calls of dispatch and combine."""
     hidden, rows, other_bytes = reading.outcome.workload.config.hidden, 0.0, 0.0
     for rank, calls in calls_by_rank.items():
-        rows += _rows(reading, calls, rank)
+        rows += rows_sent(reading, calls, rank)
         other_bytes += sum(bytes_leaving(entry, rank) for entry in calls if not carries_rows(entry, hidden))
     return cost_calls.Moved(math.ceil(rows), 0, math.ceil(other_bytes))
 
@@ -335,7 +339,7 @@ def _travelled(reading: Reading) -> dict[str, float]:
             calls += [(rank, entry) for entry in of_rank]
             most = max(most, len(of_rank))
     return {
-        "rows": sum(_rows(reading, [entry], rank) for rank, entry in calls),
+        "rows": sum(rows_sent(reading, [entry], rank) for rank, entry in calls),
         "least_rows": least,
         "bytes": sum(bytes_leaving(entry, rank) for rank, entry in calls),
         "least_bytes": least * config.hidden * config.dtype.itemsize,

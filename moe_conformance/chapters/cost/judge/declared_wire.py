@@ -7,16 +7,25 @@ from collections.abc import Sequence
 
 import torch
 
-from moe_conformance.chapters.cost.judge.cost import Half, halves, needed_rows, pair_rows, require_rows, smallest_rows
+from moe_conformance.chapters.cost.judge.cost import (
+    Half,
+    halves,
+    needed_rows,
+    pair_rows,
+    require_rows,
+    rows_sent,
+    smallest_rows,
+)
 from moe_conformance.engine.ledger.entry import Entry
-from moe_conformance.judging.findings import some
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.observed.run import Reading
-from moe_conformance.judging.observed.traffic import by_phase, carries_rows, rows_leaving
-from moe_conformance.judging.verdict import Costly, NotOffered, Tally
+from moe_conformance.judging.observed.traffic import by_phase, carries_rows
+from moe_conformance.judging.verdict import Costly, NotOffered
 from moe_conformance.reference.cost import rows as cost
 
 
-def judge_declared_rows(reading: Reading, tally: Tally) -> None:
+@judge(Costly, "run")
+def judge_declared_rows(reading: Reading) -> Comparisons:
     """Decide whether dispatch and combine send the rows of the claimed wire, if it is not one row per pair.
 
     With a wire of more rows than routed pairs, either the number of pairs or that of the wire is right, none between
@@ -30,33 +39,29 @@ def judge_declared_rows(reading: Reading, tally: Tally) -> None:
     if wire == "pairs":
         raise NotOffered("the backend claims wire = 'pairs', the default: COST-03 counts its rows")
     require_rows(reading)
-    found = []
     if wire == "copies":
-        found = _of_gathered(reading, tally)
+        yield from _compare_gathered(reading)
     else:
         for half in halves(reading):
-            found += _of_half(reading, half)
-            tally.add(pairs=len(reading.ranks))
-    if found:
-        raise Costly("run", some(found))
+            yield Comparison(None, _wrong_rows(reading, half), pairs=len(reading.ranks))
 
 
-def _of_half(reading: Reading, half: Half) -> list[str]:
-    """Return what is wrong with the rows of dispatch or combine."""
+def _wrong_rows(reading: Reading, half: Half) -> str:
+    """Return what is wrong with the rows of dispatch or combine, "" if nothing is."""
     wire = reading.claims.wire
     if wire == "tokens":
         smallest = half.times * smallest_rows(reading, half.m)
-        return [f"{half.name} moves {half.rows:g} rows; needed: {smallest}"] if half.rows > smallest else []
+        return f"{half.name} moves {half.rows:g} rows; needed: {smallest}" if half.rows > smallest else ""
     claimed, pairs = (half.times * rows(reading, half.m) for rows in (needed_rows, pair_rows))
     if half.rows > claimed or (half.times == 1 and pairs < half.rows < claimed):
         sentence = f"the backend claims wire = {wire!r}, which is {claimed} rows in {half.name}"
-        return [f"{sentence}, and it moves {half.rows:g}; the routed pairs are {pairs}"]
-    return []
+        return f"{sentence}, and it moves {half.rows:g}; the routed pairs are {pairs}"
+    return ""
 
 
-def _of_gathered(reading: Reading, tally: Tally) -> list[str]:
-    """Return where tokens are not gathered over tp as claimed, or where other calls send more than these need."""
-    found, groups = [], reading.outcome.workload.layout.groups()
+def _compare_gathered(reading: Reading) -> Comparisons:
+    """Yield whether tokens are gathered over tp as claimed, and other calls send no more than these need."""
+    groups = reading.outcome.workload.layout.groups()
     tensor_group = {rank: tuple(group) for group in groups["tp"] for rank in group}
     phases = [by_phase(rank) for rank in reading.ranks]
     for m, batches in enumerate(reading.batches):
@@ -66,23 +71,18 @@ def _of_gathered(reading: Reading, tally: Tally) -> list[str]:
             calls = [entry for name in names for entry in phases[rank].get(name, ())]
             group = tensor_group[rank]
             sizes = {tokens[rank], max(tokens[member] for member in group)}  # blocks may be padded to the largest block
-            gathers = [member for member in calls if _gathers(reading, member, group, sizes)]
-            if len(group) == 1 or not gathers:
-                sentence = (
-                    f"the backend claims wire = 'copies', and rank {rank} gathers its tokens {len(gathers)} times"
-                )
-                found.append(f"{sentence} over {len(group)} tp ranks in microbatch {m}; expected: over 2 or more")
-            sent += _rows(reading, calls, rank) - _rows(reading, gathers[:1], rank)  # the first is the adapter's
-            tally.add(pairs=1, rank=rank)
+            gathers = [entry for entry in calls if _gathers(reading, entry, group, sizes)]
+            times = f"rank {rank} gathers its tokens {len(gathers)} times over {len(group)} tp ranks in microbatch {m}"
+            wrong = f"the backend claims wire = 'copies', and {times}; expected: over 2 or more"
+            yield Comparison(rank, "" if gathers and len(group) > 1 else wrong, pairs=1)
+            sent += rows_sent(reading, calls, rank) - rows_sent(reading, gathers[:1], rank)  # one is the adapter's
         ids = [torch.cat([batches[member].ids_TK for member in tensor_group[rank]]) for rank in range(len(batches))]
         held = [rank.local_experts for rank in reading.ranks]
         pairs = int(cost.pair_rows(ids, groups["ep_etp"], held).sum())
         reduced = 2 * int(cost.all_gather_rows([len(member) for member in ids], groups["ep_etp"]).sum())
         allowed = pairs + max(pairs, reduced)
-        if sent > allowed:
-            sentence = f"microbatch {m} moves {sent:g} rows beside the gather over tp"
-            found.append(f"{sentence}; allowed: {allowed}, for dispatch and combine of the gathered tokens")
-    return found
+        wrong = f"microbatch {m} moves {sent:g} rows beside the gather over tp; allowed: {allowed}, for dispatch"
+        yield Comparison(None, f"{wrong} and combine of the gathered tokens" if sent > allowed else "")
 
 
 def _gathers(reading: Reading, entry: Entry, group: Sequence[int], sizes: set[int]) -> bool:
@@ -91,8 +91,3 @@ def _gathers(reading: Reading, entry: Entry, group: Sequence[int], sizes: set[in
         return False
     hidden = reading.outcome.workload.config.hidden
     return carries_rows(entry, hidden) and sum(map(math.prod, entry.shapes_in)) // hidden in sizes
-
-
-def _rows(reading: Reading, calls: Sequence[Entry], rank: int) -> float:
-    hidden = reading.outcome.workload.config.hidden
-    return sum(rows_leaving(entry, rank, hidden) for entry in calls if carries_rows(entry, hidden))

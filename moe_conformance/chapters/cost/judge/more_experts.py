@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from moe_conformance.judging.findings import some
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.traffic import exchange_phases
 from moe_conformance.judging.shared.equivalence.runs import Ran, read_twin, those_that_ran
-from moe_conformance.judging.verdict import Costly, NotOffered, Tally
+from moe_conformance.judging.verdict import Costly, NotOffered
 from moe_conformance.reference.cost import calls as cost_calls
 
 
-def judge_calls_of_sizes(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
+@judge(Costly, "run")
+def judge_calls_of_sizes(reading: Reading, ran: Sequence[Ran]) -> Comparisons:
     """Decide whether a step calls as many collectives on every rank as with other numbers of experts and slots.
 
     Point-to-point messages are not counted: one exchange has as many of them as are not empty.
@@ -24,16 +25,13 @@ def judge_calls_of_sizes(reading: Reading, ran: Sequence[Ran], tally: Tally) -> 
         Raised, Hung, Died: the other run did not finish.
     """
     config, calls = reading.outcome.workload.config, _numbers(reading)
-    found = []
     for twin_run in those_that_ran(ran):
         others = _numbers(read_twin(twin_run))
         for phase, by_rank in calls.items():
-            if not cost_calls.same_calls([by_rank, others[phase]]):
-                sizes = f"with {config.experts} experts and {config.top_k} slots, {others[phase]} {twin_run.twin.how}"
-                found.append(f"{phase} takes {by_rank} collectives on the ranks {sizes}; expected: as many")
-            tally.add(pairs=len(by_rank))
-    if found:
-        raise Costly("run", some(found))
+            sizes = f"with {config.experts} experts and {config.top_k} slots, {others[phase]} {twin_run.twin.how}"
+            wrong = f"{phase} takes {by_rank} collectives on the ranks {sizes}; expected: as many"
+            alike = cost_calls.same_calls([by_rank, others[phase]])
+            yield Comparison(None, "" if alike else wrong, pairs=len(by_rank))
     if not any(sum(by_rank) for by_rank in calls.values()):
         raise NotOffered("the ledger has no collective; point-to-point messages are not counted")
 

@@ -6,15 +6,17 @@ import math
 from collections.abc import Sequence
 
 from moe_conformance.engine.ledger.entry import Entry, group_words
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import some
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.traffic import by_phase
-from moe_conformance.judging.verdict import Costly, NotOffered, Tally
+from moe_conformance.judging.verdict import Costly, NotOffered
 from moe_conformance.reference.cost import calls as cost_calls
 from moe_conformance.workloads.records.workload import Workload
 
 
-def judge_reductions(reading: Reading, tally: Tally) -> None:
+@judge(Costly, "finish")
+def judge_reductions(reading: Reading) -> Comparisons:
     """Decide whether experts' gradients are reduced between replicas only, in backward and in finishing.
 
     In finishing, all calls together may send other ranks less than the smallest part of a parameter: norms and flags.
@@ -25,7 +27,7 @@ def judge_reductions(reading: Reading, tally: Tally) -> None:
         Costly: they are reduced with other ranks.
         NotOffered: the backend finishes no gradients, or the ledger has no collective of replicas.
     """
-    workload, found, unseen = reading.outcome.workload, [], []
+    workload, unseen = reading.outcome.workload, []
     if any(rank.grads_final is None for rank in reading.ranks):
         raise NotOffered(reading.ranks[0].finish_refusal or "the backend finishes no gradients")
     for group in workload.layout.groups()["edp"]:
@@ -34,13 +36,12 @@ def judge_reductions(reading: Reading, tally: Tally) -> None:
             for phase, calls in phases.items():
                 if astray := _astray(workload, rank, group, phase, calls):
                     sent = f"{_elements(astray)} elements by {_words(astray)} in {phase}"
-                    found.append(f"rank {rank} reduces {sent}; the replicas of its experts are {group_words(group)}")
+                    of = f"the replicas of its experts are {group_words(group)}"
+                    yield Comparison(rank, f"rank {rank} reduces {sent}; {of}")
             together = [entry for calls in phases.values() for entry in calls if set(_among(entry, rank)) <= set(group)]
             if len(group) > 1 and not any("float" in entry.dtype and len(entry.ranks) > 1 for entry in together):
                 unseen.append(f"rank {rank} with {group_words(group)}")
-            tally.add(pairs=1, rank=rank)
-    if found:
-        raise Costly("finish", some(found))
+            yield Comparison(rank, pairs=1)
     if unseen:
         raise NotOffered(f"the ledger has no reduction of gradients over replicas: {some(unseen)}")
 
