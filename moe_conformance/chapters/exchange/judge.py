@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.findings import Finding, apart, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding, apart
 from moe_conformance.judging.observed.run import Reading
-from moe_conformance.judging.verdict import CorruptRow, Tally
+from moe_conformance.judging.verdict import CorruptRow
 from moe_conformance.scenarios.outcome import Handed
 
 _NARROWER = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def judge_every_bit_of_rows(reading: Reading, tally: Tally) -> None:
+@judge(CorruptRow, "dispatch")
+def judge_every_bit_of_rows(reading: Reading) -> Comparisons:
     """Decide whether every row for an expert equals some token of its exchange group in all bits.
 
     `judge_deliveries` decides which token it must be. Microbatches with weights other than 1 are left out, since rows
@@ -22,7 +24,6 @@ def judge_every_bit_of_rows(reading: Reading, tally: Tally) -> None:
     Raises:
         CorruptRow: a row has other bits, or is of another dtype.
     """
-    findings = []
     group_of = {rank: group for group in reading.outcome.workload.layout.groups()["ep_etp"] for rank in group}
     for m, batches in enumerate(reading.batches):
         if not all(bool((batch.weights_TK == 1).all()) for batch in batches):
@@ -33,13 +34,9 @@ def judge_every_bit_of_rows(reading: Reading, tally: Tally) -> None:
             for handed in reading.seen(m, rank).exchange.handed:
                 for row in _rows_of_experts(handed):
                     words = _row_words(handed.rows_RD[row], x_TD, names)
-                    if words:
-                        of = f" of microbatch {m}" if len(reading.batches) > 1 else ""
-                        sentence = f"row {row}{of} delivered to rank {rank} is {words}"
-                        findings.append(Finding("other bits", sentence, (rank,)))
-                    tally.add(elements=x_TD.shape[1], pairs=1, rank=rank)
-    if findings:
-        fail(CorruptRow, "dispatch", findings)
+                    of = f" of microbatch {m}" if len(reading.batches) > 1 else ""
+                    wrong = Finding("other bits", f"row {row}{of} delivered to rank {rank} is {words}", (rank,))
+                    yield Comparison(rank, wrong if words else "", elements=x_TD.shape[1], pairs=1)
 
 
 def _rows_of_experts(handed: Handed) -> list[int]:

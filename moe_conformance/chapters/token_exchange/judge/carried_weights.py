@@ -34,11 +34,11 @@ def judge_travelling_weights(outcome: Outcome, tally: Tally) -> None:
             outputs.append(weight_T1 * x_TD)
             of_tokens.append(weight_T1 * dy_TD)
             of_weights.append(gains_TK * (x_TD * dy_TD).sum(1, keepdim=True))
-        script.judge_output(number, outputs, tally)
+        script.judge_output(tally, number, outputs)
         whose = f"of dispatch (call {sent}) through combine (call {number})"
         for name, expected in (("x_TD", of_tokens), ("weights_TK", of_weights)):
             if name in script.call(sent).differentiable:
-                script.judge_gradients(sent, name, expected, f"the gradient of {name} {whose}", tally)
+                script.judge_gradients(tally, sent, name, expected, f"the gradient of {name} {whose}")
     script.judge_arguments(tally)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_conformance.chapters.token_exchange.judge.token_exchange import Script, Token, require_dtype
 from moe_conformance.chapters.token_exchange.workloads.fp8_wire import SIGNED
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, apart, fail
 from moe_conformance.judging.observed.claims import claims_of
 from moe_conformance.judging.observed.script import answers, values
@@ -54,7 +55,8 @@ def judge_float8_rows(outcome: Outcome, tally: Tally) -> None:
     script.judge_gradients(tally)
 
 
-def judge_float8_bytes(outcome: Outcome, tally: Tally) -> None:
+@judge(Costly, "dispatch")
+def judge_float8_bytes(outcome: Outcome) -> Comparisons:
     """Decide whether a rank's dispatch sends only numbers of the format, their scales, ids and weights.
 
     The bytes of a dispatch without tokens are subtracted, unless messages have one size and rows are sent in them.
@@ -66,8 +68,7 @@ def judge_float8_bytes(outcome: Outcome, tally: Tally) -> None:
     script = Rounded(outcome)
     D, K = outcome.workload.config.hidden, outcome.workload.config.top_k
     row = row_bytes(D, 8, script.block, top_k=K, alignment=16)
-    findings = []
-    for rank, seen in enumerate(sorted(outcome.ranks, key=lambda each: each.rank)):
+    for rank, seen in enumerate(sorted(outcome.ranks, key=lambda seen: seen.rank)):
         phases = by_phase(seen)
         empty, full = (
             sum(bytes_leaving(entry, rank) for entry in phases[f"dispatch:{call}"]) for call in (EMPTY, FULL)
@@ -77,13 +78,10 @@ def judge_float8_bytes(outcome: Outcome, tally: Tally) -> None:
             sentence = f"the ledger has {full:g} bytes sent by rank {rank} in dispatch; {moved} rows have to be sent"
             raise NotOffered(sentence)
         spent = full - empty if full - empty >= moved * D else full  # messages of one size, with or without tokens
-        if spent > moved * row:
-            each = spent / moved if moved else math.inf
-            sentence = f"rank {rank} sends {spent:g} bytes in dispatch for {moved} rows, {each:g} per row"
-            findings.append(Finding("bytes", f"{sentence}; expected at most {row} per row", (rank,)))
-        tally.add(pairs=moved, rank=rank)
-    if findings:
-        fail(Costly, "dispatch", findings)
+        of_row = spent / moved if moved else math.inf
+        sentence = f"rank {rank} sends {spent:g} bytes in dispatch for {moved} rows, {of_row:g} per row"
+        wrong = Finding("bytes", f"{sentence}; expected at most {row} per row", (rank,))
+        yield Comparison(rank, wrong if spent > moved * row else "", pairs=moved)
 
 
 @dataclass(frozen=True)
@@ -147,9 +145,9 @@ class Rounded:
 
     # ---- judgements ------------------------------------------------------------------------------------------
 
-    def judge_rows(self, tally: Tally) -> None:
+    @judge(WrongDelivery, "dispatch")
+    def judge_rows(self) -> Comparisons:
         """Compare scales, values, slots and counts of delivered rows with the tokens."""
-        findings = []
         for (rank, token), (row, v_D) in self.rows.items():
             x_1D = self.sent[token].unsqueeze(0)
             scales = answers(self.outcome, FULL)[rank].values.get("scales_RB")
@@ -162,22 +160,18 @@ class Rounded:
             for b in (~legal_scales(x_1D, scales_1B, self.block, self.fmt)).nonzero()[:, 1].tolist():
                 low, high = (float(bound[0, b]) for bound in scale_bounds(x_1D, self.block, self.fmt))
                 words = f"{name} the scale of block {b} is {float(scales_1B[0, b]):g}; expected {low:g} to {high:g}"
-                findings.append(Finding("scale", words, (rank,)))
+                yield Comparison(rank, Finding("scale", words, (rank,)))
             legal_1D = legal_values(x_1D, v_D.unsqueeze(0), scales_1B, self.block, self.fmt, unit=_unit(v_D.dtype))
             for c in (~legal_1D).nonzero()[:, 1].tolist():
-                words = (
-                    f"{name} column {c} is {float(v_D[c]):g} instead of {float(x_1D[0, c]):g} within float8 rounding"
-                )
-                findings.append(Finding("value", words, (rank,), abs(float(v_D[c] - x_1D[0, c]))))
-            findings += self.script.wrong_slots(FULL, rank, token, row)
-            tally.add(pairs=1, elements=len(v_D), rank=rank)
-        findings += self.script.wrong_counts(FULL)
-        if findings:
-            fail(WrongDelivery, "dispatch", findings)
+                v, x = float(v_D[c]), float(x_1D[0, c])
+                words = f"{name} column {c} is {v:g} instead of {x:g} within float8 rounding"
+                yield Comparison(rank, Finding("value", words, (rank,), abs(v - x)))
+            yield Comparison(rank, self.script.wrong_slots(FULL, rank, token, row), pairs=1, elements=len(v_D))
+        yield from self.script.compare_counts(FULL)
 
-    def judge_sums(self, tally: Tally) -> None:
+    @judge(WrongOutput, "combine")
+    def judge_sums(self) -> Comparisons:
         """Compare y with the sum of the delivered rows, within the rounding of that sum."""
-        findings = []
         require_dtype(self.outcome, COMBINE)  # the bound is in units of this dtype: a narrower one would widen it
         for rank, y_TD in enumerate(values(self.outcome, COMBINE)):
             for t, y_D in enumerate(y_TD.double()):
@@ -186,21 +180,18 @@ class Rounded:
                 error_D = len(came) * 2 * _unit(y_TD.dtype) * parts.abs().sum(0)
                 right_D = ((y_D - parts.sum(0)).abs() <= error_D) | ~parts.sum(0).isfinite() & ~y_D.isfinite()
                 for c in (~right_D).nonzero().flatten().tolist():
-                    words = (
-                        f"y at {Token(rank, t)}, column {c}, is {float(y_D[c]):g} instead of {float(parts.sum(0)[c]):g}"
-                    )
-                    findings.append(Finding("sum", f"{words}, the sum of the received rows", (rank,)))
-                tally.add(elements=len(y_D), rank=rank)
-        if findings:
-            fail(WrongOutput, "combine", findings)
+                    numbers = f"{float(y_D[c]):g} instead of {float(parts.sum(0)[c]):g}"
+                    words = f"y at {Token(rank, t)}, column {c}, is {numbers}, the sum of the received rows"
+                    yield Comparison(rank, Finding("sum", words, (rank,)))
+                yield Comparison(rank, elements=len(y_D))
 
-    def judge_gradients(self, tally: Tally) -> None:
+    @judge(WrongGradient, "gradient")
+    def judge_gradients(self) -> Comparisons:
         """Compare a token's gradient with the upstream gradient times the number of ranks with its row.
 
         They are equal, or within the rounding of the format in which the backend claims to send gradients.
         """
         claimed = claims_of(self.outcome.ranks).gradient_format
-        findings = []
         pairs = zip(self.script.copies(FULL), self.script.call(COMBINE).upstream, strict=True)
         for rank, (copies_T1, upstream) in enumerate(pairs):
             wanted_TD = copies_T1 * upstream[""].double()
@@ -215,10 +206,8 @@ class Rounded:
             for t, c in (~legal_TD).nonzero().tolist():
                 numbers = " instead of ".join(apart(float(found_TD[t, c]), float(wanted_TD[t, c])))
                 words = f"the gradient of {Token(rank, t)}, column {c}, is {numbers}{note}"
-                findings.append(Finding("gradient", words, (rank,)))
-            tally.add(elements=wanted_TD.numel(), rank=rank)
-        if findings:
-            fail(WrongGradient, "gradient", findings)
+                yield Comparison(rank, Finding("gradient", words, (rank,)))
+            yield Comparison(rank, elements=wanted_TD.numel())
 
     def _within(self, fmt: Format, wanted_TD: Tensor, found_TD: Tensor) -> Tensor:
         """Return a bool mask (T, D) of the gradients within the rounding of a format."""

@@ -11,20 +11,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from moe_conformance.chapters.token_exchange.judge.token_exchange import Token, require_dtype, unlike
-from moe_conformance.judging.compare.exact import wrong
-from moe_conformance.judging.findings import Finding, apart, fail, some
+from moe_conformance.chapters.token_exchange.judge.token_exchange import Script, Token, unlike
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding, some
 from moe_conformance.judging.observed.script import answers, judge_refused, values
 from moe_conformance.judging.shared.exchange.expert_placement import judge_placement
-from moe_conformance.judging.verdict import (
-    AbsentGradient,
-    Mismatch,
-    Tally,
-    WrongDelivery,
-    WrongForm,
-    WrongGradient,
-    WrongOutput,
-)
+from moe_conformance.judging.verdict import Tally, WrongDelivery, WrongForm
 from moe_conformance.reference.token_exchange.combine_rules import combine
 from moe_conformance.reference.token_exchange.fixed_places import Places, legal_places
 from moe_conformance.scenarios.outcome import Outcome
@@ -46,7 +38,7 @@ def judge_places(outcome: Outcome, tally: Tally) -> None:
         judge_placement(outcome, uncounted)
     for number, call in enumerate(outcome.workload.calls):
         if call.method == "dispatch" and not call.may_raise:
-            _judge_dispatch(outcome, number, tally)
+            _judge_dispatch(outcome, tally, number)
     _judge_fixed(outcome)
     _judge_sums(outcome, tally)
 
@@ -66,45 +58,54 @@ def judge_limit(outcome: Outcome, tally: Tally) -> None:
             judge_refused(outcome, number, tally, stage="dispatch", asked=asked)
 
 
-def _judge_dispatch(outcome: Outcome, number: int, tally: Tally) -> None:
-    findings = []
-    answered = answers(outcome, number)
+@judge(WrongDelivery, "dispatch")
+def _judge_dispatch(outcome: Outcome, number: int) -> Comparisons:
+    answered, given = answers(outcome, number), outcome.workload.calls[number].given
     values(outcome, number, "counts_N")  # raises if a rank raised
     for rank, group, held in _ranks(outcome):
-        answer = answered[rank].values
-        rows_NCD, counts_N = answer["rows_NCD"], answer["counts_N"]
-        N, C = rows_NCD.shape[:2]
-        where = f"call {number}: rank {rank}"
-        if N != len(held) or not C or bool((counts_N > C).any()) or len(counts_N) != N:
-            sentence = f"{where} has places of shape {tuple(rows_NCD.shape)} and counts {counts_N.tolist()}"
-            needed = f"{len(held)} experts, one place or more for each, and counts of at most {C}"
-            raise WrongForm("dispatch", f"{sentence}; expected {needed}", ranks=(rank,))
-        if rows_NCD.dtype != (dtype := outcome.workload.config.dtype):
-            sentence = f"{where} receives rows of {rows_NCD.dtype} instead of {dtype}, the dtype of the tokens"
-            raise WrongForm("dispatch", sentence, ranks=(rank,))
-        said = tags.decode(rows_NCD.reshape(N * C, -1).sign())
-        known_R = (said.kind_R == tags.TAG) & (said.microbatch_R == number)
-        place = torch.tensor([group.index(s) if s in group else -2 for s in said.rank_R.tolist()], dtype=torch.int64)
-        source_NC = torch.where(known_R, place, -2).reshape(N, C)
-        token_NC = torch.where(known_R, said.token_R, -2).reshape(N, C)
-        runs = answer.get("run_NW") is not None
-        zeros = torch.zeros(N, len(group), dtype=torch.int64)
-        begin_NW, run_NW = (answer["begin_NW"], answer["run_NW"]) if runs else (zeros, zeros)
-        places = Places(source_NC, token_NC, counts_N, begin_NW, run_NW)
-        given = outcome.workload.calls[number].given
+        where, rows_NCD = f"call {number}: rank {rank}", answered[rank].values["rows_NCD"]
+        places, runs = _places(outcome, number, rank, group, held)
         ids = [given[s]["ids_TK"] for s in group]
         for n, legal in enumerate(legal_places(places, ids, held, runs=runs)):
             if not legal:
-                findings.append(_places_finding(where, n, places, ids, group, held, runs))
-            for c in range(int(counts_N[n]) if legal else 0):
-                token = Token(group[int(source_NC[n, c])], int(token_NC[n, c]))
+                yield Comparison(rank, _places_finding(where, n, places, ids, group, held, runs))
+                continue
+            for c in range(int(places.counts_N[n])):
+                token = Token(group[int(places.source_NC[n, c])], int(places.token_NC[n, c]))
                 row_D, sent_D = rows_NCD[n, c], given[token.source]["x_TD"][token.token]
                 if not torch.equal(row_D, sent_D):
                     sentence = f"{where} has {token} in place {c} of expert {held[n]}, but {unlike(row_D, sent_D)}"
-                    findings.append(Finding("changed", sentence, (rank,)))
-            tally.add(pairs=int(counts_N[n]), elements=1, rank=rank)
-    if findings:
-        fail(WrongDelivery, "dispatch", findings)
+                    yield Comparison(rank, Finding("changed", sentence, (rank,)))
+            yield Comparison(rank, pairs=int(places.counts_N[n]), elements=1)
+
+
+def _places(
+    outcome: Outcome, number: int, rank: int, group: tuple[int, ...], held: tuple[int, ...]
+) -> tuple[Places, bool]:
+    """Return the places of a rank's experts, and whether the rank reports runs.
+
+    Raises:
+        WrongForm: the places are of other experts or have another dtype than the tokens.
+    """
+    answer, where = answers(outcome, number)[rank].values, f"call {number}: rank {rank}"
+    rows_NCD, counts_N = answer["rows_NCD"], answer["counts_N"]
+    N, C = rows_NCD.shape[:2]
+    if N != len(held) or not C or bool((counts_N > C).any()) or len(counts_N) != N:
+        sentence = f"{where} has places of shape {tuple(rows_NCD.shape)} and counts {counts_N.tolist()}"
+        needed = f"{len(held)} experts, one place or more for each, and counts of at most {C}"
+        raise WrongForm("dispatch", f"{sentence}; expected {needed}", ranks=(rank,))
+    if rows_NCD.dtype != (dtype := outcome.workload.config.dtype):
+        sentence = f"{where} receives rows of {rows_NCD.dtype} instead of {dtype}, the dtype of the tokens"
+        raise WrongForm("dispatch", sentence, ranks=(rank,))
+    said = tags.decode(rows_NCD.reshape(N * C, -1).sign())
+    known_R = (said.kind_R == tags.TAG) & (said.microbatch_R == number)
+    place = torch.tensor([group.index(s) if s in group else -2 for s in said.rank_R.tolist()], dtype=torch.int64)
+    source_NC = torch.where(known_R, place, -2).reshape(N, C)
+    token_NC = torch.where(known_R, said.token_R, -2).reshape(N, C)
+    runs = answer.get("run_NW") is not None
+    zeros = torch.zeros(N, len(group), dtype=torch.int64)
+    begin_NW, run_NW = (answer["begin_NW"], answer["run_NW"]) if runs else (zeros, zeros)
+    return Places(source_NC, token_NC, counts_N, begin_NW, run_NW), runs
 
 
 def _judge_fixed(outcome: Outcome) -> None:
@@ -155,42 +156,23 @@ def _ranks(outcome: Outcome) -> Iterator[tuple[int, tuple[int, ...], tuple[int, 
 def _judge_sums(outcome: Outcome, tally: Tally) -> None:
     """Compare y and gradients with the weighted sum of a token's own row, once per shard that returns it."""
     shards = outcome.workload.layout.etp
+    script = Script(outcome)
     for number, call in enumerate(outcome.workload.calls):
         if call.method != "combine":
             continue
         ref = call.given[0]["handle"]
         assert isinstance(ref, Ref)
-        require_dtype(outcome, number)
-        found = values(outcome, number)
-        dispatched = outcome.workload.calls[ref.call]
-        back = [answer.gradients["weights_TK"] for answer in answers(outcome, number)]
-        tokens_back = [answer.gradients["x_TD"] for answer in answers(outcome, ref.call)]
-        for rank, given in enumerate(dispatched.given):
+        outputs, of_tokens, of_weights = [], [], []
+        for rank, given in enumerate(script.call(ref.call).given):
             x_TD = given["x_TD"].double().requires_grad_()
             weights_TK = call.given[rank]["weights_TK"].double().requires_grad_()
-            K = weights_TK.shape[1]
-            rows_TKD = (shards * x_TD).unsqueeze(1).expand(-1, K, -1)
+            rows_TKD = (shards * x_TD).unsqueeze(1).expand(-1, weights_TK.shape[1], -1)
             y_TD = combine(rows_TKD, given["ids_TK"], weights_TK)
-            wanted = torch.autograd.grad(y_TD, (x_TD, weights_TK), call.upstream[rank][""].double())
-            of = f"call {number}"
-            _compare(WrongOutput, found[rank], y_TD.detach(), f"y of {of}", rank, tally)
-            of_rank = (tokens_back[rank], back[rank])
-            for actual, expected, name in zip(of_rank, wanted, ("tokens", "weights"), strict=True):
-                words = f"the gradient of the {name} through {of}"
-                if actual is None:
-                    raise AbsentGradient("gradient", f"{words} is None on rank {rank}", ranks=(rank,))
-                _compare(WrongGradient, actual, expected, words, rank, tally)
-
-
-def _compare(error: type[Mismatch], actual: Tensor, expected: Tensor, name: str, rank: int, tally: Tally) -> None:
-    stage = "combine" if error is WrongOutput else "gradient"
-    if actual.shape != expected.shape:
-        sentence = f"{name} has the shape {tuple(actual.shape)} instead of {tuple(expected.shape)} on rank {rank}"
-        raise WrongForm(stage, sentence, ranks=(rank,))  # type: ignore[arg-type]
-    findings = []
-    for t, c in wrong(actual, expected).nonzero().tolist():
-        numbers = " instead of ".join(apart(float(actual[t, c]), float(expected[t, c])))
-        findings.append(Finding("value", f"{name} at rank {rank} token {t}, column {c}, is {numbers}", (rank,)))
-    if findings:
-        fail(error, stage, findings)  # type: ignore[arg-type]
-    tally.add(elements=expected.numel(), rank=rank)
+            dx_TD, dweights_TK = torch.autograd.grad(y_TD, (x_TD, weights_TK), call.upstream[rank][""].double())
+            outputs.append(y_TD.detach())
+            of_tokens.append(dx_TD)
+            of_weights.append(dweights_TK)
+        script.judge_output(tally, number, outputs)
+        through = f"through call {number}"
+        script.judge_gradients(tally, ref.call, "x_TD", of_tokens, f"the gradient of the tokens {through}")
+        script.judge_gradients(tally, number, "weights_TK", of_weights, f"the gradient of the weights {through}")

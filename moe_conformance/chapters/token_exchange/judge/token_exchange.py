@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging.compare.exact import wrong
-from moe_conformance.judging.findings import Finding, apart, count, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding, apart, count
 from moe_conformance.judging.observed.script import answers, judge_refused, values
 from moe_conformance.judging.shared.exchange.expert_placement import judge_placement
 from moe_conformance.judging.verdict import (
@@ -58,10 +59,10 @@ def judge_reuse(outcome: Outcome, tally: Tally) -> None:
     script = Script(outcome)
     for number in script.dispatches:
         if script.first(number) == number:
-            script.judge_fresh(number, tally)
+            script.judge_fresh(tally, number)
     for number in script.dispatches:
         if script.first(number) != number:
-            script.judge_again(number, tally)
+            script.judge_again(tally, number)
     script.judge_sums(tally)
     script.judge_arguments(tally)
 
@@ -96,7 +97,7 @@ def judge_biases(outcome: Outcome, tally: Tally) -> None:
         for name in call.differentiable:
             if call.method == "combine":
                 expected = [upstream[""] for upstream in call.upstream]
-                script.judge_gradients(number, name, expected, f"{name} of call {number}", tally)
+                script.judge_gradients(tally, number, name, expected, f"{name} of call {number}")
     script.judge_arguments(tally)
 
 
@@ -164,9 +165,9 @@ class Script:
                 token = Token(int(said.rank_R[row]), int(said.token_R[row])) if known else None
                 yield rank, row, token, rows_RD[row]
 
-    def judge_fresh(self, number: int, tally: Tally) -> None:
+    @judge(WrongDelivery, "dispatch")
+    def judge_fresh(self, number: int) -> Comparisons:
         """Require every token once, with its slots, on every rank of its group that holds one of its experts."""
-        findings: list[Finding] = []
         found: dict[tuple[int, Token], int] = {}
         call = self.call(number)
         for rank, row, token, row_D in self.rows(number):
@@ -178,20 +179,16 @@ class Script:
             elif found.setdefault((rank, token), row) != row:
                 what = f"is {token}, which is delivered in row {found[rank, token]} already"
             if what:
-                findings.append(Finding("row", f"call {number}: row {row} on rank {rank} {what}", (rank,)))
+                yield Comparison(rank, Finding("row", f"call {number}: row {row} on rank {rank} {what}", (rank,)))
         for rank, group in self.group_of.items():
             for source in group:
                 for t in range(len(call.given[source]["ids_TK"])):
                     at = found.pop((rank, Token(source, t)), None)
-                    findings += self.wrong_slots(number, rank, Token(source, t), at)
-                    tally.add(pairs=1, rank=rank)
-        findings += [
-            Finding("extra", f"call {number}: {token} was delivered to rank {rank}, outside of its group", (rank,))
-            for rank, token in found
-        ]
-        findings += self.wrong_counts(number)
-        if findings:
-            fail(WrongDelivery, "dispatch", findings)
+                    yield Comparison(rank, self.wrong_slots(number, rank, Token(source, t), at), pairs=1)
+        for rank, token in found:
+            sentence = f"call {number}: {token} was delivered to rank {rank}, outside of its group"
+            yield Comparison(rank, Finding("extra", sentence, (rank,)))
+        yield from self.compare_counts(number)
 
     def _sent(self, number: int, token: Token) -> Tensor:
         row_D: Tensor = self.call(number).given[token.source]["x_TD"][token.token]
@@ -210,28 +207,27 @@ class Script:
         carried = [0.0] * len(ids) if weights is None else weights[row].tolist()
         return sorted((e, w) for e, w in zip(ids, carried, strict=True) if e >= 0 or w)  # other rows have no weight
 
-    def wrong_slots(self, number: int, rank: int, token: Token, row: int | None) -> Iterator[Finding]:
-        """Yield findings for the experts and weights of a token on a rank; row is None if it was not delivered."""
+    def wrong_slots(self, number: int, rank: int, token: Token, row: int | None) -> str | Finding:
+        """Return what is wrong with a token's experts and weights on a rank; row is None if it was not delivered."""
         given = self.call(number).given[token.source]
         expected = self._slots(rank, given["ids_TK"][token.token], given.get("weights_TK"), token.token)
         got = [] if row is None else self._received(number, rank, row)
-        if expected != got:
-            yield _slots_finding(number, rank, token, expected, got)
+        return _slots_finding(number, rank, token, expected, got) if expected != got else ""
 
-    def wrong_counts(self, number: int) -> Iterator[Finding]:
-        """Yield findings for ranks that report other numbers of slots than are routed to their experts."""
+    def compare_counts(self, number: int) -> Comparisons:
+        """Yield whether ranks report the numbers of slots that are routed to their experts."""
         for rank, counts in enumerate(values(self.outcome, number, "counts_N")):
             slots = [int(e) for s in self.group_of[rank] for e in self.ids(number)[s].flatten()]
             true = [slots.count(e) for e in self.held[rank]]
             if counts is not None and counts.tolist() != true:
-                reported = f"rank {rank} reports the counts {counts.tolist()} instead of {true}"
-                yield Finding("counts", f"call {number}: {reported}", (rank,))
+                reported = f"call {number}: rank {rank} reports the counts {counts.tolist()} instead of {true}"
+                yield Comparison(rank, Finding("counts", reported, (rank,)))
 
-    def judge_again(self, number: int, tally: Tally) -> None:
+    @judge(WrongDelivery, "dispatch")
+    def judge_again(self, number: int) -> Comparisons:
         """Require the new value of each token at its row in the first dispatch, and the ids of the first dispatch."""
         first = self.first(number)
         there = {(rank, row): token for rank, row, token, _ in self.rows(first) if token is not None}
-        findings = []
         here = {(rank, row): (token, row_D) for rank, row, token, row_D in self.rows(number)}
         for (rank, row), wanted in there.items():
             token, row_D = here.pop((rank, row), (None, torch.empty(0)))
@@ -240,20 +236,18 @@ class Script:
                 if token == wanted:
                     said = f"{token}, but {unlike(row_D, self._sent(number, wanted))}"
                 sentence = f"call {number}: row {row} on rank {rank} is {said}; call {first} had {wanted} there"
-                findings.append(Finding("moved", sentence, (rank,)))
-            tally.add(pairs=1, elements=row_D.numel(), rank=rank)
-        findings += [
-            Finding("more", f"call {number}: row {row} on rank {rank} is beyond the rows of call {first}", (rank,))
-            for rank, row in here
-        ]
+                yield Comparison(rank, Finding("moved", sentence, (rank,)))
+            else:
+                yield Comparison(rank, pairs=1, elements=row_D.numel())
+        for rank, row in here:
+            sentence = f"call {number}: row {row} on rank {rank} is beyond the rows of call {first}"
+            yield Comparison(rank, Finding("more", sentence, (rank,)))
         for name in ("ids_RK", "counts_N"):
             pairs = zip(values(self.outcome, first, name), values(self.outcome, number, name), strict=True)
             for rank, (before, now) in enumerate(pairs):
                 if before is not None and now is not None and not torch.equal(before, now):
                     sentence = f"call {number}: {name} on rank {rank} differ from those of call {first}"
-                    findings.append(Finding(name, sentence, (rank,)))
-        if findings:
-            fail(WrongDelivery, "dispatch", findings)
+                    yield Comparison(rank, Finding(name, sentence, (rank,)))
 
     # ---- sums ------------------------------------------------------------------------------------------------
 
@@ -274,56 +268,52 @@ class Script:
     def judge_sums(self, tally: Tally) -> None:
         """Require that every combine returns the sum of its tokens' rows and biases, with its gradients."""
         for number, call, rows in self.combines:
-            expected = [
-                _added_up(copies_T1 * given["x_TD"].double(), of_combine.get("biases", ()))
-                for copies_T1, given, of_combine in zip(
-                    self.copies(rows), self.call(rows).given, call.given, strict=True
-                )
-            ]
-            self.judge_output(number, expected, tally)
+            expected = []
+            for copies_T1, sent, given in zip(self.copies(rows), self.call(rows).given, call.given, strict=True):
+                expected.append(_added_up(copies_T1 * sent["x_TD"].double(), given.get("biases", ())))
+            self.judge_output(tally, number, expected)
         for number, call, rows in self.combines:
             pairs = zip(self.copies(rows), call.upstream, strict=True)
             wanted = [copies_T1 * upstream[""].double() for copies_T1, upstream in pairs]
             name = f"the gradient of x_TD of dispatch (call {rows}) through combine (call {number})"
-            self.judge_gradients(rows, "x_TD", wanted, name, tally)
+            self.judge_gradients(tally, rows, "x_TD", wanted, name)
 
-    def judge_output(self, number: int, expected: Sequence[Tensor], tally: Tally) -> None:
+    @judge(WrongOutput, "combine")
+    def judge_output(self, number: int, expected: Sequence[Tensor]) -> Comparisons:
         """Require the output of a combine, in the dtype of the tokens."""
         require_dtype(self.outcome, number)
-        self._judge(values(self.outcome, number), expected, "combine", f"y of call {number}", tally)
+        yield from _compare(values(self.outcome, number), expected, f"y of call {number}", "combine")
 
-    def judge_gradients(self, number: int, argument: str, expected: Sequence[Tensor], name: str, tally: Tally) -> None:
+    @judge(WrongGradient, "gradient")
+    def judge_gradients(self, number: int, argument: str, expected: Sequence[Tensor], name: str) -> Comparisons:
         """Require the gradient of an argument of a call."""
         found = [answer.gradients[argument] for answer in answers(self.outcome, number)]
         if absent := [rank for rank, gradient in enumerate(found) if gradient is None]:
             raise AbsentGradient("gradient", f"{name} is None on rank {absent[0]}", ranks=tuple(absent))
-        self._judge(found, expected, "gradient", name, tally)
+        yield from _compare(found, expected, name, "gradient")
 
-    def _judge(self, found: Sequence[Any], expected: Sequence[Tensor], stage: Stage, name: str, tally: Tally) -> None:
-        findings = []
-        for rank, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
-            if actual.shape != wanted.shape:
-                sentence = f"{name} has the shape {tuple(actual.shape)} instead of {tuple(wanted.shape)} on rank {rank}"
-                raise WrongForm(stage, sentence, ranks=(rank,))
-            for t in wrong(actual, wanted).any(1).nonzero().flatten().tolist():
-                column = int(wrong(actual, wanted)[t].nonzero()[0])
-                was, should = float(actual[t, column]), float(wanted[t, column])
-                numbers = " instead of ".join(apart(was, should))
-                sentence = f"{name} at {Token(rank, t)}, column {column}, is {numbers}"
-                findings.append(Finding("value", sentence, (rank,), abs(was - should)))
-            tally.add(elements=wanted.numel(), rank=rank)
-        if findings:
-            fail(WrongGradient if stage == "gradient" else WrongOutput, stage, findings)
-
-    def judge_arguments(self, tally: Tally) -> None:
+    @judge(ChangedInput, "run")
+    def judge_arguments(self) -> Comparisons:
         """Require that no call changed its input."""
         for number, call in enumerate(self.outcome.workload.calls):
             for rank, answer in enumerate(answers(self.outcome, number)):
-                if answer.changed:
-                    inputs = ", ".join(answer.changed)
-                    sentence = f"{call.method} of call {number} changed its input {inputs} on rank {rank}"
-                    raise ChangedInput("run", sentence, ranks=(rank,))
-                tally.add(pairs=1, rank=rank)
+                inputs = ", ".join(answer.changed)
+                sentence = f"{call.method} of call {number} changed its input {inputs} on rank {rank}"
+                yield Comparison(rank, sentence if answer.changed else "", pairs=1)
+
+
+def _compare(found: Sequence[Any], expected: Sequence[Tensor], name: str, stage: Stage) -> Comparisons:
+    """Yield whether every token's row of a result is right, rank by rank; raise `WrongForm` if the shape is not."""
+    for rank, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
+        if actual.shape != wanted.shape:
+            sentence = f"{name} has the shape {tuple(actual.shape)} instead of {tuple(wanted.shape)} on rank {rank}"
+            raise WrongForm(stage, sentence, ranks=(rank,))
+        for t in wrong(actual, wanted).any(1).nonzero().flatten().tolist():
+            column = int(wrong(actual, wanted)[t].nonzero()[0])
+            was, should = float(actual[t, column]), float(wanted[t, column])
+            sentence = f"{name} at {Token(rank, t)}, column {column}, is {' instead of '.join(apart(was, should))}"
+            yield Comparison(rank, Finding("value", sentence, (rank,), abs(was - should)))
+        yield Comparison(rank, elements=wanted.numel())
 
 
 def require_dtype(outcome: Outcome, number: int) -> None:
