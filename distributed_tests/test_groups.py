@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moe_conformance.chapters.groups.judge.divisibility import judge_indivisible
-from moe_conformance.chapters.groups.judge.groups import judge_groups
-from moe_conformance.chapters.groups.judge.many_ranks import judge_own_group
+from moe_conformance.chapters.groups.judge.groups import judge_groups, judge_source_groups
 from moe_conformance.chapters.groups.judge.proxy_model import judge_proxy_gradients, judge_proxy_tokens
 from moe_conformance.chapters.groups.judge.sizes import judge_sizes, judge_stages
 from moe_conformance.chapters.groups.workloads.proxy_model import ProxyModelStep
@@ -31,7 +30,7 @@ class TestFolding:
     def test_groups_fold_as_declared(self, group_lists: Mapping[Layout, Mapping[str, RankLists]], tally: Tally) -> None:
         """For every valid layout of a world, the backend's dense and expert groups are those of the declared order."""
         for layout, built in group_lists.items():
-            judge_groups(built, layout, tally)
+            judge_groups(built, tally, layout)
 
     @requirement("GROUP-02", run=GroupAnswers())
     def test_sizes_are_taken_if_and_only_if_they_make_a_layout(
@@ -63,7 +62,10 @@ def at_size_with_replicas(workload: Workload) -> bool:
 
 class TestManyRanks:
     test_exchanges_follow_their_groups = Row(
-        "GROUP-06", ExchangeStep(), (judge_own_group, judge_deliveries, judge_outputs, judge_agreement), when=AT_SIZE
+        "GROUP-06",
+        ExchangeStep(),
+        (judge_source_groups, judge_deliveries, judge_outputs, judge_agreement),
+        when=AT_SIZE,
     )
     """Every pair is delivered in its own exchange group and combined, and the collectives of the ranks match."""
 

@@ -14,7 +14,7 @@ FOLDED = Layout(8, tp=2, ep=2, etp=2)  # dense: tp2 dp4; expert: etp2 ep2 edp2
 def complaint(built: dict[str, RankLists], layout: Layout = FOLDED) -> WrongGroups:
     """Return what the judge complains of."""
     with pytest.raises(WrongGroups) as error:
-        judge_groups(built, layout, Tally())
+        judge_groups(built, Tally(), layout)
     return error.value
 
 
@@ -23,26 +23,26 @@ class TestRightGroups:
     def test_every_name_is_counted(self, layout: Layout) -> None:
         """All names of a layout hold, and each rank is counted under each name."""
         tally = Tally()
-        judge_groups(layout.groups(), layout, tally)
+        judge_groups(layout.groups(), tally, layout)
         assert (10 * layout.world, set(range(layout.world))) == (tally.elements, tally.ranks)
 
     def test_order_is_free(self) -> None:
         """Groups may be listed in any order, and so may the ranks of a group."""
         tally = Tally()
         turned = {name: tuple(group[::-1] for group in groups[::-1]) for name, groups in FOLDED.groups().items()}
-        judge_groups(turned, FOLDED, tally)
+        judge_groups(turned, tally, FOLDED)
         assert 80 == tally.elements
 
     def test_a_name_that_is_not_returned_is_not_judged(self) -> None:
         """Only what the backend returns is compared."""
         tally = Tally()
-        judge_groups({"ep": FOLDED.groups()["ep"]}, FOLDED, tally)
+        judge_groups({"ep": FOLDED.groups()["ep"]}, tally, FOLDED)
         assert 8 == tally.elements
 
     def test_no_names_are_vacuous(self) -> None:
         """A backend that returns nothing has shown nothing."""
         tally = Tally()
-        judge_groups({}, FOLDED, tally)
+        judge_groups({}, tally, FOLDED)
         assert tally.vacuous
 
 

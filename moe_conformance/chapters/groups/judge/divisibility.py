@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 
-from moe_conformance.judging.findings import Finding, fail, some
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding, some
 from moe_conformance.judging.observed.script import answers, judge_refused
 from moe_conformance.judging.verdict import NotOffered, Tally, Unrefused, WrongForm
 from moe_conformance.reference.groups.rules import indivisible
 from moe_conformance.scenarios.outcome import Outcome
 
 
-def judge_indivisible(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongForm, "run")
+def judge_indivisible(outcome: Outcome) -> Comparisons:
     """Decide whether every rank refuses to build with indivisible sizes, and its error names both numbers.
 
     For E = 0 the error needs to name only that number. A refusal by the adapter is no refusal by the library.
@@ -26,7 +28,6 @@ def judge_indivisible(outcome: Outcome, tally: Tally) -> None:
         NotOffered: the adapter refused everything.
     """
     layout = outcome.workload.layout
-    findings: list[Finding] = []
     calls = range(len(outcome.workload.calls))
     by_adapter = [all(answer.error_by == "adapter" for answer in answers(outcome, call)) for call in calls]
     if all(by_adapter):
@@ -37,21 +38,20 @@ def judge_indivisible(outcome: Outcome, tally: Tally) -> None:
         config = call.given[0]["config"]
         reason = indivisible(config.experts, config.ffn, layout.ep, layout.etp)
         assert reason is not None, config  # other calls are not in the workloads
-        if config.experts % layout.ep and _all_placed(outcome, number, reason, tally):
+        if config.experts % layout.ep and _all_placed(outcome, number, reason):
+            for rank in range(layout.world):
+                yield Comparison(rank, pairs=1)
             continue
-        for rank, said in enumerate(
-            judge_refused(outcome, number, tally, stage="run", asked=f"a configuration with {reason}")
-        ):
-            numbers = re.findall(r"= (\d+)", reason)[: 2 if config.experts else 1]
-            if missing := [size for size in numbers if not re.search(rf"\b{size}\b", said)]:
-                lacking = " and ".join(missing)
-                sentence = f"{call.method}: the error for {reason} on rank {rank} does not name {lacking}: {said!r}"
-                findings.append(Finding("words", sentence, (rank,)))
-    if findings:
-        fail(WrongForm, "run", findings)
+        numbers = re.findall(r"= (\d+)", reason)[: 2 if config.experts else 1]
+        errors = judge_refused(outcome, number, Tally(), stage="run", asked=f"a configuration with {reason}")
+        for rank, error in enumerate(errors):
+            missing = [size for size in numbers if not re.search(rf"\b{size}\b", error)]
+            lacking = f"on rank {rank} does not name {' and '.join(missing)}: {error!r}"
+            wrong = Finding("words", f"{call.method}: the error for {reason} {lacking}", (rank,))
+            yield Comparison(rank, wrong if missing else "", pairs=1)
 
 
-def _all_placed(outcome: Outcome, call: int, reason: str, tally: Tally) -> bool:
+def _all_placed(outcome: Outcome, call: int, reason: str) -> bool:
     """Return whether every rank built a surface that places all experts; False if some refused or it places none.
 
     Raises:
@@ -69,6 +69,4 @@ def _all_placed(outcome: Outcome, call: int, reason: str, tally: Tally) -> bool:
                 sentence = f"{made.method} accepted a configuration with {reason}, and expert {expert} is on {on}"
                 expected = "expected: an error on every rank, or every expert on one"
                 raise Unrefused("run", f"{sentence}; {expected}", ranks=tuple(group))
-    for rank in range(len(found)):
-        tally.add(pairs=1, rank=rank)
     return True

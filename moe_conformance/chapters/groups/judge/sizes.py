@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moe_conformance.contract.topology import Layout, RankLists
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.script import SLIPS
 from moe_conformance.judging.verdict import NotOffered, Raised, Tally, Unrefused, WrongGroups
@@ -57,7 +58,8 @@ def judge_sizes(answers: Mapping[Wish, GroupAnswer], tally: Tally) -> None:
     tally.add(elements=sum(answer.by != "adapter" for answer in answers.values()), rank=0)
 
 
-def judge_stages(answers: Mapping[Wish, GroupAnswer], tally: Tally) -> None:
+@judge(WrongGroups, "groups")
+def judge_stages(answers: Mapping[Wish, GroupAnswer]) -> Comparisons:
     """Decide whether all groups except those along pp have ranks of one pipeline stage only.
 
     The stage of a rank is its position in its group along pp.
@@ -66,30 +68,25 @@ def judge_stages(answers: Mapping[Wish, GroupAnswer], tally: Tally) -> None:
         WrongGroups: a group along pp does not have pp ranks, or a rank is in none; dense and expert groups differ
             in their groups along pp, or another group holds ranks of two stages.
     """
-    findings = []
     for wish, answer in answers.items():
         if answer.lists is None or "pp" not in answer.lists or _problem(wish):
             continue
-        findings += [
-            Finding(f"stages {name}", f"the {name} groups are {list(answer.lists[name])} with {wish}", ())
-            for name in ("pp", "expert_pp")
-            if name in answer.lists and not _staged(answer.lists[name], wish.layout)
-        ]
+        for name in ("pp", "expert_pp"):
+            if name in answer.lists and not _staged(answer.lists[name], wish.layout):
+                sentence = f"the {name} groups are {list(answer.lists[name])} with {wish}"
+                yield Comparison(None, Finding(f"stages {name}", sentence, ()))
         stage_of = _stages(answer.lists["pp"], wish.layout.world)
         other = _stages(answer.lists.get("expert_pp", answer.lists["pp"]), wish.layout.world)
         if differing := [rank for rank in range(wish.layout.world) if stage_of[rank] != other[rank]]:
             rank = differing[0]
             both = f"stage {stage_of[rank]} of the dense groups and {other[rank]} of the expert groups"
-            said = f"rank {rank} is in {both}"
-            findings.append(Finding("folds", f"{said} with {wish}", (rank,)))
+            yield Comparison(rank, Finding("folds", f"rank {rank} is in {both} with {wish}", (rank,)))
         for name in _OF_ONE_STAGE:
             for group in mixed_groups(answer.lists.get(name, ()), stage_of):
                 stages = [stage_of[rank] for rank in group]
                 sentence = f"the {name} group {list(group)} has ranks of the stages {stages} with {wish}"
-                findings.append(Finding(f"mixed {name}", sentence, group))
-        tally.add(elements=wish.layout.world)
-    if findings:
-        fail(WrongGroups, "groups", findings)
+                yield Comparison(None, Finding(f"mixed {name}", sentence, group))
+        yield Comparison(None, elements=wish.layout.world)
 
 
 def _layouts(answers: Mapping[Wish, GroupAnswer], *, fits: bool) -> list[tuple[Wish, GroupAnswer]]:
