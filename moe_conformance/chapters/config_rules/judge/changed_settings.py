@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from moe_conformance.chapters.config_rules.judge.resolved_settings import words_of
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding
 from moe_conformance.judging.observed.script import answers, values
-from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm
+from moe_conformance.judging.verdict import NotOffered, WrongForm
 from moe_conformance.reference.config_rules.shown import lawful_change
 from moe_conformance.scenarios.outcome import Outcome
 
 _CALLS = 6  # per change: build, shown, change, shown; then build and shown of a new layer
 
 
-def judge_changed_later(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongForm, "run")
+def judge_changed_later(outcome: Outcome) -> Comparisons:
     """Decide whether a change after building reaches all layers on all ranks, or raises and changes none.
 
     Raises:
@@ -23,15 +25,12 @@ def judge_changed_later(outcome: Outcome, tally: Tally) -> None:
         WrongForm: a layer has other settings than a new one, or was changed by a change that raised.
         Raised: layers could not be built or shown.
     """
-    findings: list[Finding] = []
     for number in range(0, len(outcome.workload.calls), _CALLS):
-        findings += _wrong_layers(outcome, number, tally)
-    if findings:
-        fail(WrongForm, "run", findings)
+        yield from _compare_layers(outcome, number)
 
 
-def _wrong_layers(outcome: Outcome, number: int, tally: Tally) -> Iterator[Finding]:
-    """Yield a finding for each layer that has wrong settings after one change."""
+def _compare_layers(outcome: Outcome, number: int) -> Comparisons:
+    """Yield whether every layer has the right settings after one change."""
     built, change, fresh = (answers(outcome, number + call) for call in (0, 2, 5))
     if problem := next((answer for answer in (*built, *change) if answer.error_by == "adapter"), None):
         raise NotOffered(problem.error)
@@ -43,11 +42,10 @@ def _wrong_layers(outcome: Outcome, number: int, tally: Tally) -> Iterator[Findi
         old = before[rank][0]
         new = old if fresh[rank].raised else fresh[rank].values[""][0]
         for layer, seen in enumerate(layers):
-            if not lawful_change(old, new, [seen], raised):
-                has = _differing(seen, old if raised else new)
-                sentence = f"layer {layer} on rank {rank} has {has} after a change to {to}; expected: {expected}"
-                yield Finding("layer", sentence, (rank,))
-            tally.add(pairs=1, rank=rank)
+            has = _differing(seen, old if raised else new)
+            sentence = f"layer {layer} on rank {rank} has {has} after a change to {to}; expected: {expected}"
+            lawful = lawful_change(old, new, [seen], raised)
+            yield Comparison(rank, "" if lawful else Finding("layer", sentence, (rank,)), pairs=1)
 
 
 def _differing(seen: Mapping[str, Any], due: Mapping[str, Any]) -> str:

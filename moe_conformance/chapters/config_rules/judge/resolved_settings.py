@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from moe_conformance.contract import Settings
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, fail, some
 from moe_conformance.judging.observed.script import SLIPS, answers
 from moe_conformance.judging.verdict import Mismatch, NotOffered, Raised, Refused, Tally, Unrefused, WrongForm
@@ -37,7 +38,7 @@ _ERRORS: Mapping[str, type[Mismatch]] = {"built": Unrefused, "refused": Refused,
 class _Example:
     """One example of settings and the result of resolving it on every rank; `neutral` is the oracle's form of it."""
 
-    asked: Settings
+    requested: Settings
     neutral: Neutral
     answers: tuple[Answer, ...]
 
@@ -54,7 +55,7 @@ class _Example:
     @property
     def words(self) -> str:
         """The settings that differ from the defaults, as text."""
-        return words_of(self.asked)
+        return words_of(self.requested)
 
     def ran(self, rank: int) -> Settings:
         """Return the settings that were built on a rank."""
@@ -62,8 +63,8 @@ class _Example:
 
     def changed(self, rank: int) -> tuple[str, ...]:
         """Return the names of the options that have another value than requested on a rank."""
-        ran = self.ran(rank)
-        return tuple(name for name in _DEFAULTS if name not in _ASSUMED and getattr(ran, name) != _of(self.asked, name))
+        ran, requested = self.ran(rank), _options(self.requested)
+        return tuple(name for name, value in requested.items() if getattr(ran, name) != value)
 
 
 def words_of(settings: Settings) -> str:
@@ -86,7 +87,7 @@ def judge_rule(outcome: Outcome, rule: str, tally: Tally) -> None:
 
     Raises:
         NotOffered: the adapter has no settings that break the rule, or no valid settings were accepted.
-        Unrefused: they were built on some ranks as if nothing were wrong.
+        Unrefused: they were built on some ranks without an error.
         WrongForm: they were built with a change that the rule does not allow, or without a warning.
         Refused: valid settings were refused, or built otherwise than asked.
     """
@@ -129,14 +130,15 @@ def judge_refusals(outcome: Outcome, tally: Tally) -> None:
         errors = [(answer.error_type, answer.error) if answer.raised else None for answer in example.answers]
         _judge_no_slip(example)
         if not lawful_refusal(errors):
-            _tell_refusal(example, errors)
+            _fail_refusal(example, errors)
         for rank in range(len(errors)):
             tally.add(pairs=1, rank=rank)
     if not refused:
         raise NotOffered(reasons[0] if reasons else "nothing was refused")
 
 
-def judge_changes(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongForm, "run")
+def judge_changes(outcome: Outcome) -> Comparisons:
     """Decide whether every option with another value than requested is warned about and equal on all ranks.
 
     Raises:
@@ -145,20 +147,21 @@ def judge_changes(outcome: Outcome, tally: Tally) -> None:
     """
     examples, _ = _examples(outcome)
     usual = _usual_warnings(examples)
-    changed = [
-        resolved
-        for resolved in examples
-        if not resolved.refusing and any(map(resolved.changed, range(len(resolved.answers))))
-    ]
-    for example in changed:
-        _judge_shown(example, usual)
-        for rank in range(len(example.answers)):
-            tally.add(pairs=len(example.changed(rank)), rank=rank)
+    changed = 0
+    for example in examples:
+        if example.refusing:
+            continue
+        numbers = [len(example.changed(rank)) for rank in range(len(example.answers))]
+        changed += sum(numbers)
+        yield Comparison(None, _lost(example, warned=_warned(example, usual)) if any(numbers) else "")
+        for rank, number in enumerate(numbers):
+            yield Comparison(rank, pairs=number)
     if not changed:
         raise NotOffered("no option runs with another value than asked")
 
 
-def judge_shown(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongForm, "run")
+def judge_shown(outcome: Outcome) -> Comparisons:
     """Decide whether valid settings are resolved to the requested ones, option by option.
 
     Raises:
@@ -168,14 +171,15 @@ def judge_shown(outcome: Outcome, tally: Tally) -> None:
     examples, reasons = _examples(outcome)
     built = [example for example in examples if not example.refusing and not broken(example.neutral)]
     for example in built:
-        _judge_shown(example, frozenset(), told=False)
+        yield Comparison(None, _lost(example, warned=None))
         for rank in range(len(example.answers)):
-            tally.add(elements=len(_DEFAULTS), rank=rank)
+            yield Comparison(rank, elements=len(_DEFAULTS))
     if not built:
         raise NotOffered(reasons[0] if reasons else "no settings could be asked for")
 
 
-def judge_unknown(outcome: Outcome, tally: Tally) -> None:
+@judge(Unrefused, "run")
+def judge_unknown(outcome: Outcome) -> Comparisons:
     """Decide whether unknown options and unknown values are refused.
 
     Raises:
@@ -183,18 +187,14 @@ def judge_unknown(outcome: Outcome, tally: Tally) -> None:
         Unrefused: an unknown option or value was accepted.
     """
     examples, reasons = _examples(outcome)
-    findings = []
     for example in examples:
-        wrong = _unknown(example.asked)
+        names = _unknown(example.requested)
         taking = tuple(rank for rank, answer in enumerate(example.answers) if not answer.raised)
-        if wrong and taking:
-            on = some([f"rank {rank}" for rank in taking])
-            sentence = f"{example.words} is accepted on {on}; expected: an error, {', '.join(wrong)} is not known"
-            findings.append(Finding("accepted", sentence, taking))
+        on = some([f"rank {rank}" for rank in taking])
+        sentence = f"{example.words} is accepted on {on}; expected: an error, {', '.join(names)} is not known"
+        yield Comparison(None, Finding("accepted", sentence, taking) if names and taking else "")
         for rank in range(len(example.answers)):
-            tally.add(pairs=1, rank=rank)
-    if findings:
-        fail(Unrefused, "run", findings)
+            yield Comparison(rank, pairs=1)
     if not examples:
         raise NotOffered(reasons[0] if reasons else "no unknown option could be asked for")
 
@@ -218,8 +218,8 @@ def _examples(outcome: Outcome) -> tuple[list[_Example], list[str]]:
         if adapters := [answer.error for answer in (*limits, *resolved) if answer.error_by == "adapter"]:
             reasons.append(adapters[0])
             continue
-        if untold := next((answer for answer in limits if answer.raised), None):
-            raise Raised("run", f"limits of settings raised {untold.error_type}: {untold.error}")
+        if failed := next((answer for answer in limits if answer.raised), None):
+            raise Raised("run", f"limits of settings raised {failed.error_type}: {failed.error}")
         given = [call["asked"] for call in outcome.workload.calls[number + 1].given]
         found.append(_Example(given[0], _neutral(given, limits[0].values[""]), resolved))
     return found, reasons
@@ -231,8 +231,8 @@ def _judge_no_slip(example: _Example) -> None:
         answer = example.answers[rank]
         if answer.error_type in SLIPS:
             error = f"{answer.error_type}: {answer.error}"
-            sentence = f"resolve on rank {rank} stumbled over {example.words} instead of refusing it: {error}"
-            raise WrongForm("run", sentence, ranks=(rank,))
+            kind = f"resolve on rank {rank} raised an error of another kind than a refusal"
+            raise WrongForm("run", f"{kind} for {example.words}: {error}", ranks=(rank,))
 
 
 def _limits(neutral: Neutral) -> str:
@@ -287,27 +287,23 @@ def _wrong_outcomes(example: _Example, rule: str, usual: frozenset[str]) -> Iter
         start = f"{example.words} breaks {rule} and is built on rank {rank}"
         if not changed:
             if "honoured" not in outcomes(example.neutral):
-                yield Finding("built", f"{start} as if nothing were wrong; allowed: {allowed}", (rank,))
+                yield Finding("built", f"{start} without an error; allowed: {allowed}", (rank,))
         elif not lawful_build(example.neutral, ran):
             yield Finding("changed", f"{start} with {_changes(example, rank, changed)}; allowed: {allowed}", (rank,))
         elif not _warned(example, usual):
             yield Finding("silent", f"{start} with {_changes(example, rank, changed)} without a warning", (rank,))
 
 
-def _judge_shown(example: _Example, usual: frozenset[str], *, told: bool = True) -> None:
-    """Require that all options are resolved as requested or, with `told`, changed with a warning."""
+def _lost(example: _Example, *, warned: bool | None) -> str:
+    """Return which options are not resolved as requested, "" if all are; `warned` is None if changes are not legal."""
     resolved = [_options(example.ran(rank)) for rank in range(len(example.answers))]
-    warned = [told and _warned(example, usual)] * len(resolved)
-    lost = hidden(_options(example.asked), _options(Settings()), resolved, warned)
-    if lost:
-        by_rank = [
-            f"{name} = {resolved[rank][name]!r} on rank {rank}" for name in lost for rank in range(len(resolved))
-        ]
-        without = " without a warning" if told else ""
-        raise WrongForm("run", f"{example.words} is resolved{without} to {some(by_rank)}")
+    names = hidden(_options(example.requested), _options(Settings()), resolved, [bool(warned)] * len(resolved))
+    by_rank = [f"{name} = {of[name]!r} on rank {rank}" for name in names for rank, of in enumerate(resolved)]
+    without = "" if warned is None else " without a warning"
+    return f"{example.words} is resolved{without} to {some(by_rank)}" if names else ""
 
 
-def _tell_refusal(example: _Example, errors: Sequence[tuple[str, str] | None]) -> None:
+def _fail_refusal(example: _Example, errors: Sequence[tuple[str, str] | None]) -> None:
     """Raise the mismatch of a wrong refusal."""
     building = [f"rank {rank}" for rank, error in enumerate(errors) if error is None]
     refusing = example.refusing
@@ -329,7 +325,7 @@ def _warned(example: _Example, usual: frozenset[str]) -> bool:
 
 def _changes(example: _Example, rank: int, names: Sequence[str]) -> str:
     ran = example.ran(rank)
-    return ", ".join(f"{name} = {_of(ran, name)!r} instead of {_of(example.asked, name)!r}" for name in names)
+    return ", ".join(f"{name} = {_of(ran, name)!r} instead of {_of(example.requested, name)!r}" for name in names)
 
 
 def _options(settings: Settings) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from moe_conformance.contract import Settings
 from self_tests.chapters.config_rules.plants.overlap import Changing
 from self_tests.planted_bugs.plant import EP2, SINGLE, Expectation, planted
 
-_BUILT = ("and is built on rank 0", "as if nothing were wrong; allowed: changed, refused")
+_BUILT = ("and is built on rank 0", "without an error; allowed: changed, refused")
 
 
 @planted(

@@ -24,7 +24,7 @@ class Changing(ConfigRules):
         raise NotImplementedError
 
 
-_BUILT = ("and is built on rank 0", "as if nothing were wrong; allowed: changed, refused")
+_BUILT = ("and is built on rank 0", "without an error; allowed: changed, refused")
 _SILENT = "overlap = False instead of True"
 
 
