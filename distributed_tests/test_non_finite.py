@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from moe_conformance.chapters.non_finite.judge import (
     judge_delivered,
+    judge_other_experts,
     judge_other_tokens,
-    judge_parameters_beside,
     spoilt_without_slot,
     unfilled,
 )
@@ -25,11 +25,11 @@ class TestTokensThatAreNotFinite:
     """The same with the backend's experts, within rounding."""
 
     test_they_harm_no_expert_that_they_do_not_reach = Row(
-        "EXCH-41", ExpertsStep(tokens="not finite"), judge_parameters_beside, when=unfilled
+        "EXCH-41", ExpertsStep(tokens="not finite"), judge_other_experts, when=unfilled
     )
     """The gradients of other experts are those of their own tokens alone."""
 
     test_without_a_slot_they_reach_no_parameter = Row(
-        "EXCH-42", ExpertsStep(tokens="not finite"), judge_parameters_beside, when=spoilt_without_slot
+        "EXCH-42", ExpertsStep(tokens="not finite"), judge_other_experts, when=spoilt_without_slot
     )
     """The experts' gradients are those of the routed tokens alone."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_conformance.chapters.permute.judge.permute import (
-    judge_gradients_beside_padding,
+    judge_gradients_with_padding,
     judge_order,
     judge_padding_rows,
     judge_permutation_gradients,
@@ -37,7 +37,7 @@ class TestPermutation:
     """Gradients of tokens, rows and weights are those of their own pairs."""
 
     test_gradients_of_padding_rows_reach_nothing = Row(
-        "GRAD-09", Script("permutation"), judge_gradients_beside_padding, when=pads
+        "GRAD-09", Script("permutation"), judge_gradients_with_padding, when=pads
     )
     """Large gradients at padding rows, and large numbers in them, change no gradient of a token or a weight."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.chapters.non_finite import workloads as non_finite
-from moe_conformance.chapters.non_finite.judge import judge_delivered, judge_other_tokens, judge_parameters_beside
+from moe_conformance.chapters.non_finite.judge import judge_delivered, judge_other_experts, judge_other_tokens
 from moe_conformance.contract import Claims
 from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.observed.run import read
@@ -23,7 +23,7 @@ from self_tests.judging.simulated_experts import simulate_experts
 EP2 = Layout(2, ep=2)
 TOKENS, UPSTREAM, DROPPED = "own-spoilt-tokens-even", "own-spoilt-upstream-even", "own-spoilt-dropped-even"
 REACHED, APART = 0, 1  # tokens that are not finite go to experts of even ids
-JUDGES = (judge_other_tokens, judge_delivered, judge_parameters_beside)
+JUDGES = (judge_other_tokens, judge_delivered, judge_other_experts)
 
 
 def drawn(name: str) -> Workload:
@@ -66,7 +66,7 @@ class TestRight:
         """Gradients of experts that a bad token went to may be anything."""
         outcome = clean(TOKENS)
         assert any(not bool(grad.value.isfinite().all()) for rank in outcome.ranks for grad in _finals(rank))
-        judged(judge_parameters_beside, outcome)
+        judged(judge_other_experts, outcome)
 
 
 class TestClaimed:
@@ -75,7 +75,7 @@ class TestClaimed:
         outcome = claiming(clean(TOKENS), Claims(non_finite="all"))
         y_TD = value(outcome, 0, "y")
         y_TD[4] = torch.nan
-        for judge, seen in ((judge_other_tokens, edit(outcome, 0, y=y_TD)), (judge_parameters_beside, outcome)):
+        for judge, seen in ((judge_other_tokens, edit(outcome, 0, y=y_TD)), (judge_other_experts, outcome)):
             with pytest.raises(NotOffered, match="claims non_finite = 'all'"):
                 judge(read(seen), Tally())
         judged(judge_delivered, outcome)
@@ -115,7 +115,7 @@ class TestSpread:
         def spread(rank: int, key: ParameterKey, gradient: Tensor) -> Tensor:
             return gradient * torch.nan if key == ("up", APART) else gradient
 
-        error = caught(judge_parameters_beside, edit_final(clean(name), spread))
+        error = caught(judge_other_experts, edit_final(clean(name), spread))
         assert isinstance(error, WrongGradient)
         assert "up of expert 1 on rank 0 is nan" in str(error)
         assert str(error).endswith("claims non_finite = 'all'")
@@ -126,7 +126,7 @@ class TestSpread:
         def spread(rank: int, key: ParameterKey, gradient: Tensor) -> Tensor:
             return {APART: gradient * torch.nan, APART + 2: gradient + 1}.get(key[1], gradient)
 
-        assert "claims" not in str(caught(judge_parameters_beside, edit_final(clean(TOKENS), spread)))
+        assert "claims" not in str(caught(judge_other_experts, edit_final(clean(TOKENS), spread)))
 
     def test_an_expert_of_a_bad_token_without_a_slot_is_not_free(self) -> None:
         """Where the bad token has no slot all experts are judged, those of even ids too."""
@@ -134,7 +134,7 @@ class TestSpread:
         def spread(rank: int, key: ParameterKey, gradient: Tensor) -> Tensor:
             return gradient * torch.nan if key == ("down", REACHED) else gradient
 
-        error = caught(judge_parameters_beside, edit_final(clean(DROPPED), spread))
+        error = caught(judge_other_experts, edit_final(clean(DROPPED), spread))
         assert "down of expert 0 on rank 0 is nan" in str(error)
 
     def test_an_output_of_another_token_is_told(self) -> None:

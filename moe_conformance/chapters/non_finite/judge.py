@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging.compare.bounded import Target, compare
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, fail, some
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place, places_of
@@ -61,27 +62,23 @@ def judge_other_tokens(reading: Reading, tally: Tally) -> None:
         raise NotOffered(_SPREADS)
 
 
-def judge_delivered(reading: Reading, tally: Tally) -> None:
+@judge(WrongOutput, "combine")
+def judge_delivered(reading: Reading) -> Comparisons:
     """Decide whether y of a token whose elements are all NaN is non-finite too, if the token has a slot.
 
     Raises:
         WrongOutput: y is finite: the token was replaced, or not delivered.
     """
-    findings = []
     for m, rank in _places(reading):
         batch, y_TD = reading.batches[m][rank], reading.seen(m, rank).y
         for t in (batch.x_TD.isnan().all(1) & _routed(batch)).nonzero().flatten().tolist():
-            if y_TD is not None and bool(y_TD[t].isfinite().all()):
-                given = f"rank {rank} token {t} is NaN and routed to experts {_experts(batch, t)}"
-                sentence = f"{given}, but its y is finite; expected: non-finite"
-                findings.append(Finding("repaired", sentence, (rank,)))
-            else:
-                tally.add(pairs=1, rank=rank)
-    if findings:
-        fail(WrongOutput, "combine", findings)
+            finite = y_TD is not None and bool(y_TD[t].isfinite().all())
+            sentence = f"rank {rank} token {t} is NaN and routed to experts {_experts(batch, t)}, but its y is finite"
+            wrong = Finding("repaired", f"{sentence}; expected: non-finite", (rank,))
+            yield Comparison(rank, wrong if finite else "", pairs=1)
 
 
-def judge_parameters_beside(reading: Reading, tally: Tally) -> None:
+def judge_other_experts(reading: Reading, tally: Tally) -> None:
     """Decide whether experts without non-finite tokens have the gradients of their own tokens alone.
 
     These are all experts if non-finite tokens have no slot.
@@ -141,21 +138,14 @@ def _judge_all(reading: Reading, tally: Tally, *, may_spread: bool) -> int:
     def bad(batch: Batch) -> Tensor:
         return _bad_x(batch) | _bad_upstream(batch)
 
-    kinds: tuple[tuple[str, Values, str, Callable[[Batch], Tensor], type[Mismatch], Stage], ...] = (
-        ("y", lambda seen: seen.y, "y", _bad_x, WrongOutput, "combine"),
-        ("dx", lambda seen: seen.dx_TD.value, "dx", bad, WrongGradient, "gradient"),
-        (
-            "the gradient of the weights",
-            lambda seen: seen.dweights_TK.value,
-            "dweights",
-            bad,
-            WrongGradient,
-            "gradient",
-        ),
-    )
-    return sum(
-        _judge(reading, tally, name, actual, targets[key], free, error, stage, may_spread)
-        for name, actual, key, free, error, stage in kinds
+    def dweights(seen: Microbatch) -> Tensor | None:
+        return seen.dweights_TK.value
+
+    of_weights = "the gradient of the weights"
+    return (
+        _judge(reading, tally, "y", lambda seen: seen.y, targets["y"], _bad_x, may_spread)
+        + _judge(reading, tally, "dx", lambda seen: seen.dx_TD.value, targets["dx"], bad, may_spread)
+        + _judge(reading, tally, of_weights, dweights, targets["dweights"], bad, may_spread)
     )
 
 
@@ -166,11 +156,11 @@ def _judge(
     actual: Values,
     targets: Mapping[Place, Target],
     bad: Callable[[Batch], Tensor],
-    error: type[Mismatch],
-    stage: Stage,
     may_spread: bool,
 ) -> int:
     """Judge one kind of result of all other tokens; return the number of non-finite elements that are allowed."""
+    error: type[Mismatch] = WrongOutput if name == "y" else WrongGradient
+    stage: Stage = "combine" if name == "y" else "gradient"
     findings, spread = [], 0
     non_finite = [
         f"rank {rank} token {t}"

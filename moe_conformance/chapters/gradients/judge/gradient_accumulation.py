@@ -89,7 +89,7 @@ def judge_accumulation(reading: Reading, ran: Sequence[Ran], tally: Tally) -> No
     """
     _require_all(ran)
     workload = reading.outcome.workload
-    whole, (large, small) = assembled(reading), (assembled(read_twin(each)) for each in ran)
+    whole, (large, small) = assembled(reading), (assembled(read_twin(twin_run)) for twin_run in ran)
     narrow = workload.config.dtype == torch.bfloat16
     tokens = sum(workload.tokens[0])
     findings = list[Finding]()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.traffic import by_phase
-from moe_conformance.judging.verdict import NotOffered, Tally, WrongGradient
+from moe_conformance.judging.verdict import NotOffered, WrongGradient
 from moe_conformance.scenarios.outcome import RankOutcome
 from moe_conformance.workloads.records.workload import ParameterKey
 
 
-def judge_hooked(reading: Reading, tally: Tally) -> None:
+@judge(WrongGradient, "gradient")
+def judge_hooked(reading: Reading) -> Comparisons:
     """Decide whether the gradients that autograd passed to a parameter's hooks add up to `grad`, bit for bit.
 
     Compared on every rank before gradients are finished. Implementations that shard or reduce gradients in the backward
@@ -30,29 +32,22 @@ def judge_hooked(reading: Reading, tally: Tally) -> None:
     passed = [rank.grads_hooked or {} for rank in reading.ranks]
     if not any(grad.value is not None for of_rank in passed for grad in of_rank.values()):
         raise NotOffered("autograd passes gradients to no hook of any parameter: something else puts them into grad")
-    findings = []
     for rank, seen in zip(reading.ranks, passed, strict=True):
         for key, grad in rank.grads_local.items():
             if grad.value is None:
                 continue
             wrong = _wrong(key, grad.value, seen[key].value if key in seen else None)
-            if wrong:
-                findings.append(Finding("hook", f"rank {rank.rank}: {wrong}", (rank.rank,)))
-            tally.add(elements=grad.value.numel(), rank=rank.rank)
-    if findings:
-        fail(WrongGradient, "gradient", findings)
+            finding = Finding("hook", f"rank {rank.rank}: {wrong}", (rank.rank,))
+            yield Comparison(rank.rank, finding if wrong else "", elements=grad.value.numel())
 
 
 def _reduces_in_backward(reading: Reading, rank: RankOutcome) -> bool:
     """Return whether a backward of a rank reduces anything with ranks of other exchange groups."""
     groups = reading.outcome.workload.layout.groups()
     near = [set(group) for name in ("ep_etp", "tp") for group in groups[name] if rank.rank in group]
-    for phase, calls in by_phase(rank).items():
-        if phase.startswith("backward:"):
-            for entry in calls:
-                if entry.reduce is not None and not any(set(entry.ranks) <= group for group in near):
-                    return True
-    return False
+    backwards = [calls for phase, calls in by_phase(rank).items() if phase.startswith("backward:")]
+    reductions = [entry for calls in backwards for entry in calls if entry.reduce is not None]
+    return any(not any(set(entry.ranks) <= group for group in near) for entry in reductions)
 
 
 def _wrong(key: ParameterKey, expected: Tensor, seen: Tensor | None) -> str:

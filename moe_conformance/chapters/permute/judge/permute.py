@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_conformance.contract import Routing
 from moe_conformance.judging.compare.tensors import judge_tensor
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.script import answers, values
 from moe_conformance.judging.verdict import (
@@ -56,10 +57,11 @@ def judge_permuted(outcome: Outcome, tally: Tally) -> None:
     """
     for call in _calls(outcome):
         rows = _read(outcome, call[0])
-        tally.add(pairs=len(rows.token) + (not len(rows.token)), rank=0)
+        tally.add(pairs=max(1, len(rows.token)), rank=0)
 
 
-def judge_padding_rows(outcome: Outcome, tally: Tally) -> None:
+@judge(CorruptRow, "dispatch")
+def judge_padding_rows(outcome: Outcome) -> Comparisons:
     """Decide whether every padding row within the counts is zero in every element.
 
     Raises:
@@ -68,32 +70,24 @@ def judge_padding_rows(outcome: Outcome, tally: Tally) -> None:
     for there, _ in _calls(outcome):
         rows = _read(outcome, there)
         (rows_RD,) = values(outcome, there, "rows_RD")
-        padding = (rows.source < 0).nonzero()[:, 0].tolist()
-        findings = [
-            Finding("padding", f"row {row}, padding of expert {int(rows.expert[row])}, is not zero", (0,))
-            for row in padding
-            if bool((rows_RD[row] != 0).any())
-        ]
-        if findings:
-            fail(CorruptRow, "dispatch", findings)
-        tally.add(pairs=len(padding), rank=0)
+        for row in (rows.source < 0).nonzero()[:, 0].tolist():
+            wrong = Finding("padding", f"row {row}, padding of expert {int(rows.expert[row])}, is not zero", (0,))
+            yield Comparison(0, wrong if bool((rows_RD[row] != 0).any()) else "", pairs=1)
 
 
-def judge_order(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongDelivery, "dispatch")
+def judge_order(outcome: Outcome) -> Comparisons:
     """Decide whether the rows of every expert are ordered by token, then slot.
 
     Raises:
         WrongDelivery: two rows of an expert are in the wrong order; or a row is not of this expert.
     """
     rows = _read(outcome, 0)
-    ordered = in_order(rows)
-    if odd := [expert for expert, right in ordered.items() if not right]:
-        at = (rows.expert == odd[0]) & (rows.source >= 0)
-        sentence = (
-            f"the rows of expert {odd[0]} are of tokens {rows.token[at].tolist()}, which are not in ascending order"
-        )
-        raise WrongDelivery("dispatch", sentence, ranks=(0,))
-    tally.add(pairs=max(1, len(rows.token)), rank=0)
+    for expert, right in in_order(rows).items():
+        of = rows.token[(rows.expert == expert) & (rows.source >= 0)].tolist()
+        wrong = f"the rows of expert {expert} are of tokens {of}, which are not in ascending order"
+        yield Comparison(0, "" if right else wrong)
+    yield Comparison(0, pairs=max(1, len(rows.token)))
 
 
 def judge_unpermuted(outcome: Outcome, tally: Tally) -> None:
@@ -123,7 +117,7 @@ def judge_permutation_gradients(outcome: Outcome, tally: Tally) -> None:
             _judge_gradients(outcome, there, back, tally)
 
 
-def judge_gradients_beside_padding(outcome: Outcome, tally: Tally) -> None:
+def judge_gradients_with_padding(outcome: Outcome, tally: Tally) -> None:
     """Decide whether large gradients in padding rows do not change those of tokens and weights.
 
     Raises:
