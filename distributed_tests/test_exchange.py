@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from moe_conformance.chapters.exchange.judge import judge_every_bit_of_rows
-from moe_conformance.judging.observed.aliasing import judge_kept_outputs, judge_state
-from moe_conformance.judging.observed.completion import judge_finished
+from moe_conformance.judging.observed.aliasing import judge_finished, judge_kept_outputs, judge_state
 from moe_conformance.judging.observed.ledgers import judge_agreement
 from moe_conformance.judging.shared.exchange.counts import judge_counts
 from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries, judge_rows

@@ -9,8 +9,8 @@ from moe_conformance.judging.shared.equivalence.runs import judge_same_answers
 from moe_conformance.judging.shared.exchange.outputs import judge_form, judge_inputs
 from moe_conformance.judging.shared.experts.experts import (
     OWN_RESULTS,
+    judge_expert_outputs,
     judge_idle_expert_gradients,
-    judge_own_outputs,
     judge_weight_place,
     judge_windows,
 )
@@ -32,7 +32,7 @@ def cut_over_etp(workload: Workload) -> bool:
 
 
 class TestOwnExperts:
-    test_output_is_that_of_the_dense_formulation = Row("EXPT-01", ExpertsStep(), judge_own_outputs)
+    test_output_is_that_of_the_dense_formulation = Row("EXPT-01", ExpertsStep(), judge_expert_outputs)
     """The output is the weighted sum of SwiGLU experts, within the rounding error of the dtype."""
 
     test_output_has_the_form_of_the_input = Row("EXCH-07", ExpertsStep(), judge_form)
@@ -61,7 +61,7 @@ class TestOwnExperts:
     """The windows on the experts' parameters are views, disjoint and complete."""
 
     test_parts_of_an_expert_match = Row(
-        "EXPT-05", ExpertsStep(), (judge_matching_parts, judge_own_outputs), when=cut_over_etp
+        "EXPT-05", ExpertsStep(), (judge_matching_parts, judge_expert_outputs), when=cut_over_etp
     )
     """The etp ranks of an expert hold the same part of gate, up and down; their outputs add up to its output."""
 

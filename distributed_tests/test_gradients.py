@@ -17,7 +17,7 @@ from moe_conformance.chapters.gradients.workloads.gradients import ACCUMULATES
 from moe_conformance.judging.observed.aliasing import judge_kept_gradients
 from moe_conformance.judging.shared.equivalence.refusals import judge_with_a_graph
 from moe_conformance.judging.shared.equivalence.runs import judge_repeated
-from moe_conformance.judging.shared.exchange.gradients import judge_asked, judge_dweights, judge_dx
+from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx, judge_required_gradients
 from moe_conformance.judging.shared.exchange.identity_experts import (
     judge_answered_dweights,
     judge_answered_dx,
@@ -26,11 +26,11 @@ from moe_conformance.judging.shared.exchange.identity_experts import (
 )
 from moe_conformance.judging.shared.exchange.row_gradients import judge_out_gradients, judge_rows_gradients
 from moe_conformance.judging.shared.experts.experts import (
+    judge_expert_dweights,
+    judge_expert_dx,
     judge_expert_gradients,
+    judge_expert_outputs,
     judge_idle_expert_gradients,
-    judge_own_dweights,
-    judge_own_dx,
-    judge_own_outputs,
     judge_replicas,
 )
 from moe_conformance.spec.row import Row
@@ -84,12 +84,18 @@ class TestExchange:
     """The gradient of a weight is exact where it is one element of the expert output or of the upstream."""
 
     test_weights_get_theirs_where_tokens_ask_for_none = Row(
-        "GRAD-15", ExchangeStep(unasked=True), judge_asked, when=lambda workload: "x" in workload.twist.unasked
+        "GRAD-15",
+        ExchangeStep(unasked=True),
+        judge_required_gradients,
+        when=lambda workload: "x" in workload.twist.unasked,
     )
     """The weights have their gradients where x asks for none, which has none."""
 
     test_tokens_get_theirs_where_weights_ask_for_none = Row(
-        "GRAD-15", ExchangeStep(unasked=True), judge_asked, when=lambda workload: "weights" in workload.twist.unasked
+        "GRAD-15",
+        ExchangeStep(unasked=True),
+        judge_required_gradients,
+        when=lambda workload: "weights" in workload.twist.unasked,
     )
     """The tokens have their gradients where the weights ask for none, which have none."""
 
@@ -110,7 +116,9 @@ class TestExchange:
 
 
 class TestOwnExperts:
-    test_tokens_and_weights_get_the_dense_gradients = Row("GRAD-04", ExpertsStep(), (judge_own_dx, judge_own_dweights))
+    test_tokens_and_weights_get_the_dense_gradients = Row(
+        "GRAD-04", ExpertsStep(), (judge_expert_dx, judge_expert_dweights)
+    )
     """With the backend's experts, tokens and weights have the gradients of the dense formulation."""
 
     test_experts_get_the_gradient_of_all_ranks = Row("GRAD-05", ExpertsStep(), judge_expert_gradients)
@@ -173,6 +181,6 @@ class TestOwnExperts:
     test_sharded_gradients_make_up_those_of_all_ranks = Row(
         "GRAD-16",
         ExpertsStep(option="sharding"),
-        (judge_own_outputs, judge_own_dx, judge_own_dweights, judge_sharded_gradients),
+        (judge_expert_outputs, judge_expert_dx, judge_expert_dweights, judge_sharded_gradients),
     )
     """Tokens, weights and experts have the same gradients where these, or parameters, are cut over replicas."""

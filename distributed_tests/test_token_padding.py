@@ -17,10 +17,10 @@ from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries,
 from moe_conformance.judging.shared.exchange.gradients import RESULTS, judge_dweights, judge_dx
 from moe_conformance.judging.shared.exchange.outputs import judge_form, judge_outputs
 from moe_conformance.judging.shared.experts.experts import (
+    judge_expert_dweights,
+    judge_expert_dx,
     judge_expert_gradients,
-    judge_own_dweights,
-    judge_own_dx,
-    judge_own_outputs,
+    judge_expert_outputs,
 )
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import exchanges, features
@@ -123,11 +123,11 @@ class TestExchange:
 
 class TestOwnExperts:
     test_output_is_cut_back_to_the_own_tokens = Row(
-        "PACK-04", ExpertsStep(), (judge_form, judge_own_outputs), when=padded
+        "PACK-04", ExpertsStep(), (judge_form, judge_expert_outputs), when=padded
     )
     """With the backend's experts too, every rank has the outputs of its own tokens."""
 
     test_gradients_are_those_without_padding = Row(
-        "PACK-05", ExpertsStep(), (judge_own_dx, judge_own_dweights, judge_expert_gradients), when=padded
+        "PACK-05", ExpertsStep(), (judge_expert_dx, judge_expert_dweights, judge_expert_gradients), when=padded
     )
     """Tokens, weights and experts have the gradients that they have unpadded."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from moe_conformance.chapters.tp_duplicated_tokens.judge import (
-    judge_copies_answered,
-    judge_copies_asked,
     judge_copies_claimed,
     judge_copies_counted,
     judge_copies_delivered,
+    judge_expert_results_of_copies,
     judge_mismatch,
-    judge_own_copies_answered,
+    judge_required_gradients_of_copies,
+    judge_results_of_copies,
 )
 from moe_conformance.chapters.tp_duplicated_tokens.workloads import mismatched
 from moe_conformance.judging.shared.exchange.outputs import judge_form, judge_inputs
@@ -24,16 +24,16 @@ class TestCopies:
     test_copies_count_once = Row("EXCH-35", ExpertsStep(tokens="duplicated"), judge_copies_counted)
     """The experts' finished gradients are those of distinct tokens."""
 
-    test_every_copy_is_answered = Row("EXCH-36", ExchangeStep(tokens="duplicated"), judge_copies_answered)
+    test_every_copy_is_answered = Row("EXCH-36", ExchangeStep(tokens="duplicated"), judge_results_of_copies)
     """The output is complete and bitwise equal on every tp rank; gradients are complete, or parts as declared."""
 
     test_every_copy_gets_the_gradients_it_asks_for = Row(
-        "EXCH-36", ExchangeStep(tokens="duplicated", unasked=True), judge_copies_asked
+        "EXCH-36", ExchangeStep(tokens="duplicated", unasked=True), judge_required_gradients_of_copies
     )
     """Where x or the weights ask for none, the gradients of the other are complete, or parts as declared."""
 
     test_every_copy_is_answered_by_own_experts = Row(
-        "EXCH-36", ExpertsStep(tokens="duplicated"), judge_own_copies_answered
+        "EXCH-36", ExpertsStep(tokens="duplicated"), judge_expert_results_of_copies
     )
     """With the backend's experts too."""
 

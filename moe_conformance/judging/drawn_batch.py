@@ -12,8 +12,12 @@ from typing import NamedTuple
 
 from moe_conformance.contract import Config
 from moe_conformance.judging.mismatch_types import of_its_own_kind
-from moe_conformance.judging.observed.aliasing import judge_kept_gradients, judge_kept_outputs, judge_state
-from moe_conformance.judging.observed.completion import judge_finished
+from moe_conformance.judging.observed.aliasing import (
+    judge_finished,
+    judge_kept_gradients,
+    judge_kept_outputs,
+    judge_state,
+)
 from moe_conformance.judging.observed.ledgers import judge_agreement
 from moe_conformance.judging.observed.run import Reading, read
 from moe_conformance.judging.shared.exchange.counts import judge_counts

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from moe_conformance.contract.topology import Layout
 from moe_conformance.goldens import regenerate, stored_values
-from moe_conformance.judging.shared.experts.expected import OwnExpected
+from moe_conformance.judging.shared.experts.expected import ExpertsExpected
 from moe_conformance.plugin.options import Options, Unusable
 from moe_conformance.plugin.run import prepare
 from moe_conformance.workloads import recipes
@@ -63,7 +63,7 @@ class TestJudge:
     @pytest.mark.parametrize("place", ["output", "input"])
     def test_it_expects_the_stored_values(self, place: str) -> None:
         """Output, gradients of tokens, weights and parameters: bit for bit, whatever the oracle computes."""
-        expected = OwnExpected.told(golden_workload("alltoall", Layout(2, ep=2)), place, "sum")
+        expected = ExpertsExpected.of_session(golden_workload("alltoall", Layout(2, ep=2)), place, "sum")
         ranks = [(0, rank) for rank in range(2)]
         for name, target in (("y_TD", expected.y), ("dx_TD", expected.dx), ("dweights_TK", expected.dweights)):
             assert torch.equal(stored(place, name), torch.cat([target(at).expected for at in ranks]))
@@ -74,8 +74,8 @@ class TestJudge:
     def test_it_follows_the_store_and_not_the_oracle(self, spoilt: Path) -> None:
         """A golden that says otherwise than the oracle is what a backend is held against."""
         workload = golden_workload("alltoall", Layout(1))
-        told = OwnExpected.told(workload, "output", "sum").y((0, 0)).expected
-        oracle = OwnExpected.told(replace(workload, golden=""), "output", "sum").y((0, 0)).expected
+        told = ExpertsExpected.of_session(workload, "output", "sum").y((0, 0)).expected
+        oracle = ExpertsExpected.of_session(replace(workload, golden=""), "output", "sum").y((0, 0)).expected
         assert [[0, 0]] == ((told - oracle).abs() > 1e-9).nonzero().tolist()
         assert 1.0 == pytest.approx(float((told - oracle)[0, 0]))
 

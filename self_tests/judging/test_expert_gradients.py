@@ -12,10 +12,10 @@ from torch import Tensor
 from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.observed.run import read
 from moe_conformance.judging.shared.experts.experts import (
+    judge_expert_dx,
     judge_expert_gradients,
+    judge_expert_outputs,
     judge_idle_expert_gradients,
-    judge_own_dx,
-    judge_own_outputs,
     judge_replicas,
     judge_windows,
 )
@@ -193,7 +193,8 @@ class TestWrongParameterGradients:
         right = replace(simulate_experts(replace(work, batches=(silent, work.batches[1]))), workload=work)
         for judge in (judge_expert_gradients, judge_idle_expert_gradients):
             assert not judged(judge, right).vacuous
-        assert [44 * 32, 21 * 32] == [judged(judge, right).elements for judge in (judge_own_outputs, judge_own_dx)]
+        judges = (judge_expert_outputs, judge_expert_dx)
+        assert [44 * 32, 21 * 32] == [judged(judge, right).elements for judge in judges]
         leaked = simulate_experts(work)
         assert "microbatches without a backward are in it too" in caught(judge_expert_gradients, leaked).sentence
         assert "expert 3" in caught(judge_idle_expert_gradients, leaked).sentence

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.shared.experts.expected import solve
 from moe_conformance.judging.shared.experts.experts import (
+    judge_expert_dweights,
+    judge_expert_dx,
     judge_expert_gradients,
+    judge_expert_outputs,
     judge_idle_expert_gradients,
-    judge_own_dweights,
-    judge_own_dx,
-    judge_own_outputs,
     judge_replicas,
     judge_weight_place,
     judge_windows,
@@ -47,7 +47,7 @@ from self_tests.judging.breaking_experts import (
 )
 from self_tests.judging.simulated_experts import Arithmetic, own_workload, simulate_experts
 
-OF_TOKENS = (judge_own_outputs, judge_own_dx, judge_own_dweights)
+OF_TOKENS = (judge_expert_outputs, judge_expert_dx, judge_expert_dweights)
 OF_PARAMETERS = (judge_expert_gradients, judge_windows)
 LAYOUTS = [Layout(1), Layout(2, ep=2), Layout(4, ep=2), Layout(4, ep=2, etp=2), Layout(4, pp=2, ep=2), Layout(4, etp=4)]
 
@@ -74,7 +74,7 @@ class TestRight:
     def test_the_place_of_weights_is_told_apart(self, place: str) -> None:
         """Where weights are applied is judged by elements in which the two places differ, nearly all."""
         outcome = simulate_experts(own_workload(), Arithmetic(place=place))  # type: ignore[arg-type]
-        elements = judged(judge_own_outputs, outcome).elements
+        elements = judged(judge_expert_outputs, outcome).elements
         assert 0.95 * elements < judged(judge_weight_place, outcome).elements <= elements
 
     def test_weights_of_one_show_no_place(self) -> None:
@@ -109,8 +109,8 @@ class TestRight:
         """Where a rank has no tokens, None is as good as an empty gradient."""
         outcome = clean(tokens=1)
         silent = edit(outcome, 1, lambda seen: replace(seen, dx_TD=Grad(None), dweights_TK=Grad(None)))
-        assert 32 == judged(judge_own_dx, silent).elements
-        assert 2 == judged(judge_own_dweights, silent).elements
+        assert 32 == judged(judge_expert_dx, silent).elements
+        assert 2 == judged(judge_expert_dweights, silent).elements
 
     def test_parameters_may_be_sharded_over_replicas(self) -> None:
         """Where every replica holds half of the experts (FSDP), the stage as a whole is complete, and is judged."""
@@ -134,7 +134,7 @@ class TestWrongOutputs:
         """One wrong element is told with rank, token, column, both values and the bound."""
         changed = torch.zeros(11, 32)
         changed[4, 7] = 0.25
-        wrong = caught(judge_own_outputs, edit(clean(), 1, lambda seen: replace(seen, y=add(seen.y, changed))))
+        wrong = caught(judge_expert_outputs, edit(clean(), 1, lambda seen: replace(seen, y=add(seen.y, changed))))
         assert isinstance(wrong, WrongOutput)
         assert "y of rank 1 token 4 is" in wrong.sentence
         assert "at [7]" in wrong.sentence
@@ -151,7 +151,7 @@ class TestWrongOutputs:
     )
     def test_factors_of_a_rank_or_of_tokens(self, change: Callable[[Tensor], Tensor], words: str) -> None:
         """A factor that one rank has, or each of its tokens by itself, is told."""
-        wrong = caught(judge_own_outputs, edit(clean(), 0, lambda seen: replace(seen, y=change(present(seen.y)))))
+        wrong = caught(judge_expert_outputs, edit(clean(), 0, lambda seen: replace(seen, y=change(present(seen.y)))))
         assert (0,) == wrong.ranks
         assert words in wrong.sentence
 
@@ -160,7 +160,7 @@ class TestWrongOutputs:
         outcome = clean(REPLICATED)
         for rank in range(4):
             outcome = edit(outcome, rank, lambda seen: replace(seen, y=4 * present(seen.y)))
-        wrong = caught(judge_own_outputs, outcome)
+        wrong = caught(judge_expert_outputs, outcome)
         assert "every element of y is 4.000 x the expected value: dp or world" in wrong.sentence
         assert 4.0 == wrong.ratio
 
@@ -181,14 +181,20 @@ class TestWrongOutputs:
             ),
         }
         for words, outcome in others.items():
-            for judge in (judge_own_outputs, judge_own_dx):
+            for judge in (judge_expert_outputs, judge_expert_dx):
                 assert f"likely cause: {words}; for example" in caught(judge, outcome).sentence
 
     def test_the_other_place_of_weights_is_guessed(self) -> None:
         """Weights applied at the input by a session that says output are recognised in all that they change."""
         outcome = simulate_experts(own_workload(), Arithmetic(place="input"))
         lying = replace(outcome, ranks=tuple(replace(rank, weights_at="combine") for rank in outcome.ranks))
-        for judge in (judge_own_outputs, judge_weight_place, judge_own_dx, judge_own_dweights, judge_expert_gradients):
+        for judge in (
+            judge_expert_outputs,
+            judge_weight_place,
+            judge_expert_dx,
+            judge_expert_dweights,
+            judge_expert_gradients,
+        ):
             assert "likely cause: the weights were applied at the experts' input" in caught(judge, lying).sentence
 
     def test_a_narrower_dtype_is_recognised(self) -> None:
@@ -208,7 +214,7 @@ class TestWrongOutputs:
         work = own_workload(Layout(2, etp=2))
         first = {key: cut(key, value) for key, value in work.parameters.items()}
         outcome = replace(simulate_experts(replace(work, parameters=first)), workload=work)
-        assert "likely cause: only the output of etp shard 0 was used" in caught(judge_own_outputs, outcome).sentence
+        assert "likely cause: only the output of etp shard 0 was used" in caught(judge_expert_outputs, outcome).sentence
 
     @pytest.mark.parametrize(
         ("change", "words"),
@@ -219,7 +225,7 @@ class TestWrongOutputs:
     )
     def test_form(self, change: Callable[[Microbatch], Microbatch], words: str) -> None:
         """A missing or misshapen output is a matter of form."""
-        wrong = caught(judge_own_outputs, edit(clean(), 1, change))
+        wrong = caught(judge_expert_outputs, edit(clean(), 1, change))
         assert isinstance(wrong, WrongForm)
         assert words in wrong.sentence
 
@@ -248,9 +254,9 @@ class TestWrongTokenGradients:
         dx = solve(outcome.workload, [(0, 0), (0, 1)], "output", build=build).dx_TD.split([12, 11])
         for rank in range(2):
             outcome = edit(outcome, rank, partial(replace, dx_TD=Grad(dx[rank])))
-        assert f"dx is wrong; likely cause: {words}; for example" in caught(judge_own_dx, outcome).sentence
+        assert f"dx is wrong; likely cause: {words}; for example" in caught(judge_expert_dx, outcome).sentence
 
-    @pytest.mark.parametrize("judge", [judge_own_dx, judge_own_dweights])
+    @pytest.mark.parametrize("judge", [judge_expert_dx, judge_expert_dweights])
     def test_absent(self, judge: Callable[..., None]) -> None:
         """None is not taken for zeros."""
         outcome = edit(clean(), 1, lambda seen: replace(seen, dx_TD=Grad(None), dweights_TK=Grad(None)))
@@ -265,4 +271,4 @@ class TestWrongTokenGradients:
             outcome = edit(
                 outcome, rank, lambda seen: replace(seen, dweights_TK=Grad(present(seen.dweights_TK.value).roll(1, 1)))
             )
-        assert "slot k had the gradient of slot (k + 1) modulo 2" in caught(judge_own_dweights, outcome).sentence
+        assert "slot k had the gradient of slot (k + 1) modulo 2" in caught(judge_expert_dweights, outcome).sentence

@@ -196,7 +196,7 @@ class TestWrongGradients:
         [
             (
                 lambda rank, gradients: gradients[rank],
-                "only the tokens of its own rank are in it (it was not reduced over ranks)",
+                "it contains only the tokens of its own rank (it was not reduced over ranks)",
             ),
             (
                 lambda rank, gradients: gradients[rank] + gradients[rank ^ 1],

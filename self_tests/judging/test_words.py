@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_conformance.judging.compare.exact import wrong
+from moe_conformance.judging.compare.tensors import wrong
 from moe_conformance.judging.explain.row_identity import likeness
 from moe_conformance.judging.findings import Finding, common_ratio, fail, ratio_findings, ratio_words, tell
 from moe_conformance.judging.verdict import WrongOutput

@@ -269,7 +269,7 @@ class TestDropping:
     def test_who_stays_is_known(self, layout: Layout) -> None:
         """One capacity is legal everywhere; of half of the slots some tokens lose none, some one and some both."""
         for workload in dropping("any", layout, "full"):
-            kept = LayerExpected.told(workload, "output", "sum").kept
+            kept = LayerExpected.of_session(workload, "output", "sum").kept
             assert set(kept) == {(m, rank) for m in range(len(workload.batches)) for rank in range(layout.world)}
             left = {0, 1, 2} if workload.config.capacity.factor else {0}
             assert left == {k for kept_TK in kept.values() for k in kept_TK.sum(1).tolist()}, workload.name

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, Start, judge
+from moe_conformance.judging.findings import Finding
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Shard, stages
 from moe_conformance.judging.observed.script import values
-from moe_conformance.judging.verdict import Tally, Uncovered, WrongParameter
+from moe_conformance.judging.verdict import Uncovered, WrongParameter
 from moe_conformance.reference.experts import Part, Problem, problems
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
 
 _CUT = {"gate": 0, "up": 0, "down": 1}  # the dimension of size F
 
 
-def judge_matching_parts(reading: Reading, tally: Tally) -> None:
+@judge(Uncovered, "experts")
+def judge_matching_parts(reading: Reading) -> Comparisons:
     """Decide whether every rank holds the same part of F of an expert's gate, up and down.
 
     Counts the experts.
@@ -21,23 +23,14 @@ def judge_matching_parts(reading: Reading, tally: Tally) -> None:
     Raises:
         Uncovered: a matrix is whole while others are sharded, is another shard, or is cut along another dimension.
     """
-    findings = []
     for rank in reading.ranks:
         for expert, shards in sorted(_held(rank).items()):
             parts = {shard and shard[1:] for shard in shards.values()}
             if len(parts) > 1 or any(shard and shard[0] != _CUT[name] for name, shard in shards.items()):
-                said = ", ".join(f"{_words(shard)} of {name}" for name, shard in shards.items())
-                findings.append(
-                    Finding(
-                        "parts",
-                        f"rank {rank.rank} holds different shards of the matrices of expert {expert}: {said}",
-                        (rank.rank,),
-                    )
-                )
-            else:
-                tally.add(pairs=1, rank=rank.rank)
-    if findings:
-        fail(Uncovered, "experts", findings)
+                words = ", ".join(f"{_words(shard)} of {name}" for name, shard in shards.items())
+                sentence = f"rank {rank.rank} holds different shards of the matrices of expert {expert}: {words}"
+                yield Finding("parts", sentence, (rank.rank,))
+            yield Comparison(rank.rank, pairs=1)
 
 
 def _held(rank: RankOutcome) -> dict[int, dict[str, Shard]]:
@@ -56,33 +49,32 @@ def _words(shard: Shard) -> str:
     return f"part {index} of {of} along dimension {dim}"
 
 
-def judge_initial_experts(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongParameter, "run")
+def judge_initial_experts(outcome: Outcome) -> Comparisons:
     """Decide whether experts of a new model differ, and are the same bytes on all ranks that hold them.
 
     Raises:
         Uncovered: the ranks of a pipeline stage do not name all experts.
         WrongParameter: a parameter is not finite, replicas differ, or different parts are equal.
     """
-    layout, experts = outcome.workload.layout, outcome.workload.config.experts
-    found = values(outcome, 0, "parameters")
+    experts, named = outcome.workload.config.experts, values(outcome, 0, "parameters")
     parts = []
-    for stage, ranks in enumerate(stages(layout)):
+    for stage, ranks in enumerate(stages(outcome.workload.layout)):
         held = [
-            Part(rank, stage, each["name"], each["expert"], each["shard"], each["value"])
+            Part(rank, stage, parameter["name"], parameter["expert"], parameter["shard"], parameter["value"])
             for rank in ranks
-            for each in found[rank]
+            for parameter in named[rank]
         ]
         for name in ("up", "down"):
             missing = set(range(experts)) - {part.expert for part in held if part.name == name}
             if missing:
-                raise Uncovered(
-                    "experts", f"no rank of {list(ranks)} names {name} of expert {min(missing)}", ranks=ranks
-                )
+                sentence = f"no rank of {list(ranks)} names {name} of expert {min(missing)}"
+                raise Uncovered("experts", sentence, ranks=ranks)
         parts += held
+    yield Start("in a new model, ")
     for part in parts:
-        tally.add(elements=part.value.numel(), rank=part.rank)
-    if findings := [_finding(parts, each) for each in problems(parts)]:
-        fail(WrongParameter, "run", findings, start="in a new model, ")
+        yield Comparison(part.rank, elements=part.value.numel())
+    yield from (_finding(parts, problem) for problem in problems(parts))
 
 
 def _finding(parts: list[Part], problem: Problem) -> Finding:

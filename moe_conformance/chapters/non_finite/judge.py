@@ -17,7 +17,7 @@ from moe_conformance.judging.findings import Finding, fail, some
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place, places_of
 from moe_conformance.judging.shared.experts import experts
-from moe_conformance.judging.shared.experts.expected import OwnExpected
+from moe_conformance.judging.shared.experts.expected import ExpertsExpected
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     Mismatch,
@@ -196,7 +196,7 @@ def _targets(reading: Reading) -> dict[str, dict[Place, Target]]:
     """Return the expected y, dx and dweights with non-finite tokens and upstream gradients set to zero."""
     clean = _cleaned(reading.outcome.workload)
     if isinstance(reading.outcome.workload.run, ExpertsStep):
-        answers = OwnExpected.of(reading, clean)
+        answers = ExpertsExpected.of(reading, clean)
         by_name = {"y": answers.y, "dx": answers.dx, "dweights": answers.dweights}
         return {name: {place: target(place) for place in _places(reading)} for name, target in by_name.items()}
     exact = Reading(replace(reading.outcome, workload=clean), reading.ranks).expected

@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 
 from moe_conformance.engine.ledger.entry import Entry, group_words
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.equivalence.runs import RunTwins, read_twin
 from moe_conformance.judging.shared.layer.layer import EVERY, judge_layer_dx, judge_layer_gradients, judge_layer_outputs
@@ -37,17 +38,18 @@ def judge_overlap(reading: Reading, twins: RunTwins, tally: Tally) -> None:
         judge_layer_outputs(of_run, tally)
         judge_layer_dx(of_run, tally)
         judge_layer_gradients(of_run, tally, EVERY)
-    findings, tp = [], reading.outcome.workload.layout.tp
+    _judge_calls(reading, tally, plain)
+
+
+@judge(WrongCollectives, "run")
+def _judge_calls(reading: Reading, plain: Reading) -> Comparisons:
     for overlapped, alone in zip(reading.ranks, plain.ranks, strict=True):
-        now, then = (Counter(_calls(rank.ledger, tp)) for rank in (overlapped, alone))
+        now, then = (Counter(_calls(rank.ledger, reading.outcome.workload.layout.tp)) for rank in (overlapped, alone))
         for call in now | then:
             if now[call] != then[call]:
                 times = f"{now[call]} times instead of {then[call]} times without overlap"
-                sentence = f"rank {overlapped.rank} calls {call} {times}"
-                findings.append(Finding("calls", sentence, (overlapped.rank,)))
-        tally.add(pairs=now.total(), rank=overlapped.rank)
-    if findings:
-        fail(WrongCollectives, "run", findings)
+                yield Finding("calls", f"rank {overlapped.rank} calls {call} {times}", (overlapped.rank,))
+        yield Comparison(overlapped.rank, pairs=now.total())
 
 
 def without_overlap(workload: Workload) -> Twin:

@@ -14,8 +14,8 @@ from torch import Tensor
 from moe_conformance.engine.ledger.entry import Entry, group_words
 from moe_conformance.judging.comparisons import Comparison, Comparisons, Note, judge
 from moe_conformance.judging.findings import count, some, unequal
+from moe_conformance.judging.observed.claims import padded_rows
 from moe_conformance.judging.observed.probe_expected import expect
-from moe_conformance.judging.observed.row_multiple import padded_rows
 from moe_conformance.judging.observed.run import Entry as Row
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.script import answers, values

@@ -8,26 +8,27 @@ ranks are judged in turn in place of those of the lowest one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from moe_conformance.chapters.tp_duplicated_tokens.workloads import MISMATCHES, mismatch_of, odd_one_of
-from moe_conformance.judging.findings import Finding, fail, some
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding, some
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.script import answers, judge_no_slip
 from moe_conformance.judging.shared.exchange.counts import judge_counts
 from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries, judge_rows
-from moe_conformance.judging.shared.exchange.gradients import judge_asked, judge_dweights, judge_dx
+from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx, judge_required_gradients
 from moe_conformance.judging.shared.exchange.misuse import judge_y, wrong_call
 from moe_conformance.judging.shared.exchange.outputs import judge_outputs
 from moe_conformance.judging.shared.experts.experts import (
+    judge_expert_dweights,
+    judge_expert_dx,
     judge_expert_gradients,
-    judge_own_dweights,
-    judge_own_dx,
-    judge_own_outputs,
+    judge_expert_outputs,
 )
 from moe_conformance.judging.verdict import (
     AbsentGradient,
@@ -74,16 +75,21 @@ class Distinct(Reading):
                     if expert < 0:
                         continue
                     before = ids_K[:slot].count(expert)  # slots of the same expert have one row each
-                    owners = [[r for r in group if expert in self.ranks[r].local_experts] for group in groups]
-                    if not any(owners):
-                        sentence = (
-                            f"expert {expert} is on no rank of an exchange group that holds the tokens of rank {source}"
-                        )
-                        raise WrongDelivery("dispatch", sentence)
+                    owners = self._owners(expert, groups)
+                    if not owners:
+                        where = f"an exchange group that holds the tokens of rank {source}"
+                        raise WrongDelivery("dispatch", f"expert {expert} is on no rank of {where}")
                     reached = [[r for r in ranks if rows[m, r, source, token, expert] > before] for ranks in owners]
-                    whole = any(got and got == ranks for got, ranks in zip(reached, owners, strict=True))
-                    wanted = reached if whole else [next(ranks for ranks in owners if ranks)]
-                    yield from (Pair(source, token, slot, expert, r) for ranks in wanted for r in ranks)
+                    complete = any(got == ranks for got, ranks in zip(reached, owners, strict=True))
+                    for ranks in reached if complete else owners[:1]:
+                        yield from (Pair(source, token, slot, expert, rank) for rank in ranks)
+
+    def _owners(self, expert: int, groups: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the ranks of every exchange group that hold an expert, without groups in which none does."""
+        owners = []
+        for group in groups:
+            owners.append([rank for rank in group if expert in self.ranks[rank].local_experts])
+        return [ranks for ranks in owners if ranks]
 
 
 def judge_copies_delivered(reading: Reading, tally: Tally) -> None:
@@ -130,36 +136,37 @@ def judge_copies_counted(reading: Reading, tally: Tally) -> None:
     judge_expert_gradients(_of_copy(reading, 0), tally)
 
 
-def judge_copies_answered(reading: Reading, tally: Tally) -> None:
+def judge_results_of_copies(reading: Reading, tally: Tally) -> None:
     """Decide whether y and gradients with the suite's experts are right on every tp rank, and y bitwise equal.
 
     Raises:
         WrongForm, WrongOutput, WrongGradient, AbsentGradient: as the judges of one rank; y differs between tp ranks.
         MalformedClaim: ranks claim different `copies`.
     """
-    _judge_bytes(reading, tally)
+    _judge_equal_outputs(reading, tally)
     _judge_every_copy(reading, tally, (judge_outputs, judge_dx, judge_dweights))
 
 
-def judge_copies_asked(reading: Reading, tally: Tally) -> None:
-    """Decide `judge_asked` for duplicated tokens: gradients if only x or only the weights require one.
+def judge_required_gradients_of_copies(reading: Reading, tally: Tally) -> None:
+    """Decide `judge_required_gradients` for duplicated tokens: gradients if only x or only the weights require one.
 
-    Raises as `judge_asked`.
+    Raises as `judge_required_gradients`.
     """
-    _judge_every_copy(reading, tally, (judge_asked,))
+    _judge_every_copy(reading, tally, (judge_required_gradients,))
 
 
-def judge_own_copies_answered(reading: Reading, tally: Tally) -> None:
-    """Decide `judge_copies_answered` for the backend's own experts, within rounding.
+def judge_expert_results_of_copies(reading: Reading, tally: Tally) -> None:
+    """Decide `judge_results_of_copies` for the backend's own experts, within rounding.
 
-    Raises as `judge_copies_answered`.
+    Raises as `judge_results_of_copies`.
     """
-    _judge_bytes(reading, tally)
-    _judge_every_copy(reading, tally, (judge_own_outputs, judge_own_dx, judge_own_dweights))
+    _judge_equal_outputs(reading, tally)
+    _judge_every_copy(reading, tally, (judge_expert_outputs, judge_expert_dx, judge_expert_dweights))
 
 
-def _judge_bytes(reading: Reading, tally: Tally) -> None:
-    findings = []
+@judge(WrongOutput, "combine")
+def _judge_equal_outputs(reading: Reading) -> Comparisons:
+    """Decide whether y of all ranks of a tp group has the same bytes."""
     for m in range(len(reading.batches)):
         for copies in reading.outcome.workload.layout.groups()["tp"]:
             seen = [reading.seen(m, rank) for rank in copies]
@@ -169,11 +176,8 @@ def _judge_bytes(reading: Reading, tally: Tally) -> None:
             for rank, y_TD in zip(copies[1:], found[1:], strict=True):
                 if not same_bytes([found[0], y_TD]):
                     both = f"y of rank {rank} differs from that of rank {copies[0]}, which holds the same tokens"
-                    sentence = f"{both}{_where(found[0], y_TD)}"
-                    findings.append(Finding("copies differ", sentence, (rank,)))
-                tally.add(elements=y_TD.numel(), rank=rank)
-    if findings:
-        fail(WrongOutput, "combine", findings)
+                    yield Finding("copies differ", f"{both}{_where(found[0], y_TD)}", (rank,))
+                yield Comparison(rank, elements=y_TD.numel())
 
 
 def _where(one: torch.Tensor, other: torch.Tensor) -> str:
@@ -188,8 +192,8 @@ def _judge_every_copy(reading: Reading, tally: Tally, judges: tuple[Judge, ...])
     for copy in range(reading.outcome.workload.layout.tp):
         view = _of_copy(reading, copy)
         try:
-            for judge in judges:
-                judge(view, tally)
+            for judge_copy in judges:
+                judge_copy(view, tally)
         except Mismatch as found:
             if not copy:
                 raise
@@ -203,23 +207,17 @@ def _judge_every_copy(reading: Reading, tally: Tally, judges: tuple[Judge, ...])
 def _of_copy(reading: Reading, copy: int) -> Distinct:
     """Return the reading with tokens on the lowest rank of every tp group only, and the results of one tp rank."""
     outcome = reading.outcome
-    groups = outcome.workload.layout.groups()["tp"]
-    source = {min(group): group for group in groups}
-    blank = tuple(
-        tuple(batch if rank in source else _without_tokens(batch) for rank, batch in enumerate(ranks))
-        for ranks in reading.batches
-    )
-    workload = replace(outcome.workload, batches=blank)
-    ranks = tuple(
-        replace(
-            rank,
-            microbatches=tuple(
-                _taken(reading, m, source[rank.rank], copy) if rank.rank in source else _nothing(seen)
-                for m, seen in enumerate(rank.microbatches)
-            ),
-        )
-        for rank in reading.ranks
-    )
+    source = {min(group): group for group in outcome.workload.layout.groups()["tp"]}
+    batches, of_ranks = [], []
+    for of_microbatch in reading.batches:
+        kept = (batch if rank in source else _without_tokens(batch) for rank, batch in enumerate(of_microbatch))
+        batches.append(tuple(kept))
+    for rank in reading.ranks:
+        seen = [_nothing(microbatch) for microbatch in rank.microbatches]
+        if rank.rank in source:
+            seen = [_taken(reading, m, source[rank.rank], copy) for m in range(len(seen))]
+        of_ranks.append(replace(rank, microbatches=tuple(seen)))
+    workload, ranks = replace(outcome.workload, batches=tuple(batches)), tuple(of_ranks)
     return Distinct(replace(outcome, workload=workload, ranks=ranks), ranks)
 
 
@@ -300,4 +298,4 @@ def judge_mismatch(outcome: Outcome, tally: Tally) -> None:
     for rank in (rank for group in groups for rank in group):
         tally.add(pairs=1, rank=rank)
     for right in (number - 1, number + 1):
-        judge_y(outcome, right, 0, tally)
+        judge_y(outcome, tally, right)

@@ -1,14 +1,26 @@
-"""A judge of one tensor: shape and exact values; differences are listed by row."""
+"""Exact comparison of tensors, and a judge of one: shape and exact values; differences are listed by row."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from moe_conformance.judging.compare.exact import wrong
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.verdict import AbsentGradient, Mismatch, Stage, Tally, WrongForm
 
 _SHOWN = 4  # number of values of a row that a message lists
+
+
+def wrong(actual: Tensor, expected: Tensor) -> Tensor:
+    """Return a bool mask of the elements that differ as float64, in the shape of the expected tensor.
+
+    Zeros of either sign are equal; a NaN differs from everything. Nothing to compare gives an empty mask.
+
+    Raises:
+        ValueError: the shapes differ; whoever compares has to judge the form first.
+    """
+    if actual.shape != expected.shape:
+        raise ValueError(f"cannot compare shape {tuple(actual.shape)} with {tuple(expected.shape)}")
+    return actual.double() != expected.double()
 
 
 def judge_tensor(
@@ -45,10 +57,9 @@ def judge_tensor(
         said = f"{what} has the shape {tuple(actual.shape)} on rank {rank} instead of {tuple(expected.shape)}"
         raise WrongForm(stage, said, ranks=(rank,))
     off = wrong(actual, expected)
-    findings = []
-    for at in off.reshape(len(off), -1).any(1).nonzero()[:, 0].tolist() if off.numel() else ():
-        got, right = _values(actual[at]), _values(expected[at])
-        findings.append(Finding(what, f"{row} {at} of {what} is {got} instead of {right}", (rank,)))
+    rows = off.reshape(len(off), -1).any(1).nonzero()[:, 0].tolist() if off.numel() else ()
+    words = {at: f"{_values(actual[at])} instead of {_values(expected[at])}" for at in rows}
+    findings = [Finding(what, f"{row} {at} of {what} is {values}", (rank,)) for at, values in words.items()]
     if findings:
         fail(error, stage, findings)
     tally.add(elements=off.numel(), pairs=not off.numel(), rank=rank)

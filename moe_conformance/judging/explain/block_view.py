@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.compare.exact import wrong
+from moe_conformance.judging.compare.tensors import wrong
 from moe_conformance.judging.observed.run import Reading
 
 Ranks = Sequence[Tensor]  # a (T, D) tensor of every rank

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from moe_conformance.judging.compare.exact import wrong
+from moe_conformance.judging.compare.tensors import wrong
 from moe_conformance.judging.explain.block_view import Sheets, WrongRow
 from moe_conformance.judging.explain.microbatch_mixup import made_by_another
 from moe_conformance.judging.explain.row import PADDING, explain_row, padded

@@ -68,6 +68,15 @@ class Held:
         return compare(self.value, *self.target, tally, self.rank).holds
 
 
+def replicas(held: Sequence[Held]) -> Iterator[tuple[Held, Held]]:
+    """Yield the pairs of gradients of one part that several ranks of a stage hold: the first with every other."""
+    groups: dict[tuple[int, ParameterKey, Shard], list[Held]] = {}
+    for gradient in held:
+        groups.setdefault((gradient.stage, gradient.key, gradient.shard), []).append(gradient)
+    for first, *others in groups.values():
+        yield from ((first, other) for other in others)
+
+
 class Oracle(NamedTuple):
     """Computes other gradients of a workload: over the tokens of some places only, or with one mistake."""
 

@@ -95,7 +95,7 @@ def _answered_by_others(whole: _Piece) -> Iterator[tuple[Finding, tuple[int, int
         if alike:
             strange.remove(alike[0])
             what = f"{sheets.noun} of expert {alike[0]} in place of that of expert {expert}"
-            cause = f"slot {some(map(str, slots))} was answered by another expert"
+            cause = f"slot {some(map(str, slots))} was computed by another expert"
             words = f" holds the {what}, with its weight; likely cause: {cause}"
             yield whole.finding("answered by another", words), (expert, alike[0])
 

@@ -1,4 +1,4 @@
-"""The claims of a backend, which must be equal on all ranks."""
+"""The claims of a backend, which must be equal on all ranks, and the rows of experts padded to a claimed multiple."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from moe_conformance.contract import Claims
+from moe_conformance.judging.findings import count
 from moe_conformance.judging.verdict import MalformedClaim
 from moe_conformance.scenarios.outcome import RankOutcome
 
@@ -26,3 +27,15 @@ def claims_of(ranks: Sequence[RankOutcome]) -> Claims:
                 sentence = f"rank {rank.rank} claims {name} = {other!r} and rank {first.rank} claims {value!r}"
                 raise MalformedClaim("run", f"{sentence}; expected the same", ranks=(rank.rank,))
     return first.claims
+
+
+def padded_rows(rows_N: Sequence[int], multiple: int) -> int:
+    """Return the number of rows of a rank's experts, each padded: the sum of ceil(rows / multiple) * multiple."""
+    return sum(-(-rows // multiple) * multiple for rows in rows_N)
+
+
+def rows_words(rows_N: Sequence[int], multiple: int) -> str:
+    """Return the number of rows without and with padding in words: "16 rows (48 in multiples of 8)"."""
+    padded = padded_rows(rows_N, multiple)
+    rows = count(sum(rows_N), "row")
+    return rows if padded == sum(rows_N) else f"{rows} ({padded} in multiples of {multiple})"

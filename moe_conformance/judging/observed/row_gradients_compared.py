@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.compare.exact import wrong
+from moe_conformance.judging.compare.tensors import wrong
 from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.probe_expected import blocks
 from moe_conformance.judging.observed.run import Match, Reading

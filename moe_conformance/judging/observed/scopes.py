@@ -58,7 +58,7 @@ def whole(shards: Iterable[Shard]) -> bool:
     return None in shards or any({(dim, i, of) for i in range(of)} <= shards for dim, of in cuts)
 
 
-OWN_PART = "only this rank's part is in it, that of its own experts"  # and nothing from other ranks of ep
+LOCAL_PART = "only this rank's part is in it, that of its own experts"  # and nothing from other ranks of ep
 
 
 def is_held(layout: Layout, rank: int, ids_TK: Tensor, experts: int) -> Tensor:
@@ -78,7 +78,7 @@ def other_sums(workload: Workload, rank: int) -> Iterator[tuple[str, tuple[Place
     everything = backward_places_of(workload, stage)
     named: dict[tuple[Place, ...], str] = {}
     named[backward_places_of(workload, [rank])] = (
-        "only the tokens of its own rank are in it (it was not reduced over ranks)"
+        "it contains only the tokens of its own rank (it was not reduced over ranks)"
     )
     axes: dict[tuple[Place, ...], list[str]] = {}
     for name in ("ep_etp", "ep", "etp", "edp", "tp", "dp_cp"):

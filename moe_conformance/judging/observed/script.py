@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_conformance.judging.findings import Finding, fail, some
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding, some
 from moe_conformance.judging.observed.run import require_finished
 from moe_conformance.judging.verdict import ChangedInput, Mismatch, Raised, Stage, Tally, Unrefused
 from moe_conformance.scenarios.outcome import Answer, Outcome
@@ -18,7 +19,7 @@ _MISTAKES = (
     *(AttributeError, ImportError, ModuleNotFoundError, NameError),
     *(RecursionError, TypeError, UnboundLocalError, ZeroDivisionError),
 )
-SLIPS = frozenset(f"builtins.{each.__name__}" for each in _MISTAKES)
+SLIPS = frozenset(f"builtins.{error.__name__}" for error in _MISTAKES)
 
 
 def answers(outcome: Outcome, call: int) -> tuple[Answer, ...]:
@@ -69,14 +70,11 @@ def judge_refused(
     """
     judge_no_slip(outcome, call, of_a_type=of_a_type)
     found = answers(outcome, call)
-    answered = [f"rank {rank}" for rank, answer in enumerate(found) if not answer.raised]
+    answered = tuple(rank for rank, answer in enumerate(found) if not answer.raised)
     if answered:
-        method = outcome.workload.calls[call].method
-        raise Unrefused(
-            stage,
-            f"{method} accepted {asked} on {some(answered)}; expected: an error on every rank",
-            ranks=tuple(rank for rank, answer in enumerate(found) if not answer.raised),
-        )
+        on = some(f"rank {rank}" for rank in answered)
+        sentence = f"{outcome.workload.calls[call].method} accepted {asked} on {on}; expected: an error on every rank"
+        raise Unrefused(stage, sentence, ranks=answered)
     for rank in range(len(found)):
         tally.add(pairs=1, rank=rank)
     return tuple(answer.error for answer in found)
@@ -97,11 +95,12 @@ def judge_no_slip(outcome: Outcome, call: int, *, of_a_type: bool = False) -> No
         if answer.error_type in SLIPS and not (of_a_type and answer.error_type == "builtins.TypeError"):
             method = outcome.workload.calls[call].method
             error = f"{answer.error_type}: {answer.error}"
-            sentence = f"{method} on rank {rank} stumbled over the input instead of refusing it: {error}"
+            sentence = f"{method} on rank {rank} raised an internal error instead of refusing the input: {error}"
             raise Raised("run", sentence, ranks=(rank,))
 
 
-def judge_arguments(outcome: Outcome, tally: Tally) -> None:
+@judge(ChangedInput, "run")
+def judge_arguments(outcome: Outcome) -> Comparisons:
     """Decide whether all arguments and upstream gradients of a script hold the bytes that were given.
 
     This includes the arguments of calls that raised.
@@ -110,16 +109,11 @@ def judge_arguments(outcome: Outcome, tally: Tally) -> None:
         ChangedInput: one of them does not.
         Raised, Hung, Died: a rank did not finish.
     """
-    findings = []
     for number, call in enumerate(outcome.workload.calls):
         for rank, answer in enumerate(answers(outcome, number)):
-            findings += [
-                Finding(name, f"{call.method}, call {number}, changed {name} of rank {rank} in place", (rank,))
-                for name in answer.changed
-            ]
-            tally.add(pairs=_tensors(tuple(call.given[rank].values())), rank=rank)
-    if findings:
-        fail(ChangedInput, "run", findings)
+            for name in answer.changed:
+                yield Finding(name, f"{call.method}, call {number}, changed {name} of rank {rank} in place", (rank,))
+            yield Comparison(rank, pairs=_tensors(tuple(call.given[rank].values())))
 
 
 def _tensors(given: Any) -> int:

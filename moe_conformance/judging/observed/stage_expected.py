@@ -16,8 +16,8 @@ from torch import Tensor
 
 from moe_conformance.judging.compare import bounds
 from moe_conformance.judging.compare.bounded import Target
-from moe_conformance.judging.observed.drawn import Drawn
 from moe_conformance.judging.observed.finished_gradients import divisor_of
+from moe_conformance.judging.observed.probe_expected import Drawn
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place, backward_places_of, places_of, stages
 from moe_conformance.reference.exchange.layer import WeightsAt
@@ -54,7 +54,7 @@ class StageAnswers(ABC, Generic[S]):
     divisor: int  # of finished gradients, as `divisor_of` has it
 
     @classmethod
-    def told(cls, workload: Workload, weights_at: str, loss_convention: str) -> Self:
+    def of_session(cls, workload: Workload, weights_at: str, loss_convention: str) -> Self:
         """Return the cached results for a workload and for the `weights_at` and `loss_convention` of a session.
 
         All variants of a backend run the same workloads with the same expected results.
@@ -68,7 +68,7 @@ class StageAnswers(ABC, Generic[S]):
     def of(cls, reading: Reading, workload: Workload | None = None) -> Self:
         """Return the results for a reading: of its workload, or of another workload with the same session."""
         first = reading.ranks[0]  # what a session reports is the same on every rank
-        return cls.told(workload or reading.outcome.workload, first.weights_at, first.loss_convention)
+        return cls.of_session(workload or reading.outcome.workload, first.weights_at, first.loss_convention)
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:

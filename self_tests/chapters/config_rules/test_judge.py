@@ -70,7 +70,7 @@ class TestRefusal:
 
     def test_a_slip_is_no_refusal(self) -> None:
         """A name that is not there says nothing of the configuration."""
-        with pytest.raises(Raised, match="on rank 0 stumbled over the input"):
+        with pytest.raises(Raised, match="on rank 0 raised an internal error"):
             judge_packed(outcome((told("all"),) * 2, (STUMBLED,) * 2), Tally())
 
 

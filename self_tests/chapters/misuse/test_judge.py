@@ -95,7 +95,7 @@ class TestWrongInput:
         answer = Answer(error="'NoneType' object is not subscriptable", error_type=f"builtins.{slip}")
         error = caught(judge_wrong_input, edit(run("misuse-narrow-tokens"), 1, 1, answer))
         assert isinstance(error, Raised)
-        assert f"on rank 1 stumbled over the input instead of refusing it: builtins.{slip}" in str(error)
+        assert f"on rank 1 raised an internal error instead of refusing the input: builtins.{slip}" in str(error)
 
     def test_a_type_may_be_refused_as_a_type(self) -> None:
         """Ids in float are of a wrong type, and a `TypeError` says so."""

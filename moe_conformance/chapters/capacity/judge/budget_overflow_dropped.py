@@ -13,7 +13,7 @@ from moe_conformance.chapters.capacity.judge.budget_overflow_refused import rows
 from moe_conformance.chapters.capacity.judge.capacity_padding import judge_dropped_gradients, judge_lost_tokens
 from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, count, fail, some
-from moe_conformance.judging.observed.row_multiple import rows_words
+from moe_conformance.judging.observed.claims import rows_words
 from moe_conformance.judging.observed.run import Reading, read
 from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries, judge_rows
 from moe_conformance.judging.shared.exchange.outputs import judge_outputs

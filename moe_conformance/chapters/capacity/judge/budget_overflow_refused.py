@@ -9,7 +9,7 @@ import torch
 
 from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, fail
-from moe_conformance.judging.observed.row_multiple import padded_rows, rows_words
+from moe_conformance.judging.observed.claims import padded_rows, rows_words
 from moe_conformance.judging.observed.run import Reading, read
 from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.shared.exchange.outputs import judge_outputs

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.findings import some
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.observed.script import answers, values
-from moe_conformance.judging.verdict import NotOffered, Tally, WrongCount, WrongDelivery, WrongForm
+from moe_conformance.judging.verdict import NotOffered, WrongCount, WrongDelivery, WrongForm
 from moe_conformance.reference.thd import context_shares, packed_rows, packed_sequences
 from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads.records.workload import Call
 
 
-def judge_lengths(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongCount, "dispatch")
+def judge_lengths(outcome: Outcome) -> Comparisons:
     """Decide whether cumulative lengths and padded lengths are those of the packed sequences.
 
     Raises:
@@ -24,23 +26,19 @@ def judge_lengths(outcome: Outcome, tally: Tally) -> None:
         WrongCount: a length changed, or a padded length is not the required multiple, or too small.
         NotOffered: all results are right, and some calls were refused.
     """
-    found, refused = [], _refused(outcome)
-    for number, call in enumerate(outcome.workload.calls):
-        if number in refused:
-            continue
+    for number, call in _offered(outcome):
         for rank, (real, padded) in enumerate(_lists(outcome, number)):
             given = call.given[rank]
             axes = {name: given[name] for name in ("tp", "cp", "sequence_parallel")}
             m = packed_sequences.length_multiple(**axes)
-            if packed_sequences.judge_lengths(given["lengths"], real, padded, m) == "wrong":
-                found.append(_lengths_words(given, m, real, padded))
-            tally.add(pairs=1 + len(given["lengths"]), rank=rank)
-    if found:
-        raise WrongCount("dispatch", some(found))
-    _require_all(refused)
+            wrong = packed_sequences.judge_lengths(given["lengths"], real, padded, m) == "wrong"
+            words = _lengths_words(given, m, real, padded) if wrong else ""
+            yield Comparison(rank, words, pairs=1 + len(given["lengths"]))
+    yield from _not_offered(outcome)
 
 
-def judge_empty_sequences(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongCount, "dispatch")
+def judge_empty_sequences(outcome: Outcome) -> Comparisons:
     """Decide whether sequences of length zero only repeat an entry in the cumulative lengths.
 
     Each pair of calls is without such sequences and with them.
@@ -50,11 +48,11 @@ def judge_empty_sequences(outcome: Outcome, tally: Tally) -> None:
         WrongCount: another sequence has another start than without them.
         NotOffered: all results are right, and some calls were refused.
     """
-    found, refused = [], _refused(outcome)
+    offered = dict(_offered(outcome))
     for number in range(0, len(outcome.workload.calls), 2):
-        if refused.keys() & {number, number + 1}:
+        if not {number, number + 1} <= offered.keys():
             continue
-        without, within = (outcome.workload.calls[place] for place in (number, number + 1))
+        without, within = offered[number], offered[number + 1]
         for rank, (before, after) in enumerate(zip(_lists(outcome, number), _lists(outcome, number + 1), strict=True)):
             lengths = within.given[rank]["lengths"]
             kept = [i for i, length in enumerate(lengths) if length]
@@ -62,19 +60,15 @@ def judge_empty_sequences(outcome: Outcome, tally: Tally) -> None:
                 rows_S = torch.zeros(len(lengths), dtype=torch.int64)
                 rows_S[kept] = one.diff()
                 falls = bool((rows_S < 0).any())
-                if int(one[0]) or falls or not torch.equal(other, packed_sequences.cumulative(rows_S.tolist())):
-                    sentence = f"{name} of lengths {list(lengths)} is {other.tolist()}"
-                    lengths_without = list(without.given[rank]["lengths"])
-                    found.append(
-                        f"{sentence}; without the empty sequences, of lengths {lengths_without}, it is {one.tolist()}"
-                    )
-                tally.add(pairs=len(lengths), rank=rank)
-    if found:
-        raise WrongCount("dispatch", some(found))
-    _require_all(refused)
+                wrong = int(one[0]) or falls or not torch.equal(other, packed_sequences.cumulative(rows_S.tolist()))
+                full = f"without the empty sequences, of lengths {list(without.given[rank]['lengths'])}"
+                words = f"{name} of lengths {list(lengths)} is {other.tolist()}; {full}, it is {one.tolist()}"
+                yield Comparison(rank, words if wrong else "", pairs=len(lengths))
+    yield from _not_offered(outcome)
 
 
-def judge_tokens(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongDelivery, "dispatch")
+def judge_tokens(outcome: Outcome) -> Comparisons:
     """Decide whether exactly the first L_i rows of sequence i are reported as tokens.
 
     Raises:
@@ -82,10 +76,7 @@ def judge_tokens(outcome: Outcome, tally: Tally) -> None:
         WrongDelivery: padding is reported as a token, or a token as padding.
         NotOffered: all results are right, and some calls were refused.
     """
-    found, refused = [], _refused(outcome)
-    for number, call in enumerate(outcome.workload.calls):
-        if number in refused:
-            continue
+    for number, call in _offered(outcome):
         for rank, answer in enumerate(values(outcome, number)):
             given = call.given[rank]
             expected = packed_rows.real_rows(given["cu_seqlens"], given["cu_seqlens_padded"])
@@ -96,14 +87,13 @@ def judge_tokens(outcome: Outcome, tally: Tally) -> None:
             )
             for row in (answer != expected).nonzero().flatten().tolist():
                 is_not = "padding, and is reported as a token" if answer[row] else "a token, and is reported as padding"
-                found.append(f"row {row} of {lists} is {is_not}")
-            tally.add(elements=len(expected), pairs=1, rank=rank)
-    if found:
-        raise WrongDelivery("dispatch", some(found))
-    _require_all(refused)
+                yield Comparison(rank, f"row {row} of {lists} is {is_not}")
+            yield Comparison(rank, elements=len(expected), pairs=1)
+    yield from _not_offered(outcome)
 
 
-def judge_shares(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongDelivery, "dispatch")
+def judge_shares(outcome: Outcome) -> Comparisons:
     """Decide whether the ranks of a cp group hold every row once, in the order of chunks or as claimed.
 
     Raises:
@@ -111,44 +101,44 @@ def judge_shares(outcome: Outcome, tally: Tally) -> None:
         WrongDelivery: a row is on no rank, on several ranks, or on another rank than its chunk.
         NotOffered: all results are right, and some calls were refused.
     """
-    refused = _refused(outcome)
     packs: dict[tuple[int, tuple[int, ...]], dict[int, dict[int, Tensor]]] = {}
-    for number, call in enumerate(outcome.workload.calls):
-        for rank, answer in enumerate(() if number in refused else values(outcome, number)):
+    for number, call in _offered(outcome):
+        for rank, answer in enumerate(values(outcome, number)):
             given = call.given[rank]
             if not isinstance(answer, Tensor) or answer.dim() != 1 or answer.is_floating_point():
                 sentence = f"the rows of a cp rank are {_form(answer)}; expected a list of row indices"
                 raise WrongForm("dispatch", sentence)
             pack = given["cp"], tuple(given["cu_seqlens_padded"].tolist())
             packs.setdefault(pack, {}).setdefault(rank, {})[given["cp_rank"]] = answer
-    found = []
     for (cp, sums), by_rank in packs.items():
         for rank, shares in by_rank.items():
             if len(shares) < cp:  # the others were refused
                 continue
             stated = outcome.ranks[rank].claims.context_order
-            found += _wrong_shares(cp, sums, [shares[c] for c in range(cp)], stated)
-            tally.add(elements=sums[-1], pairs=cp, rank=rank)
-    if found:
-        raise WrongDelivery("dispatch", some(found))
-    _require_all(refused)
+            for words in _wrong_shares(cp, sums, [shares[c] for c in range(cp)], stated):
+                yield Comparison(rank, words)
+            yield Comparison(rank, elements=sums[-1], pairs=cp)
+    yield from _not_offered(outcome)
 
 
 def _refused(outcome: Outcome) -> dict[int, str]:
     """Return the calls that some rank does not offer, with its error; `values` raises any other error."""
-    said = {
-        number: [answer.error for answer in answers(outcome, number) if answer.error_by] for number in _calls(outcome)
-    }
-    return {number: words[0] for number, words in said.items() if words}
+    refused = dict[int, str]()
+    for number in range(len(outcome.workload.calls)):
+        for answer in answers(outcome, number):
+            if answer.error_by:
+                refused.setdefault(number, answer.error)
+    return refused
 
 
-def _calls(outcome: Outcome) -> range:
-    return range(len(outcome.workload.calls))
+def _not_offered(outcome: Outcome) -> Iterator[NotOffered]:
+    if refused := _refused(outcome):
+        yield NotOffered(f"{len(refused)} calls are refused; call {min(refused)}: {refused[min(refused)]}")
 
 
-def _require_all(refused: dict[int, str]) -> None:
-    if refused:
-        raise NotOffered(f"{len(refused)} calls are refused; call {min(refused)}: {refused[min(refused)]}")
+def _offered(outcome: Outcome) -> Iterator[tuple[int, Call]]:
+    refused = _refused(outcome)
+    return ((number, call) for number, call in enumerate(outcome.workload.calls) if number not in refused)
 
 
 def _lists(outcome: Outcome, number: int) -> list[tuple[Tensor, Tensor]]:
@@ -184,17 +174,17 @@ def _lengths_words(given: Any, m: int, real: Tensor, padded: Tensor) -> str:
     return f"cu_seqlens_padded {words} is {padded.tolist()}"
 
 
-def _wrong_shares(cp: int, sums: Sequence[int], shares: Sequence[Tensor], stated: str) -> list[str]:
-    found, pack = [], f"cu_seqlens_padded {list(sums)} with cp = {cp}"
+def _wrong_shares(cp: int, sums: Sequence[int], shares: Sequence[Tensor], stated: str) -> Iterator[str]:
+    pack = f"cu_seqlens_padded {list(sums)} with cp = {cp}"
     if not context_shares.is_partition(shares, sums[-1]):
         held = [row for share in shares for row in share.tolist()]
         lost = sorted(set(range(sums[-1])) - set(held))
         twice = sorted({row for row in held if held.count(row) > 1})
-        return [f"of {pack} rows {lost or 'none'} are on no cp rank, and rows {twice or 'none'} on several"]
+        yield f"of {pack} rows {lost or 'none'} are on no cp rank, and rows {twice or 'none'} on several"
+        return
     if stated != "mirrored":
-        return []
+        return
     right = context_shares.context_rows(torch.tensor(sums), cp)
     for c, (share, expected) in enumerate(zip(shares, right, strict=True)):
         if share.tolist() != expected.tolist():
-            found.append(f"of {pack} cp rank {c} holds rows {share.tolist()} instead of {expected.tolist()}")
-    return found
+            yield f"of {pack} cp rank {c} holds rows {share.tolist()} instead of {expected.tolist()}"

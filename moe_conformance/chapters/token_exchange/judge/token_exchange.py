@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.compare.exact import wrong
+from moe_conformance.judging.compare.tensors import wrong
 from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, apart, count
 from moe_conformance.judging.observed.script import answers, judge_refused, values

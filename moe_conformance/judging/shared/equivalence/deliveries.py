@@ -7,15 +7,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, Start, judge
+from moe_conformance.judging.findings import Finding
 from moe_conformance.judging.observed.run import Reading
-from moe_conformance.judging.verdict import Tally, WrongDelivery
+from moe_conformance.judging.verdict import WrongDelivery
 from moe_conformance.scenarios.outcome import Handed
 from moe_conformance.scenarios.tensors import same_bytes
 from moe_conformance.workloads.twins import Twin
 
 
-def judge_same_deliveries(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:
+@judge(WrongDelivery, "dispatch")
+def judge_same_deliveries(original: Reading, twin: Twin, other: Reading) -> Comparisons:
     """Decide whether the experts of an equivalent run receive the original's rows, in the same places and order.
 
     Only rows for an expert are compared, and their weights only where the equivalent run has those of the original.
@@ -24,7 +26,7 @@ def judge_same_deliveries(original: Reading, twin: Twin, other: Reading, tally: 
     Raises:
         WrongDelivery: a row, its experts, its weights or a count differ.
     """
-    findings = []
+    yield Start(f"run {twin.how}, ")
     for m, ranks in enumerate(twin.origin):
         sources = {int(row[0]) for rows in ranks for row in rows.source_T3}
         weighed = not any(bool(rows.powers_T.any()) for rows in ranks)
@@ -34,15 +36,12 @@ def judge_same_deliveries(original: Reading, twin: Twin, other: Reading, tally: 
             whose = f"rank {rank}" + (f" in microbatch {m}" if len(twin.origin) > 1 else "")
             if len(now) != len(was):
                 calls = f"are called {len(now)} times instead of {len(was)} in the original run"
-                findings.append(Finding("calls", f"the experts of {whose} {calls}", (rank,)))
+                yield Finding("calls", f"the experts of {whose} {calls}", (rank,))
                 continue
             for one, before in zip(now, was, strict=True):
-                found = list(_differences(one, before, weighed))
-                findings += [Finding(kind, f"{kind} delivered to {whose} {said}", (rank,)) for kind, said in found]
-                if not found:
-                    tally.add(pairs=int((one.ids_RJ >= 0).sum()), rank=rank)
-    if findings:
-        fail(WrongDelivery, "dispatch", findings, start=f"run {twin.how}, ")
+                for kind, words in _differences(one, before, weighed):
+                    yield Finding(kind, f"{kind} delivered to {whose} {words}", (rank,))
+                yield Comparison(rank, pairs=int((one.ids_RJ >= 0).sum()))
 
 
 def _differences(now: Handed, was: Handed, weighed: bool) -> Iterator[tuple[str, str]]:

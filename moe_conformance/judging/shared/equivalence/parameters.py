@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging.compare.bounded import compare
+from moe_conformance.judging.comparisons import Comparison, Comparisons, Start, judge
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.finished_gradients import finals_of, steps_of
 from moe_conformance.judging.observed.run import Reading
@@ -35,16 +36,17 @@ def judge_same_parameters(original: Reading, twin: Twin, other: Reading, tally: 
         WrongGradient: an element differs; or a gradient that has to be equal to the bit is present in one run only.
     """
     if "parameters" in twin.workload.twist.unasked:
-        _require_absent(twin, other, tally)
+        _judge_absent(other, tally, twin)
     elif twin.bits:
-        _require_same(original, twin, other, tally)
+        _judge_equal(original, tally, twin, other)
     else:
         _require_near(original, twin, other, tally)
 
 
-def _require_same(original: Reading, twin: Twin, other: Reading, tally: Tally) -> None:
-    """Raise unless every rank holds the same gradients before and after finishing; 0 and -0 are equal."""
-    findings = []
+@judge(WrongGradient, "finish")
+def _judge_equal(original: Reading, twin: Twin, other: Reading) -> Comparisons:
+    """Decide whether every rank holds the same gradients before and after finishing; 0 and -0 are equal."""
+    yield Start(f"run {twin.how}, ")
     steps = steps_of(other)
     for n, step in enumerate(steps):
         which = f" step {n}" if len(steps) > 1 else ""
@@ -52,14 +54,12 @@ def _require_same(original: Reading, twin: Twin, other: Reading, tally: Tally) -
             for when, was, actual in _compared(before, now, first=n == 0):
                 for name, expert in dict.fromkeys([*was, *actual]):
                     key = name, expert
-                    said = _said(actual.get(key), was.get(key))
-                    if said:
+                    if words := _difference(actual.get(key), was.get(key)):
                         whose = f"the gradient of {name} of expert {expert} on rank {now.rank} {when} finishing{which}"
-                        findings.append(Finding("parameters", f"{whose} {said}", (now.rank,)))
+                        yield Finding("parameters", f"{whose} {words}", (now.rank,))
                     else:
-                        tally.add(elements=_elements(actual[key]), rank=now.rank)
-    if findings:
-        fail(WrongGradient, "finish", findings, start=f"run {twin.how}, ")
+                        value = actual[key].value
+                        yield Comparison(now.rank, elements=0 if value is None else value.numel())
 
 
 _Grads = Mapping[ParameterKey, Grad]
@@ -76,11 +76,7 @@ def _compared(before: RankOutcome, now: RankOutcome, *, first: bool) -> Iterator
     yield "after", before.grads_final or {}, now.grads_final or {}
 
 
-def _elements(grad: Grad) -> int:
-    return 0 if grad.value is None else grad.value.numel()
-
-
-def _said(now: Grad | None, was: Grad | None) -> str:
+def _difference(now: Grad | None, was: Grad | None) -> str:
     """Return how a gradient differs from that of the original, "" if it does not."""
     if now is None or was is None or (now.value is None) != (was.value is None):
         absent = now is None or now.value is None
@@ -150,23 +146,20 @@ def assembled_again(twin: Twin, other: Reading) -> _Whole:
         ) from error
 
 
-def _require_absent(twin: Twin, other: Reading, tally: Tally) -> None:
-    """Raise if a parameter has a gradient; zeros are allowed if it had a buffer before it was frozen."""
-    findings = []
+@judge(WrongGradient, "finish")
+def _judge_absent(other: Reading, twin: Twin) -> Comparisons:
+    """Decide whether no parameter has a gradient; zeros are allowed if it had a buffer before it was frozen."""
+    yield Start(f"run {twin.how}, ")
     for rank in other.ranks:
         for when, grads in (("before", rank.grads_local), ("after", rank.grads_final or {})):
             for (name, expert), grad in grads.items():
-                said = _unasked(grad, (name, expert) in rank.buffered)
-                if said:
-                    sentence = f"{name} of expert {expert} on rank {rank.rank} has {said} {when} finishing"
-                    findings.append(Finding("unasked", sentence, (rank.rank,)))
-                else:
-                    tally.add(pairs=1, rank=rank.rank)
-    if findings:
-        fail(WrongGradient, "finish", findings, start=f"run {twin.how}, ")
+                if words := _not_absent(grad, (name, expert) in rank.buffered):
+                    sentence = f"{name} of expert {expert} on rank {rank.rank} has {words} {when} finishing"
+                    yield Finding("not required", sentence, (rank.rank,))
+                yield Comparison(rank.rank, pairs=1)
 
 
-def _unasked(grad: Grad, buffered: bool) -> str:
+def _not_absent(grad: Grad, buffered: bool) -> str:
     """Return what is wrong with a gradient of a parameter that requires none, "" if it is absent."""
     if grad.value is None:
         return ""

@@ -21,7 +21,7 @@ def judge_strided(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
     """
     present = those_that_ran([_or_refused(twin_run) for twin_run in ran])
     for twin_run in present:
-        judge_same_deliveries(reading, twin_run.twin, read_twin(twin_run), tally)
+        judge_same_deliveries(reading, tally, twin_run.twin, read_twin(twin_run))
     judge_alike(reading, present, tally)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from moe_conformance.judging.compare.bounded import note_beyond
+from moe_conformance.judging.comparisons import Comparison, Comparisons, Start, judge
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place
@@ -85,8 +86,7 @@ def judge_same_bits(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
     """
     judge_same_routes(reading, ran, tally, to_the_bit=True)
     for twin_run in those_that_ran(ran):
-        if findings := list(_other_slots(reading, read_twin(twin_run))):
-            fail(WrongSelection, "route", findings, start=f"run {twin_run.twin.how}, ")
+        _judge_slots(twin_run, tally, expected_of(reading).ids)
     judge_same_gradients(reading, ran, tally)
 
 
@@ -137,15 +137,17 @@ def judge_same_choices(reading: Reading, ran: Sequence[Ran], tally: Tally) -> No
     """
     before = expected_of(reading).ids
     for twin_run in those_that_ran(ran):
-        findings = []
-        for (m, rank), now_TK in expected_of(read_twin(twin_run)).ids.items():
-            was_TK = before[m, rank]
-            for t in (now_TK.sort(1).values != was_TK.sort(1).values).any(1).nonzero().flatten().tolist():
-                sentence = _selected(rank, t, now_TK, was_TK)
-                findings.append(Finding("choice", sentence, (rank,)))
-            tally.add(pairs=now_TK.numel(), rank=rank)
-        if findings:
-            fail(WrongSelection, "route", findings, start=f"run {twin_run.twin.how}, ")
+        _judge_choices(twin_run, tally, before)
+
+
+@judge(WrongSelection, "route")
+def _judge_choices(ran: Ran, before: Mapping[Place, Tensor]) -> Comparisons:
+    yield Start(f"run {ran.twin.how}, ")
+    for (m, rank), now_TK in expected_of(read_twin(ran)).ids.items():
+        was_TK = before[m, rank]
+        for t in (now_TK.sort(1).values != was_TK.sort(1).values).any(1).nonzero().flatten().tolist():
+            yield Finding("choice", _selected(rank, t, now_TK, was_TK), (rank,))
+        yield Comparison(rank, pairs=now_TK.numel())
 
 
 def _routes(reading: Reading, place: Place) -> Routes:
@@ -177,14 +179,16 @@ def _selected(rank: int, t: int, now_TK: Tensor, was_TK: Tensor) -> str:
     return f"rank {rank} token {t} selected {now_TK[t].tolist()} instead of {was_TK[t].tolist()} in the original run"
 
 
-def _other_slots(original: Reading, other: Reading) -> Iterator[Finding]:
-    """Yield findings for tokens whose experts are the same, in other slots."""
-    was = expected_of(original).ids
-    for (m, rank), now_TK in expected_of(other).ids.items():
-        for t in (now_TK != was[m, rank]).any(1).nonzero().flatten().tolist():
+@judge(WrongSelection, "route")
+def _judge_slots(ran: Ran, before: Mapping[Place, Tensor]) -> Comparisons:
+    """Decide whether the experts of all tokens, which are the same, are in the same slots."""
+    yield Start(f"run {ran.twin.how}, ")
+    for (m, rank), now_TK in expected_of(read_twin(ran)).ids.items():
+        was_TK = before[m, rank]
+        for t in (now_TK != was_TK).any(1).nonzero().flatten().tolist():
             sentence = (
                 f"rank {rank} token {t} has its experts in the order {now_TK[t].tolist()} instead of "
-                f"{was[m, rank][t].tolist()} in the original run: sums over slots then round differently"
+                f"{was_TK[t].tolist()} in the original run: sums over slots then round differently"
             )
             yield Finding("slots", sentence, (rank,))
 

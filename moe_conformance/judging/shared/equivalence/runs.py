@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging.compare.bounded import note_beyond
+from moe_conformance.judging.comparisons import Comparisons, Start, judge
 from moe_conformance.judging.explain.row_identity import likeness
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.run import Reading, read, tokens_of
 from moe_conformance.judging.observed.scopes import Place
 from moe_conformance.judging.shared.equivalence.deliveries import judge_same_deliveries
 from moe_conformance.judging.shared.equivalence.parameters import judge_same_parameters
-from moe_conformance.judging.shared.experts.expected import OwnExpected
+from moe_conformance.judging.shared.experts.expected import ExpertsExpected
 from moe_conformance.judging.shared.experts.experts import expected_of
 from moe_conformance.judging.verdict import (
     ChangedInput,
@@ -77,9 +78,9 @@ def judge_alike(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
     """
     for twin_run in those_that_ran(ran):
         sides = Sides(reading, twin_run.twin, read_twin(twin_run))
-        _require_left_alone(sides)
+        _judge_left_alone(sides, tally)
         if twin_run.twin.bits and not twin_run.twin.partial:
-            judge_same_deliveries(*sides, tally)
+            judge_same_deliveries(sides.original, tally, sides.twin, sides.other)
         for judged in _JUDGED:
             _judge_tokens(sides, judged, tally)
         if twin_run.twin.finals and reading.outcome.workload.parameters:
@@ -201,21 +202,20 @@ def read_twin(ran: Ran) -> Reading:
 # ---- what is left alone --------------------------------------------------------------------------------------------
 
 
-def _require_left_alone(sides: Sides) -> None:
-    """Raise if the equivalent run changed memory or state that the original did not change on any rank.
+@judge(ChangedInput, "run")
+def _judge_left_alone(sides: Sides) -> Comparisons:
+    """Decide whether the equivalent run changed no memory or state that the original did not change on any rank.
 
     Outputs and gradients are compared only if the order of microbatches is the same: GRAD-07 decides the other orders.
     """
     handed_out = sides.twin.workload.schedule == sides.original.outcome.workload.schedule
     known = {name for rank in sides.original.ranks for name in _changed(rank, handed_out)}
-    findings = [
-        Finding(name, f"{name} is overwritten on rank {rank.rank}; in the original run it is unchanged", (rank.rank,))
-        for rank in sides.other.ranks
-        for name in _changed(rank, handed_out)
-        if name not in known
-    ]
-    if findings:
-        fail(ChangedInput, "run", findings, start=f"run {sides.twin.how}, ")
+    yield Start(f"run {sides.twin.how}, ")
+    for rank in sides.other.ranks:
+        for name in _changed(rank, handed_out):
+            words = f"{name} is overwritten on rank {rank.rank}; in the original run it is unchanged"
+            if name not in known:
+                yield Finding(name, words, (rank.rank,))
 
 
 def _changed(rank: RankOutcome, handed_out: bool) -> Iterator[str]:
@@ -237,13 +237,13 @@ class _Judged(NamedTuple):
     name: str
     error: type[Mismatch]
     value: Callable[[Microbatch], Tensor | None]
-    allowed: Callable[[OwnExpected, Place], Tensor]
-    asks: str = ""  # the input that the gradient belongs to
+    allowed: Callable[[ExpertsExpected, Place], Tensor]
+    of_input: str = ""  # the input that the gradient belongs to
 
     @property
     def backward(self) -> bool:
         """Whether the result is computed by a backward."""
-        return bool(self.asks)
+        return bool(self.of_input)
 
 
 _JUDGED = (
@@ -254,7 +254,7 @@ _JUDGED = (
         error=WrongGradient,
         value=lambda seen: seen.dweights_TK.value,
         allowed=lambda own, at: own.dweights(at).allowed,
-        asks="weights",
+        of_input="weights",
     ),
 )
 
@@ -270,21 +270,18 @@ def _judge_tokens(sides: Sides, judged: _Judged, tally: Tally) -> None:
 
 def _differences(sides: Sides, judged: _Judged, tally: Tally) -> Iterator[Finding]:
     """Yield a finding for every token that differs, and count the others."""
-    known: list[list[Tensor | None]] = [
-        [judged.value(sides.original.seen(m, rank)) for rank in range(len(ranks))]
-        for m, ranks in enumerate(sides.original.batches)
-    ]
+    known = list[list[Tensor | None]]()
+    for m, batches in enumerate(sides.original.batches):
+        known.append([judged.value(sides.original.seen(m, rank)) for rank in range(len(batches))])
     for m, ranks in enumerate(sides.twin.origin):
         if judged.backward and not sides.other.goes_backward(m):
             continue
         for rank, rows in enumerate(ranks):
             actual = judged.value(sides.other.seen(m, rank))
-            if judged.asks in sides.twin.workload.twist.unasked:
+            if judged.of_input in sides.twin.workload.twist.unasked:
                 if actual is not None:
-                    sentence = (
-                        f"{judged.name} of rank {rank} is a tensor instead of None: its input does not require grad"
-                    )
-                    yield Finding("unasked", sentence, (rank,))
+                    wrong = f"{judged.name} of rank {rank} is a tensor instead of None"
+                    yield Finding("not required", f"{wrong}: its input does not require grad", (rank,))
                 continue
             was = _expected(rows, known, judged.name)
             whose = f"{judged.name} of rank {rank}" + (f" in microbatch {m}" if len(sides.twin.origin) > 1 else "")
@@ -295,9 +292,8 @@ def _differences(sides: Sides, judged: _Judged, tally: Tally) -> Iterator[Findin
                 continue
             if (actual.shape, actual.dtype) != (was.shape, was.dtype):
                 forms = f"{tuple(actual.shape)} of {actual.dtype} instead of {tuple(was.shape)} of {was.dtype}"
-                raise WrongForm(
-                    "combine", f"run {sides.twin.how}, {whose} has the shape {forms} in the original run", ranks=(rank,)
-                )
+                sentence = f"run {sides.twin.how}, {whose} has the shape {forms} in the original run"
+                raise WrongForm("combine", sentence, ranks=(rank,))
             differs = _differs(sides, judged, (m, rank), actual, was, tally)
             for t in differs.any(1).nonzero().flatten().tolist():
                 yield _finding(sides, judged.name, (m, rank, t), actual, was, differs[t], known)

@@ -6,13 +6,15 @@ from collections import Counter
 
 from torch import Tensor
 
-from moe_conformance.judging.findings import Finding, count, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding, count
 from moe_conformance.judging.observed.run import Reading
-from moe_conformance.judging.verdict import NotOffered, Tally, WrongCount
+from moe_conformance.judging.verdict import NotOffered, WrongCount
 from moe_conformance.workloads.records import tags
 
 
-def judge_counts(reading: Reading, tally: Tally) -> None:
+@judge(WrongCount, "dispatch")
+def judge_counts(reading: Reading) -> Comparisons:
     """Decide whether the reported counts agree with the delivered rows and with the routing.
 
     Per rank, microbatch and local expert, summed over calls: the count lies between the number of token rows and
@@ -27,48 +29,38 @@ def judge_counts(reading: Reading, tally: Tally) -> None:
     microbatches = [seen for rank in reading.ranks for seen in rank.microbatches]
     if not any(call.counts_N is not None for seen in microbatches for call in seen.exchange.handed):
         raise NotOffered("the backend reports no tokens per expert")
-    findings: list[Finding] = []
     wrong_count = _wrong_with_capacity if reading.outcome.workload.config.capacity.padded else _wrong
     routed = [Counter((pair.destination, pair.expert) for pair in pairs) for pairs in reading.pairs]
     handed = Counter((e.microbatch, e.rank, e.expert, e.kind == tags.PADDING) for e in reading.entries)
     for rank in reading.ranks:
         for m, seen in enumerate(rank.microbatches):
-            counts = [call.counts_N for call in seen.exchange.handed]
-            claimed = _claimed(rank.rank, m, counts, len(rank.local_experts), findings)
-            if claimed is None:
+            claimed = _claimed(rank.rank, m, [call.counts_N for call in seen.exchange.handed], len(rank.local_experts))
+            if isinstance(claimed, Finding):
+                yield claimed
                 continue
-            for expert, claim in zip(rank.local_experts, claimed, strict=True):
+            for expert, claim in zip(rank.local_experts, claimed, strict=bool(claimed)):
                 rows, padding = handed[m, rank.rank, expert, False], handed[m, rank.rank, expert, True]
-                wrong = wrong_count(claim, rows, padding, routed[m][rank.rank, expert])
-                if wrong:
+                if wrong := wrong_count(claim, rows, padding, routed[m][rank.rank, expert]):
                     sentence = f"rank {rank.rank} reports {count(claim, 'row')} for expert {expert}{_of(m)}{wrong}"
-                    findings.append(Finding("count", sentence, (rank.rank,)))
-                tally.add(elements=1, rank=rank.rank)
-    if findings:
-        fail(WrongCount, "dispatch", findings)
+                    yield Finding("count", sentence, (rank.rank,))
+                yield Comparison(rank.rank, elements=1)
 
 
-def _claimed(
-    rank: int, microbatch: int, counts: list[Tensor | None], held: int, findings: list[Finding]
-) -> list[int] | None:
-    """Return the sum of the counts over the calls of one microbatch; None where the counts of a call are wrong.
+def _claimed(rank: int, microbatch: int, counts: list[Tensor | None], held: int) -> list[int] | Finding:
+    """Return the sum of the counts over the calls of one microbatch, [] without calls, or what is wrong with a call.
 
-    A finding is added where a call reports no counts, or another number of them than local experts.
+    It is wrong if it reports no counts, or another number of them than local experts.
     """
-    total = [0] * held
+    total = [0] * held if counts else []
     for counts_N in counts:
         if counts_N is None:
             sentence = f"rank {rank} reports no tokens per expert{_of(microbatch)}, but other calls or ranks do"
-            findings.append(Finding("silent", sentence, (rank,)))
-            return None
-        claim = counts_N.tolist()
-        if len(claim) != held:
-            reported = f"rank {rank} reports tokens per expert for {count(len(claim), 'expert')}{_of(microbatch)}"
-            sentence = f"{reported} instead of {held}, the number of its local experts"
-            findings.append(Finding("length", sentence, (rank,)))
-            return None
-        total = [a + b for a, b in zip(total, claim, strict=True)]
-    return total if counts else None
+            return Finding("silent", sentence, (rank,))
+        if len(counts_N) != held:
+            reported = f"rank {rank} reports tokens per expert for {count(len(counts_N), 'expert')}{_of(microbatch)}"
+            return Finding("length", f"{reported} instead of {held}, the number of its local experts", (rank,))
+        total = [a + b for a, b in zip(total, counts_N.tolist(), strict=True)]
+    return total
 
 
 def _wrong(claim: int, rows: int, padding: int, routed: int) -> str | None:

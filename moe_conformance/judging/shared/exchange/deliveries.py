@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from moe_conformance.judging.comparisons import Comparison, Comparisons, Note, Start, judge
 from moe_conformance.judging.explain.microbatch_mixup import dispatched_by_another, flight_words
 from moe_conformance.judging.explain.row_identity import likeness
-from moe_conformance.judging.findings import Finding, count, fail
+from moe_conformance.judging.findings import Finding, count
 from moe_conformance.judging.observed.run import Entry, Lost, Match, Reading, tokens_of
 from moe_conformance.judging.verdict import CorruptRow, Tally, WrongDelivery, WrongForm
 from moe_conformance.workloads.records import tags
 
 
-def judge_deliveries(reading: Reading, tally: Tally) -> None:
+@judge(WrongDelivery, "dispatch")
+def judge_deliveries(reading: Reading) -> Comparisons:
     """Decide whether every routed pair was delivered, once, to each rank of its group that holds its expert.
 
     Padding rows are ignored. The pair of a row of no token counts as not delivered.
@@ -21,13 +23,11 @@ def judge_deliveries(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongDelivery: pairs not delivered, delivered twice, delivered elsewhere, or delivered but not routed.
     """
-    matching = reading.matching
-    findings = dispatched_by_another(reading) or list(_misdelivered(reading))
-    if findings:
-        start, note = flight_words(reading, matching.wrong_microbatches)
-        fail(WrongDelivery, "dispatch", findings, start=start, note=note)
-    for match in matching.matches:
-        tally.add(pairs=1, rank=match.entry.rank)
+    start, note = flight_words(reading, reading.matching.wrong_microbatches)
+    yield from (Start(start), Note(note))
+    yield from dispatched_by_another(reading) or _misdelivered(reading)
+    for match in reading.matching.matches:
+        yield Comparison(match.entry.rank, pairs=1)
 
 
 def judge_rows(reading: Reading, tally: Tally) -> None:
@@ -40,34 +40,32 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
         CorruptRow: a row is of no token, or has another scale.
         WrongForm: the rows have another dtype than the tokens.
     """
-    _judge_rows_dtype(reading)
-    findings = []
+    _judge_rows_dtype(reading, tally)
+    _judge_tags(reading, tally)
+
+
+@judge(CorruptRow, "dispatch")
+def _judge_tags(reading: Reading) -> Comparisons:
     for entry in (*reading.matching.corrupt, *reading.matching.extra):
         if entry.kind == tags.CORRUPT or not _exists(reading, entry):
-            findings.append(Finding("row of no token", f"{entry.place} is {_row_words(reading, entry)}", (entry.rank,)))
-    for entry in reading.entries:
-        if entry.kind == tags.TAG and reading.applied_to(entry) != "input" and entry.scale != 1:
-            sentence = f"{entry.place} is {entry.scale:g} x {entry.token_name}"
-            findings.append(Finding("scaled row", sentence, (entry.rank,), abs(entry.scale - 1)))
-    if findings:
-        fail(CorruptRow, "dispatch", findings)
+            yield Finding("row of no token", f"{entry.place} is {_row_words(reading, entry)}", (entry.rank,))
     hidden = reading.outcome.workload.config.hidden
-    for entry in reading.entries:
-        if entry.kind == tags.TAG:
-            tally.add(elements=hidden, pairs=1, rank=entry.rank)
+    for entry in (entry for entry in reading.entries if entry.kind == tags.TAG):
+        if reading.applied_to(entry) != "input" and entry.scale != 1:
+            sentence = f"{entry.place} is {entry.scale:g} x {entry.token_name}"
+            yield Finding("scaled row", sentence, (entry.rank,), abs(entry.scale - 1))
+        yield Comparison(entry.rank, elements=hidden, pairs=1)
 
 
-def _judge_rows_dtype(reading: Reading) -> None:
+@judge(WrongForm, "dispatch")
+def _judge_rows_dtype(reading: Reading) -> Comparisons:
     wanted = reading.outcome.workload.config.dtype
-    findings = []
     for rank in reading.ranks:
         for seen in rank.microbatches:
             dtypes = [handed.rows_RD.dtype for handed in seen.exchange.handed]
             for dtype in (dtype for dtype in dtypes if dtype != wanted):
                 sentence = f"rank {rank.rank} receives rows of {dtype} instead of {wanted}, the dtype of the tokens"
-                findings.append(Finding("dtype", sentence, (rank.rank,)))
-    if findings:
-        fail(WrongForm, "dispatch", findings)
+                yield Finding("dtype", sentence, (rank.rank,))
 
 
 def _exists(reading: Reading, entry: Entry) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from moe_conformance.judging.compare.tensors import judge_tensor
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding
 from moe_conformance.judging.observed.script import values
 from moe_conformance.judging.verdict import Tally, WrongCount, WrongForm, WrongGroups
 from moe_conformance.reference.groups.rules import is_local
@@ -40,14 +41,14 @@ def judge_dispatch_layout(outcome: Outcome, tally: Tally) -> None:
         judge_tensor(table, right, tally, error=WrongCount, stage="dispatch", what=_WORDS[name], row=row)
 
 
-def judge_transport(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongGroups, "groups")
+def judge_transport(outcome: Outcome) -> Comparisons:
     """Decide whether a group is reported as local if and only if its ranks are in one domain.
 
     Raises:
         WrongForm: `is_local` returned neither True nor False.
         WrongGroups: a group is reported as local that spans domains, or the other way round.
     """
-    findings = []
     for number, call in enumerate(outcome.workload.calls):
         given = call.given[0]
         members, domains = given["members"], given["domain_of"]
@@ -62,7 +63,5 @@ def judge_transport(outcome: Outcome, tally: Tally) -> None:
                 f"is_local of ranks {list(members)}, with {given['visible_devices']} visible devices each, returned "
                 f"{answer} instead of {right}: their domains are {', '.join(spans)}"
             )
-            findings.append(Finding(f"local {answer}", sentence, (0,)))
-        tally.add(elements=1, rank=0)
-    if findings:
-        fail(WrongGroups, "groups", findings)
+            yield Finding(f"local {answer}", sentence, (0,))
+        yield Comparison(0, elements=1)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding
 from moe_conformance.judging.observed.run import require_finished
-from moe_conformance.judging.verdict import Tally, WrongGroups
+from moe_conformance.judging.verdict import WrongGroups
 from moe_conformance.reference.groups.members import groups
 from moe_conformance.scenarios.outcome import Outcome
 
 
-def judge_placement(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongGroups, "groups")
+def judge_placement(outcome: Outcome) -> Comparisons:
     """Decide whether every expert is on one ep coordinate, and its shards and replicas report the same experts.
 
     The order of the experts is the same too. The ids are those that the backend reports. If it reports wrong ones, rows
@@ -26,18 +28,21 @@ def judge_placement(outcome: Outcome, tally: Tally) -> None:
     held = {rank.rank: tuple(rank.local_experts) for rank in outcome.ranks}
     sizes = layout.sizes()
     of_axis = groups(**{axis: sizes[axis] for axis in ("world", "tp", "cp", "pp", "ep", "etp")})
-    findings = [finding for ranks in of_axis["ep"] for finding in _spread(ranks, held, experts)]
+    for ranks in of_axis["ep"]:
+        yield from _misplaced(ranks, held, experts)
     for axis in ("etp", "edp"):
-        for ranks in of_axis[axis]:
-            findings += _alike(axis, ranks, held)
-    if findings:
-        fail(WrongGroups, "groups", findings)
+        for first, *others in of_axis[axis]:
+            for rank in others:
+                if held[rank] != held[first]:
+                    words = f"which rank {first} of its {axis} group holds"
+                    sentence = f"rank {rank} holds experts {list(held[rank])} instead of {list(held[first])}, {words}"
+                    yield Finding(axis, sentence, (rank,))
     for rank in held:
-        tally.add(pairs=max(1, len(held[rank])), rank=rank)
+        yield Comparison(rank, pairs=max(1, len(held[rank])))
 
 
-def _spread(ranks: Sequence[int], held: Mapping[int, tuple[int, ...]], experts: int) -> list[Finding]:
-    findings = []
+def _misplaced(ranks: Sequence[int], held: Mapping[int, tuple[int, ...]], experts: int) -> Iterator[Finding]:
+    """Yield experts that are on no rank of an ep group, or on several, and ids that are none of an expert."""
     places: list[list[int]] = [[] for _ in range(experts)]
     for rank in ranks:
         for expert in held[rank]:
@@ -46,26 +51,11 @@ def _spread(ranks: Sequence[int], held: Mapping[int, tuple[int, ...]], experts: 
     for expert, holders in enumerate(places):
         if not holders:
             sentence = f"expert {expert} is on none of the ranks {list(ranks)} of an ep group"
-            findings.append(Finding("nowhere", sentence, tuple(ranks)))
+            yield Finding("nowhere", sentence, tuple(ranks))
         elif len(holders) > 1:
             sentence = f"expert {expert} is on {len(holders)} places of an ep group instead of one: ranks {holders}"
-            findings.append(Finding("twice", sentence, tuple(holders)))
+            yield Finding("twice", sentence, tuple(holders))
     for rank in ranks:
         if strange := [expert for expert in held[rank] if not 0 <= expert < experts]:
             sentence = f"rank {rank} holds experts {strange}; expected ids below {experts}"
-            findings.append(Finding("strange", sentence, (rank,)))
-    return findings
-
-
-def _alike(axis: str, ranks: Sequence[int], held: Mapping[int, tuple[int, ...]]) -> list[Finding]:
-    first = ranks[0]
-    return [
-        Finding(
-            axis,
-            f"rank {rank} holds experts {list(held[rank])} instead of {list(held[first])}, "
-            f"which rank {first} of its {axis} group holds",
-            (rank,),
-        )
-        for rank in ranks
-        if held[rank] != held[first]
-    ]
+            yield Finding("strange", sentence, (rank,))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging.compare.bounded import note_beyond
+from moe_conformance.judging.comparisons import Comparisons, judge
 from moe_conformance.judging.explain.block_view import Sheets
 from moe_conformance.judging.explain.blocks import explain
 from moe_conformance.judging.explain.microbatch_mixup import flight_words
@@ -89,27 +90,29 @@ def judge_dweights(reading: Reading, tally: Tally) -> None:
 RESULTS = (judge_outputs, judge_dx, judge_dweights)  # what a step gives its tokens and weights
 
 
-def judge_asked(reading: Reading, tally: Tally) -> None:
+def judge_required_gradients(reading: Reading, tally: Tally) -> None:
     """Decide `judge_dx` or `judge_dweights` for the input that requires a gradient; the other must have none.
 
     Raises:
         AbsentGradient, WrongGradient: as these judges; or an input that requires no gradient has one.
     """
-    unasked = reading.outcome.workload.twist.unasked
-    findings = []
+    _judge_absent(reading, tally)
+    if "x" not in reading.outcome.workload.twist.unasked:
+        judge_dx(reading, tally)
+    if "weights" not in reading.outcome.workload.twist.unasked:
+        judge_dweights(reading, tally)
+
+
+@judge(WrongGradient, "gradient")
+def _judge_absent(reading: Reading) -> Comparisons:
+    """Decide whether an input that requires no gradient has none."""
     for m, ranks in enumerate(reading.batches):
         for rank in range(len(ranks)):
             seen = reading.seen(m, rank)
             for name, grad in (("x", seen.dx_TD), ("weights", seen.dweights_TK)):
-                if name in unasked and grad.value is not None:
+                if name in reading.outcome.workload.twist.unasked and grad.value is not None:
                     sentence = f"rank {rank} microbatch {m}: {name} asks for no gradient and has one"
-                    findings.append(Finding("unasked", sentence, (rank,)))
-    if findings:
-        fail(WrongGradient, "gradient", findings)
-    if "x" not in unasked:
-        judge_dx(reading, tally)
-    if "weights" not in unasked:
-        judge_dweights(reading, tally)
+                    yield Finding("not required", sentence, (rank,))
 
 
 def _wrong_weights(reading: Reading, m: int, rank: int, actual_TK: Tensor, allowed_TK: Tensor) -> list[Finding]:

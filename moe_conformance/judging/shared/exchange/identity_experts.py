@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from moe_conformance.judging.findings import Finding, apart, count, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding, apart, count
 from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.exchange.outputs import judge_inputs
-from moe_conformance.judging.verdict import Mismatch, NotOffered, Stage, Tally, WrongGradient, WrongOutput
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongGradient, WrongOutput
 from moe_conformance.reference.exchange import layer
 from moe_conformance.scenarios.outcome import Microbatch
 from moe_conformance.workloads.records.workload import Batch
@@ -63,52 +64,50 @@ def judge_identity_inputs(reading: Reading, tally: Tally) -> None:
 # ---- whatever tensor experts return --------------------------------------------------------------------------------
 
 
-def judge_answered_outputs(reading: Reading, tally: Tally) -> None:
+@judge(WrongOutput, "combine")
+def judge_answered_outputs(reading: Reading) -> Comparisons:
     """Decide `judge_identity_outputs`, also for expert outputs in newly allocated memory.
 
     Raises:
         WrongOutput: an element differs, or y is missing.
     """
-    _judge(reading, tally, "y", "combine", WrongOutput, lambda seen: seen.y, lambda solved: solved.y_TD)
+    return _compared(reading, "y", lambda seen: seen.y, lambda solved: solved.y_TD)
 
 
-def judge_answered_dx(reading: Reading, tally: Tally) -> None:
+@judge(WrongGradient, "gradient")
+def judge_answered_dx(reading: Reading) -> Comparisons:
     """Decide `judge_identity_dx`, also for expert outputs in newly allocated memory.
 
     Raises:
         WrongGradient: an element differs, or dx is missing.
     """
-    _judge(reading, tally, "dx", "gradient", WrongGradient, lambda seen: seen.dx_TD.value, lambda solved: solved.dx_TD)
+    return _compared(reading, "dx", lambda seen: seen.dx_TD.value, lambda solved: solved.dx_TD)
 
 
-def judge_answered_dweights(reading: Reading, tally: Tally) -> None:
+@judge(WrongGradient, "gradient")
+def judge_answered_dweights(reading: Reading) -> Comparisons:
     """Decide `judge_identity_dweights`, also for expert outputs in newly allocated memory.
 
     Raises:
         WrongGradient: an element differs, or dweights are missing.
     """
-    of_run: Callable[[Microbatch], Tensor | None] = lambda seen: seen.dweights_TK.value  # noqa: E731
-    _judge(reading, tally, "dweights", "gradient", WrongGradient, of_run, lambda solved: solved.dweights_TK)
+    return _compared(reading, "dweights", lambda seen: seen.dweights_TK.value, lambda solved: solved.dweights_TK)
 
 
-def _judge(
+def _compared(
     reading: Reading,
-    tally: Tally,
     name: str,
-    stage: Stage,
-    error: type[Mismatch],
     of_run: Callable[[Microbatch], Tensor | None],
     of_oracle: Callable[[layer.Gradients], Tensor],
-) -> None:
-    findings = []
+) -> Comparisons:
     for m, ranks in enumerate(once(reading, _solve)):
-        for rank, solved in enumerate(ranks if stage == "combine" or reading.goes_backward(m) else ()):
+        for rank, solved in enumerate(ranks if name == "y" or reading.goes_backward(m) else ()):
             actual, expected = of_run(reading.seen(m, rank)), of_oracle(solved)
             if not len(expected):
                 continue
             if actual is None or actual.shape != expected.shape:
                 found = "None" if actual is None else f"of the shape {tuple(actual.shape)}"
-                findings.append(Finding("form", f"{name} of rank {rank} is {found}", (rank,)))
+                yield Finding("form", f"{name} of rank {rank} is {found}", (rank,))
                 continue
             expected = _in_type_of(expected, reading.batches[m][rank], name)
             wrong = ~(actual.double() == expected)
@@ -119,11 +118,8 @@ def _judge(
                     f"{name} of rank {rank} token {t}{of} in column {column} is {values}, with experts that return "
                 )
                 words = f"{sentence}the tensor that they received; {count(int(wrong.any(1).sum()), 'token')} wrong"
-                findings.append(Finding(name, words, (rank,)))
-            if not bool(wrong.any()):
-                tally.add(elements=actual.numel(), rank=rank)
-    if findings:
-        fail(error, stage, findings)
+                yield Finding(name, words, (rank,))
+            yield Comparison(rank, elements=actual.numel())
 
 
 def _in_type_of(expected: Tensor, batch: Batch, name: str) -> Tensor:

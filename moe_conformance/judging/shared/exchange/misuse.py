@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.findings import Finding, fail, some, unequal
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding, some, unequal
 from moe_conformance.judging.observed.probe_expected import expect
 from moe_conformance.judging.observed.script import answers, judge_no_slip, judge_refused, values
 from moe_conformance.judging.verdict import Tally, Unrefused, WrongOutput
@@ -43,7 +44,7 @@ def judge_wrong_input(outcome: Outcome, tally: Tally) -> None:
     on = some(_culprits(outcome.workload, number))
     judge_refused(outcome, number, tally, stage="dispatch", asked=f"{what} on rank {on}", of_a_type=of_a_type)
     for right in (number - 1, number + 1):
-        judge_y(outcome, right, 0, tally)
+        judge_y(outcome, tally, right)
 
 
 def judge_wrong_answers(outcome: Outcome, tally: Tally) -> None:
@@ -64,7 +65,7 @@ def judge_wrong_answers(outcome: Outcome, tally: Tally) -> None:
         if any(answer.raised for answer in found):
             judge_refused(outcome, number, tally, stage="combine", asked="a handle that was used in combine before")
         else:
-            judge_y(outcome, number, 0, tally)
+            judge_y(outcome, tally, number)
     else:
         judge_no_slip(outcome, number)
         wrong = [rank for rank, given in enumerate(workload.calls[number].given) if given != misuse.RIGHT]
@@ -76,17 +77,17 @@ def judge_wrong_answers(outcome: Outcome, tally: Tally) -> None:
         for rank in wrong:  # if the shapes are equal there is nothing to refuse
             tally.add(pairs=1, rank=rank)
     for after in range(number + 1, len(workload.calls)):
-        judge_y(outcome, after, 0, tally)
+        judge_y(outcome, tally, after)
 
 
 def _culprits(workload: Workload, number: int) -> list[int]:
     """Return the ranks whose input differs from that of the valid step before it."""
-    valid, wrong = ([_tensors(given) for given in workload.calls[n].given] for n in (number - 1, number))
-    return [
-        rank
-        for rank, pair in enumerate(zip(valid, wrong, strict=True))
-        if any(one is not another for one, another in zip(*pair, strict=True))
-    ]
+    culprits = []
+    for rank, given in enumerate(workload.calls[number].given):
+        valid = _tensors(workload.calls[number - 1].given[rank])
+        if any(one is not another for one, another in zip(_tensors(given), valid, strict=True)):
+            culprits.append(rank)
+    return culprits
 
 
 def _tensors(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
@@ -103,19 +104,16 @@ def _can_tell(outcome: Outcome, number: int, rank: int) -> bool:
     return "width" in given or shapes[0] != shapes[1]
 
 
-def judge_y(outcome: Outcome, call: int, microbatch: int, tally: Tally) -> None:
-    """Require that a call returned the weighted sum of the suite's experts, exactly."""
-    findings = []
-    expected = expect(outcome.workload, [1.0]).y[microbatch]
-    got = values(outcome, call)
-    for rank, (y_TD, expected_TD) in enumerate(zip(got, expected, strict=True)):
+@judge(WrongOutput, "combine")
+def judge_y(outcome: Outcome, call: int) -> Comparisons:
+    """Decide whether a call returned the weighted sum of the suite's experts, exactly."""
+    expected = expect(outcome.workload, [1.0]).y[0]
+    for rank, (y_TD, expected_TD) in enumerate(zip(values(outcome, call), expected, strict=True)):
         if y_TD.shape == expected_TD.shape and torch.equal(y_TD.double(), expected_TD):
-            tally.add(elements=y_TD.numel(), rank=rank)
-            continue
-        sentence = f"y of rank {rank} in {_place(outcome.workload, call)} {unequal(y_TD, expected_TD)}"
-        findings.append(Finding("valid call", sentence, (rank,)))
-    if findings:
-        fail(WrongOutput, "combine", findings)
+            yield Comparison(rank, elements=y_TD.numel())
+        else:
+            sentence = f"y of rank {rank} in {_place(outcome.workload, call)} {unequal(y_TD, expected_TD)}"
+            yield Finding("valid call", sentence, (rank,))
 
 
 def wrong_call(workload: Workload) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.explain.block_view import Sheets
 from moe_conformance.judging.explain.blocks import explain
 from moe_conformance.judging.explain.microbatch_mixup import flight_words
@@ -23,21 +26,23 @@ def judge_form(reading: Reading, tally: Tally) -> None:
         WrongOutput: the shape and dtype are right, and NaN or infinity is where the sum of all magnitudes fits the
             dtype.
     """
-    findings = list(_misshapen(reading))
-    if findings:
+    if findings := list(_misshapen(reading)):
         fail(WrongForm, "combine", findings)
+    _judge_finite(reading, tally)
+
+
+@judge(WrongOutput, "combine")
+def _judge_finite(reading: Reading) -> Comparisons:
     for rank, m, y in _outputs(reading):
-        if not bool(torch.isfinite(y).all()):
-            bad = (~torch.isfinite(y) & must_be_finite(reading, (m, rank))).any(1).nonzero().flatten().tolist()
+        yield Comparison(rank, elements=y.numel())
+        if bool(torch.isfinite(y).all()):
+            continue
+        if bad := (~torch.isfinite(y) & must_be_finite(reading, (m, rank))).any(1).nonzero().flatten().tolist():
             sentence = (
                 f"y of rank {rank} is not finite at {count(len(bad), 'token')}, although its terms fit "
-                f"{reading.outcome.workload.config.dtype}; the first is token {bad[0] if bad else ''} of microbatch {m}"
+                f"{reading.outcome.workload.config.dtype}; the first is token {bad[0]} of microbatch {m}"
             )
-            findings += [Finding("not finite", sentence, (rank,), len(bad))] if bad else []
-    if findings:
-        fail(WrongOutput, "combine", findings)
-    for rank, _, y in _outputs(reading):
-        tally.add(elements=y.numel(), rank=rank)
+            yield Finding("not finite", sentence, (rank,), len(bad))
 
 
 def judge_outputs(reading: Reading, tally: Tally) -> None:
@@ -81,24 +86,22 @@ def judge_outputs(reading: Reading, tally: Tally) -> None:
         tally.add(elements=y.numel(), rank=rank)
 
 
-def judge_inputs(reading: Reading, tally: Tally) -> None:
+@judge(ChangedInput, "run")
+def judge_inputs(reading: Reading) -> Comparisons:
     """Decide whether x, ids, weights and the upstream gradient still hold the bytes that the backend received.
 
     Raises:
         ChangedInput: one of them was changed.
     """
-    findings = []
     for rank in reading.ranks:
         for m, seen in enumerate(rank.microbatches):
             for name in seen.inputs_changed:
                 sentence = f"the backend changed its input {name} on rank {rank.rank} in microbatch {m}"
-                findings.append(Finding(name, sentence, (rank.rank,)))
-    if findings:
-        fail(ChangedInput, "run", findings)
+                yield Finding(name, sentence, (rank.rank,))
     for ranks in reading.batches:
         for number, batch in enumerate(ranks):
             inputs = (batch.x_TD, batch.ids_TK, batch.weights_TK, batch.upstream)
-            tally.add(elements=sum(tensor.numel() for tensor in inputs), rank=number)
+            yield Comparison(number, elements=sum(tensor.numel() for tensor in inputs))
 
 
 def _outputs(reading: Reading) -> list[tuple[int, int, torch.Tensor]]:
@@ -111,19 +114,18 @@ def _outputs(reading: Reading) -> list[tuple[int, int, torch.Tensor]]:
     ]
 
 
-def _misshapen(reading: Reading) -> list[Finding]:
-    workload, findings = reading.outcome.workload, []
+def _misshapen(reading: Reading) -> Iterator[Finding]:
+    workload = reading.outcome.workload
     for rank in reading.ranks:
         for m, seen in enumerate(rank.microbatches):
             T, D = workload.batches[m][rank.rank].x_TD.shape
             shape = (*workload.lead_of(T), D)
             whose = f"y of rank {rank.rank} in microbatch {m}"
             if seen.y is None:
-                findings.append(Finding("shape", f"{whose} is None", (rank.rank,)))
+                yield Finding("shape", f"{whose} is None", (rank.rank,))
             elif seen.y_shape != shape or seen.y.shape != (T, D):
                 sentence = f"{whose} has the shape {tuple(seen.y_shape)} instead of {shape}, the shape of x"
-                findings.append(Finding("shape", sentence, (rank.rank,)))
+                yield Finding("shape", sentence, (rank.rank,))
             elif seen.y_dtype != workload.config.dtype:
                 sentence = f"{whose} has the dtype {seen.y_dtype} instead of {workload.config.dtype}, the dtype of x"
-                findings.append(Finding("dtype", sentence, (rank.rank,)))
-    return findings
+                yield Finding("dtype", sentence, (rank.rank,))

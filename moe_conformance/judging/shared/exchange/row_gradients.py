@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from moe_conformance.judging.comparisons import Comparisons, judge
 from moe_conformance.judging.explain.row_identity import likeness
 from moe_conformance.judging.findings import Finding, count, fail, ratio_findings
 from moe_conformance.judging.observed.row_gradients_compared import (
@@ -39,15 +40,15 @@ def judge_out_gradients(reading: Reading, tally: Tally) -> None:
     )
     compared = compare_out_gradients(reading)
     _judge(reading, tally, compared, "the gradients at the experts' output", prefix="backward of combine: ")
-    findings = [
-        Finding("padding", f"the gradient at {entry.place}, a padding row, is not finite", (entry.rank,))
-        for entry in reading.entries
-        if entry.kind == tags.PADDING
-        and (grad_RD := reading.handed(entry).out_grad_RD) is not None
-        and not bool(torch.isfinite(grad_RD[entry.row]).all())
-    ]
-    if findings:
-        fail(WrongGradient, "gradient", findings)
+    _judge_padding(reading, tally)
+
+
+@judge(WrongGradient, "gradient")
+def _judge_padding(reading: Reading) -> Comparisons:
+    for entry in reading.entries:
+        grad_RD = reading.handed(entry).out_grad_RD if entry.kind == tags.PADDING else None
+        if grad_RD is not None and not bool(torch.isfinite(grad_RD[entry.row]).all()):
+            yield Finding("padding", f"the gradient at {entry.place}, a padding row, is not finite", (entry.rank,))
 
 
 def judge_rows_gradients(reading: Reading, tally: Tally) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from moe_conformance.judging.findings import Finding, common_ratio, fail, likeliest, ratio_words
@@ -20,8 +22,7 @@ def judge_weights(reading: Reading, tally: Tally) -> None:
         NotOffered: weights are applied in combine, so that none are sent.
         WrongWeight: a pair has another weight, none, or one although none is expected.
     """
-    findings = _misplaced(reading)
-    if findings:
+    if findings := list(_misplaced(reading)):
         fail(WrongWeight, "dispatch", findings)
     if all(applied == "combine" for of_rank in reading.applied for applied in of_rank):
         raise NotOffered("weights are applied in combine and not sent")
@@ -59,21 +60,19 @@ def _expected_weight(reading: Reading, match: Match) -> float:
     return reading.weight(match.entry.microbatch, match.pair)
 
 
-def _misplaced(reading: Reading) -> list[Finding]:
-    """Return findings for weights that are delivered though the session reports that they are not, and the reverse."""
-    findings = []
+def _misplaced(reading: Reading) -> Iterator[Finding]:
+    """Yield findings for weights that are delivered though the session reports that they are not, and the reverse."""
     for pair, entry in reading.matching.matches:
         applied = reading.applied_to(entry)
         if applied == "expert" and entry.weight is None:
             sentence = f"{entry.place} has no routing weight; expected one, since the experts apply it"
-            findings.append(Finding("no weight", sentence, (entry.rank,)))
+            yield Finding("no weight", sentence, (entry.rank,))
         if applied != "expert" and entry.weight not in (None, 1.0):
             sentence = (
                 f"{entry.place} has the routing weight {entry.weight:g} for the experts, although weights are applied "
                 f"at {applied}: rank {pair.source} token {pair.token} is multiplied by its weight twice"
             )
-            findings.append(Finding("applied twice", sentence, (entry.rank,)))
-    return findings
+            yield Finding("applied twice", sentence, (entry.rank,))
 
 
 def _weight_findings(reading: Reading, match: Match) -> list[Finding]:

@@ -25,7 +25,7 @@ from moe_conformance.workloads.records.workload import Workload
 Key = tuple[str, int]  # (name, global expert id)
 
 
-class OwnExpected(StageAnswers[Gradients]):
+class ExpertsExpected(StageAnswers[Gradients]):
     """The oracle's results for an "experts" workload."""
 
     @cached_property

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging.compare.bounded import Target, compare
-from moe_conformance.judging.explain.bounded_gradients import Held, explain_gradients, stage_of
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.explain.bounded_gradients import Held, explain_gradients, replicas, stage_of
 from moe_conformance.judging.explain.bounded_tokens import explain_tokens
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.cached import once
@@ -18,7 +19,7 @@ from moe_conformance.judging.observed.finished_gradients import finals_of
 from moe_conformance.judging.observed.ledgers import early_read
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place, Shard, shard_of, whole
-from moe_conformance.judging.shared.experts.expected import OwnExpected
+from moe_conformance.judging.shared.experts.expected import ExpertsExpected
 from moe_conformance.judging.shared.experts.mistakes import candidates_for, gradients_of
 from moe_conformance.judging.verdict import (
     AbsentGradient,
@@ -35,19 +36,19 @@ from moe_conformance.scenarios.outcome import Grad, Microbatch
 from moe_conformance.workloads.records.workload import ParameterKey
 
 
-def expected_of(reading: Reading) -> OwnExpected:
+def expected_of(reading: Reading) -> ExpertsExpected:
     """Return the oracle's results for a reading, computed once."""
     return once(reading, _expect)
 
 
-def _expect(reading: Reading) -> OwnExpected:
-    return OwnExpected.of(reading)
+def _expect(reading: Reading) -> ExpertsExpected:
+    return ExpertsExpected.of(reading)
 
 
 # ---- tokens --------------------------------------------------------------------------------------------------
 
 
-def judge_own_outputs(reading: Reading, tally: Tally) -> None:
+def judge_expert_outputs(reading: Reading, tally: Tally) -> None:
     """Decide whether y is the weighted sum of the routed experts' outputs, every element within its bound.
 
     A token without a routed slot, and an element whose addends are all zero, must be zero.
@@ -66,19 +67,20 @@ def judge_weight_place(reading: Reading, tally: Tally) -> None:
     Counts only the elements in which the two places differ: each oracle's value is outside the bounds of the other.
 
     Raises:
-        WrongForm, WrongOutput: as `judge_own_outputs`.
+        WrongForm, WrongOutput: as `judge_expert_outputs`.
     """
     expected = expected_of(reading)
     with tally.uncounted() as uncounted:
-        judge_own_outputs(reading, uncounted)
-    other = OwnExpected.told(expected.workload, "output" if expected.weights_at == "input" else "input", "sum")
+        judge_expert_outputs(reading, uncounted)
+    elsewhere = "output" if expected.weights_at == "input" else "input"
+    other = ExpertsExpected.of_session(expected.workload, elsewhere, "sum")
     for at in expected.places:
         ours, theirs = expected.y(at), other.y(at)
         apart_TD = (ours.expected - theirs.expected).abs() > ours.allowed + theirs.allowed
         tally.add(elements=int(apart_TD.sum()), rank=at[1])
 
 
-def judge_own_dx(reading: Reading, tally: Tally) -> None:
+def judge_expert_dx(reading: Reading, tally: Tally) -> None:
     """Decide whether the gradient of the tokens is that of the dense formulation, within rounding.
 
     Raises:
@@ -90,7 +92,7 @@ def judge_own_dx(reading: Reading, tally: Tally) -> None:
     _judge_tokens(reading, tally, judged)
 
 
-def judge_own_dweights(reading: Reading, tally: Tally) -> None:
+def judge_expert_dweights(reading: Reading, tally: Tally) -> None:
     """Decide whether the gradient of the routing weights is that of the dense formulation, within rounding.
 
     Raises:
@@ -177,7 +179,12 @@ def judge_expert_gradients(reading: Reading, tally: Tally, *, free: frozenset[in
         fail(WrongGradient, stage_of(reading, expected_of(reading), wrong), findings, ratio=ratio)
 
 
-OWN_RESULTS = (judge_own_outputs, judge_own_dx, judge_own_dweights, judge_expert_gradients)  # of a step with experts
+OWN_RESULTS = (
+    judge_expert_outputs,
+    judge_expert_dx,
+    judge_expert_dweights,
+    judge_expert_gradients,
+)  # of a step with experts
 
 
 def judge_idle_expert_gradients(reading: Reading, tally: Tally) -> None:
@@ -205,7 +212,8 @@ def judge_idle_expert_gradients(reading: Reading, tally: Tally) -> None:
         fail(WrongGradient, "finish", findings)
 
 
-def judge_replicas(reading: Reading, tally: Tally) -> None:
+@judge(WrongGradient, "finish")
+def judge_replicas(reading: Reading) -> Comparisons:
     """Decide whether ranks that hold the same part of an expert end with the same gradient, bit for bit.
 
     Raises:
@@ -213,25 +221,18 @@ def judge_replicas(reading: Reading, tally: Tally) -> None:
         Uncovered, AbsentGradient: as `judge_expert_gradients`; not for a gradient that is None on all replicas.
         WrongGradient: two replicas differ.
     """
-    groups: dict[tuple[int, ParameterKey, Shard], list[Held]] = {}
-    for gradient in once(reading, _finished):
-        groups.setdefault((gradient.stage, gradient.key, gradient.shard), []).append(gradient)
-    if all(len(holders) == 1 for holders in groups.values()):
+    pairs = list(replicas(once(reading, _finished)))
+    if not pairs:
         raise NotOffered("the backend has no replicas: every shard of every expert is on one rank")
-    findings = []
-    for first, *others in groups.values():
-        for other in others:
-            if (first.actual is None) != (other.actual is None) or not torch.equal(first.value, other.value):
-                off = float((first.value.double() - other.value.double()).abs().max())
-                sentence = (
-                    f"ranks {first.rank} and {other.rank} hold replicas of {first.part} and have finished gradients "
-                    f"that differ by {off:.3g}; expected equal bits"
-                )
-                findings.append(Finding("replicas", sentence, (first.rank, other.rank), off))
-            else:
-                tally.add(elements=other.value.numel(), rank=other.rank)
-    if findings:
-        fail(WrongGradient, "finish", findings)
+    for first, other in pairs:
+        if (first.actual is None) != (other.actual is None) or not torch.equal(first.value, other.value):
+            off = float((first.value.double() - other.value.double()).abs().max())
+            sentence = (
+                f"ranks {first.rank} and {other.rank} hold replicas of {first.part} and have finished gradients "
+                f"that differ by {off:.3g}; expected equal bits"
+            )
+            yield Finding("replicas", sentence, (first.rank, other.rank), off)
+        yield Comparison(other.rank, elements=other.value.numel())
 
 
 def judge_windows(reading: Reading, tally: Tally) -> None:
@@ -243,13 +244,7 @@ def judge_windows(reading: Reading, tally: Tally) -> None:
     Raises:
         Uncovered: a copy, an overlap, or something without a window.
     """
-    findings = [
-        Finding(sentence.split()[-1], f"rank {rank.rank}: {sentence}", (rank.rank,))
-        for rank in reading.ranks
-        for sentence in rank.uncovered
-    ]
-    if findings:
-        fail(Uncovered, "experts", findings)
+    _judge_views(reading, tally)
     _require_complete(reading, "experts", [rank.grads_local for rank in reading.ranks])
     expected = expected_of(reading)
     for rank in reading.ranks:
@@ -257,6 +252,14 @@ def judge_windows(reading: Reading, tally: Tally) -> None:
             assert expert is not None  # otherwise it would have no value
             full = expected.workload.parameters[name, expert]
             tally.add(elements=shard_of(full, grad.shard).numel(), rank=rank.rank)
+
+
+@judge(Uncovered, "experts")
+def _judge_views(reading: Reading) -> Comparisons:
+    """Decide whether the windows of every rank are views of the parameters, and disjoint."""
+    for rank in reading.ranks:
+        for sentence in rank.uncovered:
+            yield Finding(sentence.split()[-1], f"rank {rank.rank}: {sentence}", (rank.rank,))
 
 
 def _finished(reading: Reading) -> list[Held]:

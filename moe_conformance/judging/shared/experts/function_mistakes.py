@@ -12,8 +12,8 @@ from torch import Tensor
 from moe_conformance.contract import Config
 from moe_conformance.judging.observed.scopes import Place
 from moe_conformance.judging.shared.experts.expected import (
+    ExpertsExpected,
     Key,
-    OwnExpected,
     batch_of,
     function_of,
     parameters_of,
@@ -136,7 +136,7 @@ def _built(hide: _Hide) -> Build:
 # ---- biases ------------------------------------------------------------------------------------------------------
 
 
-def other_biases(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run]:
+def other_biases(expected: ExpertsExpected, places: Sequence[Place]) -> Iterator[Run]:
     """Yield runs of the oracle with biases that are left out, weighted wrongly or added too often."""
     workload, at, parameters = expected.workload, expected.weights_at, parameters_of(expected.workload)
     names = {name for name, _ in parameters}
@@ -170,7 +170,7 @@ def other_biases(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run
         yield words, solve(workload, places, at, moved)
 
 
-def _weighed_otherwise(expected: OwnExpected, places: Sequence[Place]) -> layer.Gradients:
+def _weighed_otherwise(expected: ExpertsExpected, places: Sequence[Place]) -> layer.Gradients:
     """Return the results of the biases alone, with weights where none belong, and without where they belong."""
     workload, batch = expected.workload, batch_of(expected.workload, places)
     right = parameters_of(workload)

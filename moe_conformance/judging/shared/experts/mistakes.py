@@ -15,8 +15,8 @@ from moe_conformance.contract import Config
 from moe_conformance.judging.explain.bounded import Candidate
 from moe_conformance.judging.explain.bounded_gradients import Gradients, Oracle
 from moe_conformance.judging.explain.bounded_tokens import Candidates
-from moe_conformance.judging.observed.scopes import OWN_PART, Place, is_held, shard_of
-from moe_conformance.judging.shared.experts.expected import Key, OwnExpected, experts_of, parameters_of, solve
+from moe_conformance.judging.observed.scopes import LOCAL_PART, Place, is_held, shard_of
+from moe_conformance.judging.shared.experts.expected import ExpertsExpected, Key, experts_of, parameters_of, solve
 from moe_conformance.judging.shared.experts.function_mistakes import other_biases, other_functions
 from moe_conformance.reference.exchange import layer
 from moe_conformance.reference.exchange.layer import WeightsAt
@@ -26,7 +26,7 @@ from moe_conformance.workloads.records.workload import Batch, Workload
 Run = tuple[str, layer.Gradients]  # such as "gate and up were swapped", and the results with that mistake
 
 
-def candidates_for(expected: OwnExpected, name: str) -> Candidates:
+def candidates_for(expected: ExpertsExpected, name: str) -> Candidates:
     """Return the function that yields what mistakes give for "y", "dx" or "dweights"."""
     field = {"y": "y_TD", "dx": "dx_TD", "dweights": "dweights_TK"}[name]
 
@@ -41,7 +41,7 @@ def candidates_for(expected: OwnExpected, name: str) -> Candidates:
     return candidates
 
 
-def gradients_of(expected: OwnExpected) -> Oracle:
+def gradients_of(expected: ExpertsExpected) -> Oracle:
     """Return the `Oracle` of parameter gradients over some tokens, and with mistakes."""
     workload, at = expected.workload, expected.weights_at
     return Oracle(
@@ -52,7 +52,7 @@ def gradients_of(expected: OwnExpected) -> Oracle:
     )
 
 
-def other_runs(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run]:
+def other_runs(expected: ExpertsExpected, places: Sequence[Place]) -> Iterator[Run]:
     """Yield runs of the oracle on the tokens of some places, with one mistake each."""
     workload, at, parameters = expected.workload, expected.weights_at, parameters_of(expected.workload)
     other: WeightsAt = "output" if at == "input" else "input"
@@ -126,7 +126,7 @@ def _other_roles(workload: Workload) -> Iterator[tuple[str, Mapping[Key, Key]]]:
             yield words, {(name, e): (name, e - e % held + (e + by) % held) for name, e in keys}
 
 
-def _other_shards(expected: OwnExpected, places: Sequence[Place]) -> Iterator[Run]:
+def _other_shards(expected: ExpertsExpected, places: Sequence[Place]) -> Iterator[Run]:
     """Yield runs of the oracle in which the hidden units F are cut wrongly into etp shards."""
     workload, at, parameters = expected.workload, expected.weights_at, parameters_of(expected.workload)
     etp, width = workload.layout.etp, workload.config.ffn // workload.layout.etp
@@ -157,7 +157,7 @@ def _only_part(name: str, value: Tensor, index: int, of: int) -> Tensor:
 def _other_routings(workload: Workload) -> Iterator[tuple[str, Workload]]:
     K = workload.config.top_k
     if workload.layout.ep > 1:
-        yield OWN_PART, _local_part(workload)
+        yield LOCAL_PART, _local_part(workload)
     yield "all weights were 1", _with_routing(workload, weights=torch.ones_like)
     yield "the weights were applied twice", _with_routing(workload, weights=torch.square)
     for by in dict.fromkeys((1, K - 1)):

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging.compare.bounded import Target, compare, within
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.explain.bounded import Found
-from moe_conformance.judging.explain.bounded_gradients import Held, explain_gradients, part_name, stage_of
+from moe_conformance.judging.explain.bounded_gradients import Held, explain_gradients, part_name, replicas, stage_of
 from moe_conformance.judging.explain.bounded_tokens import explain_tokens
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.finished_gradients import finals_of
 from moe_conformance.judging.observed.ledgers import early_read
 from moe_conformance.judging.observed.run import Reading
-from moe_conformance.judging.observed.scopes import Place, Shard, shard_of, whole
+from moe_conformance.judging.observed.scopes import Place, shard_of, whole
 from moe_conformance.judging.shared.layer.expected import ROUTED, LayerExpected
 from moe_conformance.judging.shared.layer.mistakes import candidates_for, gradients_of, times_of_shared
 from moe_conformance.judging.verdict import (
@@ -29,7 +30,7 @@ from moe_conformance.judging.verdict import (
     WrongOutput,
 )
 from moe_conformance.workloads.records.schedule import FORWARD_ALONE, executes, operations
-from moe_conformance.workloads.records.workload import ParameterKey, Workload
+from moe_conformance.workloads.records.workload import Workload
 
 SHARED = ("shared_gate", "shared_up", "shared_down", "shared_bias", "shared_score")
 EVERY = ("router", *ROUTED, *SHARED)
@@ -214,7 +215,8 @@ def judge_layer_gradients(reading: Reading, tally: Tally, names: Sequence[str] =
         fail(WrongGradient, stage_of(reading, expected, wrong), findings, ratio=ratio)
 
 
-def judge_layer_replicas(reading: Reading, tally: Tally) -> None:
+@judge(WrongGradient, "finish")
+def judge_layer_replicas(reading: Reading) -> Comparisons:
     """Decide whether ranks that hold the same part of a shared parameter end with the same gradient, bit for bit.
 
     Counts nothing where every part is held by one rank only.
@@ -224,22 +226,13 @@ def judge_layer_replicas(reading: Reading, tally: Tally) -> None:
         Uncovered: as `judge_layer_gradients`.
         WrongGradient: two replicas differ.
     """
-    groups: dict[tuple[int, ParameterKey, Shard], list[Held]] = {}
-    for gradient in _held(reading, SHARED):
-        groups.setdefault((gradient.stage, gradient.key, gradient.shard), []).append(gradient)
-    findings = []
-    for first, *others in groups.values():
-        for other in others:
-            one, another = (torch.zeros(()) if grad is None else grad for grad in (first.actual, other.actual))
-            if torch.equal(one, another):
-                tally.add(elements=another.numel(), rank=other.rank)
-                continue
-            sentence = (
-                f"the gradient of {first.part} on ranks {first.rank} and {other.rank} differs; expected equal bits"
-            )
-            findings.append(Finding("replicas", sentence, (first.rank, other.rank)))
-    if findings:
-        fail(WrongGradient, "finish", findings)
+    for first, other in replicas(_held(reading, SHARED)):
+        one, another = (torch.zeros(()) if grad is None else grad for grad in (first.actual, other.actual))
+        if not torch.equal(one, another):
+            where = f"on ranks {first.rank} and {other.rank}"
+            sentence = f"the gradient of {first.part} {where} differs; expected equal bits"
+            yield Finding("replicas", sentence, (first.rank, other.rank))
+        yield Comparison(other.rank, elements=another.numel())
 
 
 def _held(reading: Reading, names: Sequence[str]) -> list[Held]:

@@ -12,7 +12,7 @@ import torch
 from moe_conformance.judging.explain.bounded import Candidate
 from moe_conformance.judging.explain.bounded_gradients import Oracle
 from moe_conformance.judging.explain.bounded_tokens import Candidates
-from moe_conformance.judging.observed.scopes import OWN_PART, Place, is_held
+from moe_conformance.judging.observed.scopes import LOCAL_PART, Place, is_held
 from moe_conformance.judging.shared.layer.expected import LayerExpected
 from moe_conformance.reference.routing.routes import Routed
 from moe_conformance.reference.shared_experts.whole_layer import Drop, LayerGradients, Mix
@@ -53,7 +53,7 @@ def _other_runs(
         if backward or words == NO_DROP:
             yield words, expected.solve(places, drop=drop)
     if expected.workload.layout.ep > 1:
-        yield OWN_PART, expected.solve(places, drop=_local_part(expected, places))
+        yield LOCAL_PART, expected.solve(places, drop=_local_part(expected, places))
 
 
 def _local_part(expected: LayerExpected, places: Sequence[Place]) -> Drop:

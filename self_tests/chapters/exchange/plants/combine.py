@@ -213,7 +213,7 @@ class SumOverRanksLeftOut(AllGatherExchange):
         return everything.split(handle.sizes_W)[rank].reshape(handle.shape)  # type: ignore[no-any-return]
 
 
-@planted(Expectation("EXCH-05", "even", "dispatch", "in place of that of expert", "was answered by another expert"))
+@planted(Expectation("EXCH-05", "even", "dispatch", "in place of that of expert", "was computed by another expert"))
 class NextExpertAnswers(AllToAllExchange):
     """The first slot of the first token goes to the next expert on the same rank that the token did not select."""
 

@@ -277,7 +277,7 @@ class NotReducedOverTp(GradientFinisher):
         "ROUTE-08",
         "route-softmax",
         "finish",
-        "only the tokens of its own rank are in it (it was not reduced over ranks)",
+        "it contains only the tokens of its own rank (it was not reduced over ranks)",
     )
 )
 class RouterNotReduced(GradientFinisher):

@@ -203,7 +203,10 @@ class _SharedFinisher(GradientFinisher):
 
 @planted(
     Expectation(
-        "SHARE-05", "shared-even", "finish", "only the tokens of its own rank are in it (it was not reduced over ranks)"
+        "SHARE-05",
+        "shared-even",
+        "finish",
+        "it contains only the tokens of its own rank (it was not reduced over ranks)",
     )
 )
 class SharedTakenForExperts(_SharedFinisher):
