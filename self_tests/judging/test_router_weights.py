@@ -207,7 +207,7 @@ class TestWrongGradients:
             (lambda rank, gradients: sum(gradients) - gradients[2], "the tokens of rank 2 are missing in it"),
             (
                 lambda rank, gradients: gradients[rank] / 2,
-                "own rank are in it (it was not reduced over ranks), and it is multiplied by 0.500 (1/dp or 1/tp",
+                "tokens of its own rank (it was not reduced over ranks), and it is multiplied by 0.500 (1/dp or 1/tp",
             ),
         ],
     )
