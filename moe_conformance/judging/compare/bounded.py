@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ class Worst:
     actual: float = 0.0
     expected: float = 0.0
     allowed: float = 0.0
+    exact: bool = field(default=False, repr=False)  # no element may have an error, and one has
 
     @property
     def holds(self) -> bool:
@@ -42,6 +43,11 @@ class Worst:
     def size(self) -> float:
         """The ratio of error to bound as a finite number, for sorting findings."""
         return min(self.ratio, 1e300)
+
+    @property
+    def counted(self) -> float:
+        """The ratio as `Tally` has it: as a finite number, 0 for a finite element where no error is allowed at all."""
+        return 0.0 if self.exact and isfinite(self.actual) else self.size
 
     def __str__(self) -> str:
         """Return a phrase such as `1.5 instead of 2 at [0, 3] (12.1 x the allowed error 0.041)`."""
@@ -80,12 +86,13 @@ def compare(
     ratio = _ratios(actual, expected, allowed)
     flat = int(ratio.argmax())
     at = _index(flat, ratio.shape)
-    worst = Worst(float(ratio[at]), at, float(actual[at]), float(expected[at]), float(allowed[at]))
+    exact = float(ratio[at]) > 1 and not bool((allowed > 0).any())
+    worst = Worst(float(ratio[at]), at, float(actual[at]), float(expected[at]), float(allowed[at]), exact)
     if tally is not None:
         if worst.holds:
             tally.add(elements=actual.numel(), rank=rank, worst=worst.ratio)
-        elif bool((allowed > 0).any()) or not isfinite(worst.actual):
-            tally.beyond = max(tally.beyond, worst.size)
+        else:
+            tally.beyond = max(tally.beyond, worst.counted)
     return worst
 
 
