@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_conformance.chapters.overload.judge.passes import covered
 from moe_conformance.contract import MeteredPass
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.observed.run import require_finished
 from moe_conformance.judging.observed.script import values
 from moe_conformance.judging.observed.traffic import by_phase, signature
 from moe_conformance.judging.verdict import (
     Costly,
-    Mismatch,
     NotOffered,
-    Stage,
     Tally,
     WrongCollectives,
     WrongCount,
@@ -42,26 +41,23 @@ def judge_same_results(outcome: Outcome, tally: Tally) -> None:
         WrongOutput, WrongGradient: a bit or the shape differs.
         NotOffered: two runs without the meter differ, so that the meter's effect is unknown.
     """
-    metered, plain, again = _same_runs(outcome)
-    fields: tuple[tuple[str, str, Stage, type[Mismatch]], ...] = (
-        ("outputs", "y of forward", "combine", WrongOutput),
-        ("gradients", "gradient", "gradient", WrongGradient),
-    )
-    for field, what, stage, kind in fields:
-        on, off, repeated = (values(outcome, call, field) for call in (metered, plain, again))
-        findings = []
-        for rank, results in enumerate(zip(on, off, repeated, strict=True)):
-            if not len(results[0]) == len(results[1]) == len(results[2]):
-                counts = " and ".join(str(len(of_run)) for of_run in results)
-                raise kind(stage, f"rank {rank} returned {counts} {field} for the same passes", ranks=(rank,))
-            for number, (with_meter, without, repetition) in enumerate(zip(*results, strict=True)):
-                if not _same_bits(without, repetition):
-                    raise NotOffered(f"{what} {number} on rank {rank} differs between two runs without the meter")
-                if not _same_bits(with_meter, without):
-                    findings.append(Finding(field, _differs(what, number, rank, with_meter, without), (rank,)))
-                tally.add(elements=without.numel(), rank=rank)
-        if findings:
-            fail(kind, stage, findings)
+    judge(WrongOutput, "combine")(_compare_results)(outcome, tally, "outputs", "y of forward")
+    judge(WrongGradient, "gradient")(_compare_results)(outcome, tally, "gradients", "gradient")
+
+
+def _compare_results(outcome: Outcome, field: str, what: str) -> Comparisons:
+    by_run = [values(outcome, call, field) for call in _same_runs(outcome)]
+    for rank, results in enumerate(zip(*by_run, strict=True)):
+        if not len(results[0]) == len(results[1]) == len(results[2]):
+            counts = " and ".join(str(len(of_run)) for of_run in results)
+            yield Comparison(rank, f"rank {rank} returned {counts} {field} for the same passes", kind="number")
+            continue
+        for number, (with_meter, without, repetition) in enumerate(zip(*results, strict=True)):
+            if not _same_bits(without, repetition):
+                raise NotOffered(f"{what} {number} on rank {rank} differs between two runs without the meter")
+            same = _same_bits(with_meter, without)
+            wrong = "" if same else _differs(what, number, rank, with_meter, without)
+            yield Comparison(rank, wrong, elements=without.numel(), kind=field)
 
 
 def judge_same_collectives(outcome: Outcome, tally: Tally) -> None:
@@ -76,65 +72,66 @@ def judge_same_collectives(outcome: Outcome, tally: Tally) -> None:
             collective.
         WrongCount: a meter that is off reports values.
     """
+    _judge_collectives(outcome, tally)
+    _judge_no_values(outcome, tally)
+
+
+@judge(WrongCollectives, "run")
+def _judge_collectives(outcome: Outcome) -> Comparisons:
     metered, plain, again = _same_runs(outcome)
-    findings = []
     for rank in outcome.ranks:
         phases = by_phase(rank)
-        on = [signature(item) for item in phases.get(f"run:{metered}", ())]
+        on = [signature(entry) for entry in phases.get(f"run:{metered}", ())]
         for call in (plain, again):
-            off = [signature(item) for item in phases.get(f"run:{call}", ())]
+            off = [signature(entry) for entry in phases.get(f"run:{call}", ())]
             if on != off:
-                place = next(
-                    (n for n, both in enumerate(zip(on, off, strict=False)) if both[0] != both[1]),
-                    min(len(on), len(off)),
-                )
-                seen = [
-                    f"{item[place][0]} of shapes {item[place][4]}" if place < len(item) else "no call"
-                    for item in (on, off)
-                ]
-                sentence = (
-                    f"rank {rank.rank}: passes call {len(on)} collectives with the meter on and {len(off)} with it "
-                    f"off; call {place} is {seen[0]} with the meter on, expected {seen[1]}"
-                )
-                findings.append(Finding("passes", sentence, (rank.rank,)))
-            reduced = len(phases.get(f"report:{call + 1}", ()))
-            if reduced:
-                sentence = f"rank {rank.rank}: a report calls {reduced} collectives with the meter off; expected 0"
-                findings.append(Finding("report", sentence, (rank.rank,)))
-            tally.add(pairs=2 + len(off), rank=rank.rank)
-    if findings:
-        fail(WrongCollectives, "run", findings)
-    reported = [
-        Finding("values", f"rank {rank}: the report of a meter that is off has the values {', '.join(found)}", (rank,))
-        for call in (plain, again)
-        for rank, found in enumerate(values(outcome, call + 1, "values"))
-        if found
+                yield Comparison(rank.rank, f"rank {rank.rank}: {_other_calls(on, off)}", kind="passes")
+            if reduced := len(phases.get(f"report:{call + 1}", ())):
+                wrong = f"rank {rank.rank}: a report calls {reduced} collectives with the meter off; expected 0"
+                yield Comparison(rank.rank, wrong, kind="report")
+            yield Comparison(rank.rank, pairs=2 + len(off))
+
+
+def _other_calls(on: Sequence[tuple[object, ...]], off: Sequence[tuple[object, ...]]) -> str:
+    """Return how the collectives of passes with the meter on differ from those with it off."""
+    differing = (n for n, (one, other) in enumerate(zip(on, off, strict=False)) if one != other)
+    place = next(differing, min(len(on), len(off)))
+    seen = [
+        f"{calls[place][0]} of shapes {calls[place][4]}" if place < len(calls) else "no call" for calls in (on, off)
     ]
-    if reported:
-        fail(WrongCount, "run", reported)
+    return (
+        f"passes call {len(on)} collectives with the meter on and {len(off)} with it off; call {place} is {seen[0]} "
+        f"with the meter on, expected {seen[1]}"
+    )
 
 
-def judge_constant_collectives(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongCount, "run")
+def _judge_no_values(outcome: Outcome) -> Comparisons:
+    _, plain, again = _same_runs(outcome)
+    for call in (plain, again):
+        for rank, found in enumerate(values(outcome, call + 1, "values")):
+            wrong = f"rank {rank}: the report of a meter that is off has the values {', '.join(found)}"
+            yield Comparison(rank, wrong if found else "", kind="values")
+
+
+@judge(Costly, "run")
+def judge_constant_collectives(outcome: Outcome) -> Comparisons:
     """Decide whether all reports call equally many collectives, if every rank has entries.
 
     Raises:
         Costly: a report calls more than another.
     """
-    counts = [(number, entries, calls) for number, entries, calls in _report_calls(outcome) if min(entries) > 0]
+    reports = [report for report in _report_calls(outcome) if min(report.entries) > 0]
     for rank in range(len(outcome.ranks)):
-        least = min(calls[rank] for _, _, calls in counts)
-        for number, entries, calls in counts:
-            if calls[rank] != least:
-                raise Costly(
-                    "run",
-                    f"rank {rank}: the report of step {number}, with {entries[rank]} entries, calls {calls[rank]} "
-                    f"collectives; another report calls {least}",
-                    ranks=(rank,),
-                )
-            tally.add(pairs=1, rank=rank)
+        least = min(report.calls[rank] for report in reports)
+        for number, entries, calls in reports:
+            said = f"rank {rank}: the report of step {number}, with {entries[rank]} entries, calls {calls[rank]}"
+            wrong = f"{said} collectives; another report calls {least}" if calls[rank] != least else ""
+            yield Comparison(rank, wrong, pairs=1, kind="more")
 
 
-def judge_few_collectives(outcome: Outcome, tally: Tally) -> None:
+@judge(Costly, "run")
+def judge_few_collectives(outcome: Outcome) -> Comparisons:
     """Decide whether every report calls at most `MOST_COLLECTIVES` collectives.
 
     Raises:
@@ -142,35 +139,32 @@ def judge_few_collectives(outcome: Outcome, tally: Tally) -> None:
     """
     for number, _, calls in _report_calls(outcome):
         for rank, count in enumerate(calls):
-            if count > MOST_COLLECTIVES:
-                sentence = f"rank {rank}: the report of step {number} calls {count} collectives"
-                raise Costly("run", f"{sentence}; at most {MOST_COLLECTIVES} are needed", ranks=(rank,))
-            tally.add(pairs=1, rank=rank)
+            said = f"rank {rank}: the report of step {number} calls {count} collectives"
+            wrong = f"{said}; at most {MOST_COLLECTIVES} are needed" if count > MOST_COLLECTIVES else ""
+            yield Comparison(rank, wrong, pairs=1, kind="many")
 
 
-def judge_counters(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongCount, "run")
+def judge_counters(outcome: Outcome) -> Comparisons:
     """Decide whether a load counter has, for every expert, the routed pairs of this rank's tokens in training.
 
     Raises:
         WrongCount: an expert has more or fewer.
         NotOffered: there is no counter.
     """
-    findings = []
+    experts = outcome.workload.config.experts
     for step in covered(outcome):
         for rank, found_E in enumerate(values(outcome, step.call, "counts_E")):
             if found_E is None:
                 raise NotOffered("this meter has no counter of pairs per expert")
-            experts = outcome.workload.config.experts
-            counts_E = expert_counts([_routed(metered) for metered in step.passes[rank]], experts)
-            if found_E.tolist() != counts_E.tolist():
-                sentence = f"rank {rank}: step {step.number}: the counter of pairs per expert has {found_E.tolist()}"
-                findings.append(Finding("counter", f"{sentence}, expected {counts_E.tolist()}", (rank,)))
-            tally.add(pairs=experts, rank=rank)
-    if findings:
-        fail(WrongCount, "run", findings)
+            expected = expert_counts([_routed(metered) for metered in step.passes[rank]], experts).tolist()
+            found = found_E.tolist()
+            said = f"rank {rank}: step {step.number}: the counter of pairs per expert has {found}, expected {expected}"
+            yield Comparison(rank, said if found != expected else "", pairs=experts, kind="counter")
 
 
-def judge_trace(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongCount, "run")
+def judge_trace(outcome: Outcome) -> Comparisons:
     """Decide whether a router trace has exactly the ids of every training forward, as a set per token.
 
     Passes in evaluation mode may have a record too.
@@ -179,27 +173,32 @@ def judge_trace(outcome: Outcome, tally: Tally) -> None:
         WrongCount: a record is missing, superfluous, or has other ids.
         NotOffered: there is no trace.
     """
-    findings = []
     for step in covered(outcome):
         for rank, found in enumerate(values(outcome, step.call, "trace")):
             if found is None:
                 raise NotOffered("this meter has no router trace")
-            passes = [_routed(item) for item in step.passes[rank]]
-            records = trace([item for item in passes if item.kind != "evaluation"])
-            free = {item.label for item in passes if item.kind == "evaluation"}
-            said = [f"no record of {_named(label)}" for label in records if label not in found]
-            said += [
-                f"a record of {_named(label)}, which did not run" for label in found if label not in {*records, *free}
-            ]
-            for label, ids_TK in found.items():
-                sets = tuple(frozenset(e for e in ids_K if e >= 0) for ids_K in ids_TK.tolist())
-                if label in records and sets != records[label]:
-                    said.append(f"other experts in the record of {_named(label)} than dispatch received")
-            where = f"rank {rank}: step {step.number}: the router trace has"
-            findings += [Finding("trace", f"{where} {item}", (rank,)) for item in said]
-            tally.add(pairs=sum(map(len, records.values())), rank=rank)
-    if findings:
-        fail(WrongCount, "run", findings)
+            passes = [_routed(metered) for metered in step.passes[rank]]
+            records = trace([routed for routed in passes if routed.kind != "evaluation"])
+            evaluated = {routed.label for routed in passes if routed.kind == "evaluation"}
+            for said in _wrong_records(found, records, evaluated):
+                wrong = f"rank {rank}: step {step.number}: the router trace has {said}"
+                yield Comparison(rank, wrong, kind="trace")
+            yield Comparison(rank, pairs=sum(map(len, records.values())))
+
+
+def _wrong_records(
+    found: Mapping[Label, Tensor], records: Mapping[Label, Sequence[frozenset[int]]], free: Collection[Label]
+) -> Iterator[str]:
+    """Yield what is wrong with the records of a trace; those of `free` labels may be there or not."""
+    for label in records:
+        if label not in found:
+            yield f"no record of {_named(label)}"
+    for label, ids_TK in found.items():
+        sets = tuple(frozenset(e for e in ids_K if e >= 0) for ids_K in ids_TK.tolist())
+        if label not in records and label not in free:
+            yield f"a record of {_named(label)}, which did not run"
+        if label in records and sets != records[label]:
+            yield f"other experts in the record of {_named(label)} than dispatch received"
 
 
 def _same_runs(outcome: Outcome) -> tuple[int, int, int]:
@@ -228,12 +227,19 @@ def _differs(what: str, number: int, rank: int, on: Tensor, off: Tensor) -> str:
     )
 
 
-def _report_calls(outcome: Outcome) -> Iterator[tuple[int, Sequence[int], Sequence[int]]]:
-    """Yield for every report its number, the entries that each rank recorded, and its number of collectives."""
+class _ReportCalls(NamedTuple):
+    """A report of a meter that is on: its number, and by rank the recorded entries and the collectives it calls."""
+
+    number: int
+    entries: Sequence[int]
+    calls: Sequence[int]
+
+
+def _report_calls(outcome: Outcome) -> Iterator[_ReportCalls]:
     phases = [by_phase(rank) for rank in sorted(outcome.ranks, key=lambda rank: rank.rank)]
     for step in covered(outcome):
         calls = [len(of_rank.get(f"report:{step.call}", ())) for of_rank in phases]
-        yield step.number, [len(labels) for labels in step.recorded], calls
+        yield _ReportCalls(step.number, [len(labels) for labels in step.recorded], calls)
 
 
 def _routed(metered: MeteredPass) -> RoutedPass:

@@ -10,6 +10,7 @@ from itertools import product
 from typing import get_args
 
 from moe_conformance.contract import MeteredPass
+from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.run import require_finished
 from moe_conformance.reference.overload.factors import Entry, entry
@@ -70,6 +71,12 @@ def covered(outcome: Outcome) -> tuple[Covered, ...]:
         for number, ((call, on), passes) in enumerate(zip(reports, zip(*of_ranks, strict=True), strict=True))
         if on
     )
+
+
+def stage_by_rank(layout: Layout) -> tuple[int, ...]:
+    """Return the pipeline stage of every rank."""
+    pipelines = layout.groups()["pp"]
+    return tuple(next(ranks.index(rank) for ranks in pipelines if rank in ranks) for rank in range(layout.world))
 
 
 def uneven_groups(outcome: Outcome, step: Covered) -> list[Sequence[int]]:
@@ -157,9 +164,7 @@ def _exact(outcome: Outcome, step: Covered, mistake: Mistake | None = None) -> E
     layout, config = outcome.workload.layout, outcome.workload.config
     held = {rank.rank: rank.local_experts for rank in outcome.ranks}
     of_ranks = [_entries(of_rank, TRAINING if mistake is None else mistake.kinds) for of_rank in step.passes]
-    stages = tuple(
-        next(ranks.index(rank) for ranks in layout.groups()["pp"] if rank in ranks) for rank in range(layout.world)
-    )
+    stages = stage_by_rank(layout)
     entries: list[Entry] = []
     pairs: list[dict[Label, int]] = [{} for _ in of_ranks]
     balanced: list[dict[Label, Fraction]] = [{} for _ in of_ranks]

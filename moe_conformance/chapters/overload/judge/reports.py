@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import isfinite
@@ -15,13 +15,15 @@ from moe_conformance.chapters.overload.judge.passes import (
     covered,
     exact,
     mistaken,
+    stage_by_rank,
     uneven_groups,
 )
-from moe_conformance.judging.findings import Finding, fail, ratio_names, ratio_words
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import ratio_names, ratio_words
 from moe_conformance.judging.observed.script import answers, judge_no_slip, values
-from moe_conformance.judging.verdict import Tally, WrongCount
+from moe_conformance.judging.verdict import WrongCount
 from moe_conformance.reference.overload.report import Empty, Report, allowed_error, ends, reported
-from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.scenarios.outcome import Answer, Outcome
 
 AVERAGE, MAXIMUM, CUMULATIVE = "avg_overload_factor", "max_overload_factor", "max_cum_overload_factor"
 ALL = (AVERAGE, MAXIMUM, CUMULATIVE, "layers")
@@ -39,65 +41,63 @@ class _Wrong:
     value: float | None = None
 
 
-def judge_values(outcome: Outcome, tally: Tally, *names: str) -> None:
+@judge(WrongCount, "run")
+def judge_values(outcome: Outcome, *names: str) -> Comparisons:
     """Decide whether every rank reports the right values of these names in every step.
 
     Entries without tokens count as 0 or are left out, in the same way for a whole report.
 
     Args:
         outcome: Of a script of steps.
-        tally: Counts a pair for each value.
         names: Without a prefix; "layers" stands for all values of layers.
 
     Raises:
         WrongCount: a value is missing or wrong, or a layer without entries has a value.
     """
-    findings: list[Finding] = []
     for step in covered(outcome):
         found = values(outcome, step.call, "values")
-        findings += _judged(outcome, step, dict(enumerate(found)), tally, names)
-    if findings:
-        fail(WrongCount, "run", findings)
+        yield from _compare_step(outcome, step, dict(enumerate(found)), names)
 
 
-def judge_names(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongCount, "run")
+def judge_names(outcome: Outcome) -> Comparisons:
     """Decide whether reports have exactly the required names, with one prefix, and the number of their step.
 
     Raises:
         WrongCount: a name is missing or superfluous, prefixes differ, or the number of the step is wrong.
     """
-    findings = []
     for step in covered(outcome):
         worked_out = exact(outcome, step)
         steps = values(outcome, step.call, "step")
         given = outcome.workload.calls[step.call].given
         for rank, found in enumerate(values(outcome, step.call, "values")):
             report = reported(worked_out.entries, worked_out.stages[rank], cumulative=worked_out.peak)
-            names: dict[str, set[str]] = {_NAME.sub("", key): set() for key in found}
-            for key in found:
-                match = _NAME.search(key)
-                names[_NAME.sub("", key)].add(match[0] if match else key)
-            seen = set().union(*names.values())
-            missing, odd = set(report.values) - report.may_be_absent - seen, seen - set(report.values)
-            said = [f"the name {name} is missing" for name in sorted(missing)]
-            said += [f"the name {name} is not one of the report's" for name in sorted(odd)]
-            said += [f"the prefixes {sorted(names)} differ"] if len(names) > 1 else []
             number = given[rank]["number"]
+            said = list(_wrong_names(found, report))
             said += [f"step {steps[rank]} is named instead of {number}"] if steps[rank] != number else []
-            findings += [
-                Finding(sentence.split()[1], f"rank {rank}: step {number}: {sentence}", (rank,)) for sentence in said
-            ]
-            tally.add(pairs=1, rank=rank)
-    if findings:
-        fail(WrongCount, "run", findings)
+            for sentence in said:
+                yield Comparison(rank, f"rank {rank}: step {number}: {sentence}", kind=sentence.split()[1])
+            yield Comparison(rank, pairs=1)
 
 
-def judge_uneven(outcome: Outcome, tally: Tally) -> None:
+def _wrong_names(found: Collection[str], report: Report) -> Iterator[str]:
+    seen: set[str] = set()
+    for key in found:
+        match = _NAME.search(key)
+        seen.add(match[0] if match else key)
+    yield from (f"the name {name} is missing" for name in sorted({*report.values} - report.may_be_absent - seen))
+    yield from (f"the name {name} is not one of the report's" for name in sorted(seen - {*report.values}))
+    prefixes = {_NAME.sub("", key) for key in found}
+    if len(prefixes) > 1:
+        yield f"the prefixes {sorted(prefixes)} differ"
+
+
+@judge(WrongCount, "run")
+def judge_uneven(outcome: Outcome) -> Comparisons:
     """Decide whether reports of ranks with different numbers of entries raise an error or have right values.
 
     Args:
         outcome: Of a script in which a report may raise.
-        tally: Counts a pair for each rank and report, and one for each value.
 
     Raises:
         WrongCount: a rank reports although a rank of its group recorded other entries; ranks of a stage end
@@ -105,59 +105,50 @@ def judge_uneven(outcome: Outcome, tally: Tally) -> None:
         Raised: a rank raised an internal error, such as a NameError.
         Hung: some ranks wait for others.
     """
-    findings: list[Finding] = []
     layout = outcome.workload.layout
+    stages = stage_by_rank(layout)
     for step in covered(outcome):
         judge_no_slip(outcome, step.call)
-        stages = [
-            next(ranks.index(rank) for ranks in layout.groups()["pp"] if rank in ranks) for rank in range(layout.world)
-        ]
         found = answers(outcome, step.call)
         expected = ends(step.recorded, layout.groups()["ep_etp"], stages)
-        ended = {stage: {found[rank].raised for rank, at in enumerate(stages) if at == stage} for stage in stages}
         for rank, (end, answer) in enumerate(zip(expected, found, strict=True)):
-            words = ""
-            if end == "error" and not answer.raised:
-                words = (
-                    "a report although the ranks of its exchange group recorded different entries; expected: an error"
-                )
-            elif end == "values" and answer.raised:
-                words = f"{answer.error_type}: {answer.error}; expected: a report"
-            elif end == "either" and len(ended[stages[rank]]) > 1:
-                words = f"{'an error' if answer.raised else 'a report'}, and other ranks of its stage end differently"
-            if words:
-                findings.append(Finding(end, f"rank {rank}: step {step.number} ends with {words}", (rank,)))
-            tally.add(pairs=1, rank=rank)
+            of_stage = {other.raised for other, stage in zip(found, stages, strict=True) if stage == stages[rank]}
+            words = _wrong_end(end, answer, of_stage)
+            wrong = f"rank {rank}: step {step.number} ends with {words}" if words else ""
+            yield Comparison(rank, wrong, pairs=1, kind=end)
         if not uneven_groups(outcome, step):
             seen = {rank: answer.values["values"] for rank, answer in enumerate(found) if not answer.raised}
-            findings += _judged(outcome, step, seen, tally, ALL)
-    if findings:
-        fail(WrongCount, "run", findings)
+            yield from _compare_step(outcome, step, seen, ALL)
 
 
-def _judged(
-    outcome: Outcome, step: Covered, found: Mapping[int, Mapping[str, float]], tally: Tally, names: Sequence[str]
-) -> list[Finding]:
-    """Return findings for a step, with empty entries counted or left out, whichever fits better."""
+def _wrong_end(expected: str, answer: Answer, raised_of_stage: Collection[bool]) -> str:
+    """Return how a report ends that should end otherwise, "" if it ends as expected."""
+    if expected == "error" and not answer.raised:
+        return "a report although the ranks of its exchange group recorded different entries; expected: an error"
+    if expected == "values" and answer.raised:
+        return f"{answer.error_type}: {answer.error}; expected: a report"
+    if expected == "either" and len(raised_of_stage) > 1:
+        return f"{'an error' if answer.raised else 'a report'}, and other ranks of its stage end differently"
+    return ""
+
+
+def _compare_step(
+    outcome: Outcome, step: Covered, found: Mapping[int, Mapping[str, float]], names: Sequence[str]
+) -> Comparisons:
+    """Compare the values of a step, with empty entries counted or left out, whichever fits better."""
     worked_out = exact(outcome, step)
     wrong, compared = _off(worked_out, "zero", found, names)
     if wrong:
-        wrong, compared = min(
-            ((wrong, compared), _off(worked_out, "left_out", found, names)), key=lambda by: len(by[0])
-        )
+        left_out = _off(worked_out, "left_out", found, names)
+        wrong, compared = min((wrong, compared), left_out, key=lambda by: len(by[0]))
     for rank, pairs in compared.items():
-        tally.add(pairs=pairs, rank=rank)
-    tally.beyond = max([tally.beyond, *(value.size for value in wrong)])
-    causes = {rank: _cause(outcome, step, [value for value in wrong if value.rank == rank]) for rank in compared}
-    return [
-        Finding(
-            value.name,
-            f"rank {value.rank}: step {step.number}: {value.name} is {value.words}"
-            f"{causes[value.rank] or _ratio(outcome, worked_out, value)}",
-            (value.rank,),
-        )
-        for value in wrong
-    ]
+        of_rank = [value for value in wrong if value.rank == rank]
+        cause = _cause(outcome, step, of_rank)
+        for value in of_rank:
+            said = f"rank {rank}: step {step.number}: {value.name} is {value.words}"
+            sentence = f"{said}{cause or _ratio(outcome, worked_out, value)}"
+            yield Comparison(rank, sentence, worst=value.size, kind=value.name)
+        yield Comparison(rank, pairs=pairs)
 
 
 def _cause(outcome: Outcome, step: Covered, wrong: Sequence[_Wrong]) -> str:
