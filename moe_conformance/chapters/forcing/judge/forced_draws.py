@@ -7,10 +7,15 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from moe_conformance.chapters.forcing.judge.forced_logits_noise import chosen_by_own, following, without_noise
-from moe_conformance.chapters.forcing.judge.forced_routing import expect_forced_weights, forced_expected_of
+from moe_conformance.chapters.forcing.judge.forced_logits_noise import chosen_without_forcing, following, without_noise
+from moe_conformance.chapters.forcing.judge.forced_routing import (
+    compared_routes,
+    expect_forced_weights,
+    forced_expected_of,
+)
 from moe_conformance.chapters.forcing.workloads.forcing import bias_decides_alone
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place, stages
 from moe_conformance.judging.shared.router.expected import RouterExpected
@@ -38,23 +43,24 @@ def judge_random(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongCount, WrongSelection, WrongWeight: routes or weights are others.
     """
-    router = expected_of(reading)
-    findings = [finding for place in router.places for finding in _uneven(router, place)]
-    if findings:
-        fail(WrongCount, "route", findings)
-    if findings := [*_alike_in_turn(router), *_alike_on_ranks(router)]:
-        fail(WrongSelection, "route", findings)
-    if findings := [finding for place in router.places for finding in chosen_by_own(router, place)]:
-        fail(WrongSelection, "route", findings)
-    if (expected := forced_expected_of(reading)) is not None:
-        if findings := [finding for place in router.places for finding in _not_normal(expected, place)]:
-            fail(WrongSelection, "route", findings)
-        if findings := [finding for rank in _ranks(router) for finding in following(expected, router, rank)]:
-            fail(WrongSelection, "route", findings)
+    _judge_random_routes(reading, tally)
+    if (forced := forced_expected_of(reading)) is not None:
         with tally.uncounted() as uncounted:
-            expect_forced_weights(reading, expected, uncounted)
-    for place in router.places:
-        tally.add(pairs=router.ids[place].numel(), rank=place[1])
+            expect_forced_weights(reading, forced, uncounted)
+
+
+@judge(WrongSelection, "route", loads=WrongCount)
+def _judge_random_routes(reading: Reading) -> Comparisons:
+    """Decide whether routes are random, and whether the forced logits are, if the backend returns them."""
+    router = expected_of(reading)
+    places, ranks = router.places, _ranks(router)
+    findings = [finding for place in places for finding in _uneven(router, place)]
+    findings = findings or [*_alike_in_turn(router), *_alike_on_ranks(router)]
+    findings = findings or [finding for place in places for finding in chosen_without_forcing(router, place)]
+    if not findings and (forced := forced_expected_of(reading)) is not None:
+        findings = [finding for place in places for finding in _not_normal(forced, place)]
+        findings = findings or [finding for rank in ranks for finding in following(forced, router, rank)]
+    return compared_routes(router, findings)
 
 
 def _uneven(router: RouterExpected, place: Place) -> list[Finding]:
@@ -140,7 +146,8 @@ def _outside(draws: list[Tensor], deviation: float) -> str:
     return "" if low <= found <= high else f"have a mean square of {found:.4g}; expected {low:.4g} to {high:.4g}"
 
 
-def judge_bias_draws(reading: Reading, tally: Tally) -> None:
+@judge(WrongSelection, "route")
+def judge_bias_draws(reading: Reading) -> Comparisons:
     """Decide whether the forced bias is one number per expert, of the configured standard deviation.
 
     Where only the bias decides, all tokens of a forward select the same experts. Elsewhere it is visible in the logits,
@@ -151,15 +158,15 @@ def judge_bias_draws(reading: Reading, tally: Tally) -> None:
         WrongForm, WrongSelection: there is no such bias.
     """
     router = expected_of(reading)
-    findings = _split(router) if bias_decides_alone(router.workload) else _wrong_deviation(reading)
-    if findings:
-        fail(WrongSelection, "route", findings)
-    if not bias_decides_alone(router.workload) and (expected := forced_expected_of(reading)) is not None:
-        for rank in _ranks(router):
-            if findings := [*without_noise(expected, rank), *following(expected, router, rank)]:
-                fail(WrongSelection, "route", findings)
-    for place in router.places:
-        tally.add(pairs=router.ids[place].numel(), rank=place[1])
+    if bias_decides_alone(router.workload):
+        return compared_routes(router, _split(router))
+    forced = forced_expected_of(reading)
+    if forced is None:
+        raise NotOffered("the router does not report the forced logits")
+    findings = _wrong_deviation(forced)
+    for rank in _ranks(router):
+        findings = findings or [*without_noise(forced, rank), *following(forced, router, rank)]
+    return compared_routes(router, findings)
 
 
 def _ranks(router: RouterExpected) -> range:
@@ -178,11 +185,8 @@ def _split(router: RouterExpected) -> list[Finding]:
     return findings
 
 
-def _wrong_deviation(reading: Reading) -> list[Finding]:
+def _wrong_deviation(expected: RouterExpected) -> list[Finding]:
     """Return findings for ranks whose logits show another deviation; for a kept bias from the first forward."""
-    expected = forced_expected_of(reading)
-    if expected is None:
-        raise NotOffered("the router does not report the forced logits")
     deviation = expected.workload.config.routing.forced[0][1]
     assert deviation is not None
     findings = []
@@ -198,7 +202,8 @@ def _wrong_deviation(reading: Reading) -> list[Finding]:
     return findings
 
 
-def judge_bias_on_ranks(reading: Reading, tally: Tally) -> None:
+@judge(WrongSelection, "route")
+def judge_bias_on_ranks(reading: Reading) -> Comparisons:
     """Decide whether all ranks of a pipeline stage draw the same bias, where only the bias decides.
 
     Raises:
@@ -215,13 +220,11 @@ def judge_bias_on_ranks(reading: Reading, tally: Tally) -> None:
                     f"the forced bias is not the same on ranks of one pipeline stage: in forward {m} select {said}"
                 )
                 findings.append(Finding("ranks", sentence, ranks))
-    if findings:
-        fail(WrongSelection, "route", findings)
-    for place in router.places:
-        tally.add(pairs=router.ids[place].numel(), rank=place[1])
+    return compared_routes(router, findings)
 
 
-def judge_bias_in_turn(reading: Reading, tally: Tally) -> None:
+@judge(WrongSelection, "route")
+def judge_bias_in_turn(reading: Reading) -> Comparisons:
     """Decide whether a bias that decides alone is drawn in every forward, or drawn once per layer and kept.
 
     Forwards without tokens are not compared.
@@ -233,14 +236,11 @@ def judge_bias_in_turn(reading: Reading, tally: Tally) -> None:
     router = expected_of(reading)
     chosen = {place: ids_TK for place, ids_TK in router.ids.items() if len(ids_TK)}
     pairs = [(one, other) for one, other in combinations(sorted(chosen), 2) if one[1] == other[1]]
-    findings = []
     for one, other in pairs:
-        if sentence := _wrong_turn(router, one, other):
-            findings.append(Finding(sentence.split(": ")[-1], sentence, (one[1],)))
-    if findings:
-        fail(WrongSelection, "route", findings)
+        wrong = _wrong_turn(router, one, other)
+        yield Comparison(one[1], wrong, kind=wrong.split(": ")[-1])
     for place in {place for pair in pairs for place in pair}:
-        tally.add(pairs=chosen[place].numel(), rank=place[1])
+        yield Comparison(place[1], pairs=chosen[place].numel())
 
 
 def _wrong_turn(router: RouterExpected, one: Place, other: Place) -> str:

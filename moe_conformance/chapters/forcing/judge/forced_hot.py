@@ -11,8 +11,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from moe_conformance.chapters.forcing.judge.forced_routing import compared_routes
+from moe_conformance.contract import Config
 from moe_conformance.contract.topology import Layout
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.comparisons import Comparisons, judge
+from moe_conformance.judging.findings import Finding
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.script import answers, judge_refused
 from moe_conformance.judging.shared.router.expected import RouterExpected
@@ -41,7 +44,8 @@ def blocks_of(layout: Layout, experts: int, ranks: int = 1) -> Blocks:
     return [range(first, first + size) for first in range(0, experts, size)]
 
 
-def judge_hot_rank(reading: Reading, tally: Tally) -> None:
+@judge(WrongSelection, "route")
+def judge_hot_rank(reading: Reading) -> Comparisons:
     """Decide whether one expert parallel rank gets as many slots of every token as possible.
 
     Raises:
@@ -49,10 +53,12 @@ def judge_hot_rank(reading: Reading, tally: Tally) -> None:
     """
     workload = reading.outcome.workload
     blocks = blocks_of(workload.layout, workload.config.experts)
-    _judge(reading, tally, lambda ids: hot_blocks(ids, blocks), _most("rank", len(blocks[0])))
+    expected = _most(workload.config, "rank", len(blocks[0]))
+    return _compare_hot(reading, lambda ids: hot_blocks(ids, blocks), expected)
 
 
-def judge_hot_node(reading: Reading, tally: Tally) -> None:
+@judge(WrongSelection, "route")
+def judge_hot_node(reading: Reading) -> Comparisons:
     """Decide whether one node gets as many slots of every token as possible, evenly over its experts.
 
     Raises:
@@ -61,22 +67,24 @@ def judge_hot_node(reading: Reading, tally: Tally) -> None:
     workload = reading.outcome.workload
     ranks = int(workload.config.routing.forced[0][1] or 1)
     blocks = blocks_of(workload.layout, workload.config.experts, ranks)
-    words = _most(f"node of {ranks} ranks", len(blocks[0]))
-    _judge(reading, tally, lambda ids: hot_blocks(ids, blocks, even=True), lambda of: f"{words(of)}, spread evenly")
+    expected = _most(workload.config, f"node of {ranks} ranks", len(blocks[0])) + ", spread evenly"
+    return _compare_hot(reading, lambda ids: hot_blocks(ids, blocks, even=True), expected)
 
 
-def judge_hot_expert(reading: Reading, tally: Tally) -> None:
+@judge(WrongSelection, "route")
+def judge_hot_expert(reading: Reading) -> Comparisons:
     """Decide whether one expert gets a slot of every token, and the other experts have equal loads.
 
     Raises:
         WrongForm, WrongSelection: not the same expert, not a slot of every token, or uneven loads of the others.
     """
-    experts = reading.outcome.workload.config.experts
-    words = _most("expert", 1)
-    _judge(reading, tally, lambda ids: hot_experts(ids, experts), lambda of: f"{words(of)}, and the others evenly")
+    config = reading.outcome.workload.config
+    expected = _most(config, "expert", 1) + ", and the others evenly"
+    return _compare_hot(reading, lambda ids: hot_experts(ids, config.experts), expected)
 
 
-def judge_ratio(reading: Reading, tally: Tally) -> None:
+@judge(WrongSelection, "route")
+def judge_ratio(reading: Reading) -> Comparisons:
     """Decide whether one expert parallel rank gets `ratio` times the slots of each other rank.
 
     Raises:
@@ -85,15 +93,12 @@ def judge_ratio(reading: Reading, tally: Tally) -> None:
     workload = reading.outcome.workload
     blocks, ratio = blocks_of(workload.layout, workload.config.experts), workload.config.routing.forced[0][1]
     assert ratio is not None  # every workload with this strategy has one
-    _judge(
-        reading,
-        tally,
-        lambda ids: hot_by_ratio(ids, blocks, ratio),
-        lambda of: f"one rank gets {ratio:g} times what each other rank gets, as far as its experts allow",
-    )
+    expected = f"one rank gets {ratio:g} times what each other rank gets, as far as its experts allow"
+    return _compare_hot(reading, lambda ids: hot_by_ratio(ids, blocks, ratio), expected)
 
 
-def judge_alternating(reading: Reading, tally: Tally) -> None:
+@judge(WrongSelection, "route")
+def judge_alternating(reading: Reading) -> Comparisons:
     """Decide whether the hot rank moves to the next rank in every forward, and is the same on all source ranks.
 
     Raises:
@@ -108,11 +113,11 @@ def judge_alternating(reading: Reading, tally: Tally) -> None:
         ids = [[router.ids[m, rank] for rank in ranks] for m in forwards]
         if first_hot_ranks(ids, blocks):
             continue
-        hot = [hot_blocks(blocks_of_forward, blocks) for blocks_of_forward in ids]
-        by_forward = "; ".join(f"forward {m}: {_ranks(blocks_of_forward)}" for m, blocks_of_forward in enumerate(hot))
+        hot = [hot_blocks(ids_of_forward, blocks) for ids_of_forward in ids]
+        by_forward = "; ".join(f"forward {m}: {_ranks(hot_ranks)}" for m, hot_ranks in enumerate(hot))
         cause = (
             "likely cause: the hot rank stays"
-            if all(blocks_of_forward == hot[0] for blocks_of_forward in hot)
+            if all(hot_ranks == hot[0] for hot_ranks in hot)
             else _cause(router, ranks)
         )
         sentence = (
@@ -120,7 +125,7 @@ def judge_alternating(reading: Reading, tally: Tally) -> None:
             f"on with every forward; {cause}"
         )
         findings.append(Finding("turns", sentence, ranks))
-    _end(router, findings, tally)
+    return compared_routes(router, findings)
 
 
 def judge_strategies_refused(outcome: Outcome, tally: Tally) -> None:
@@ -148,13 +153,8 @@ def judge_strategies_refused(outcome: Outcome, tally: Tally) -> None:
 # ---- how -----------------------------------------------------------------------------------------------------
 
 
-def _judge(
-    reading: Reading,
-    tally: Tally,
-    hot: Callable[[Sequence[Tensor]], tuple[int, ...]],
-    expected: Callable[[RouterExpected], str],
-) -> None:
-    """Require that one block can have been hot, for each exchange group and forward."""
+def _compare_hot(reading: Reading, hot: Callable[[Sequence[Tensor]], tuple[int, ...]], expected: str) -> Comparisons:
+    """Decide whether one block can have been hot, for each exchange group and forward."""
     router, findings = expected_of(reading), []
     E, ep = router.workload.config.experts, router.workload.layout.ep
     for m in range(len(router.workload.batches)):
@@ -167,28 +167,17 @@ def _judge(
             by_rank = total_E.reshape(ep, -1).sum(1).tolist()
             sentence = (
                 f"{_sources(ranks)} together route {total_E.tolist()} tokens to the experts and {by_rank} to the "
-                f"expert parallel ranks in forward {m}; expected for {name}: {expected(router)}; "
+                f"expert parallel ranks in forward {m}; expected for {name}: {expected}; "
                 f"{_cause(router, ranks, m)}"
             )
             findings.append(Finding("hot", sentence, ranks, float(max(by_rank))))
-    _end(router, findings, tally)
+    return compared_routes(router, findings)
 
 
-def _end(router: RouterExpected, findings: list[Finding], tally: Tally) -> None:
-    if findings:
-        fail(WrongSelection, "route", findings)
-    for place in router.places:
-        tally.add(pairs=router.ids[place].numel(), rank=place[1])
-
-
-def _most(block: str, size: int) -> Callable[[RouterExpected], str]:
-    def words(router: RouterExpected) -> str:
-        config = router.workload.config
-        slots = min(config.top_k, size)
-        times = overload(config.top_k, config.experts, size)
-        return f"one {block} gets {slots} of the {config.top_k} slots of every token, {times:g} times the mean load"
-
-    return words
+def _most(config: Config, block: str, size: int) -> str:
+    """Return what is expected of a block of `size` experts that is as hot as possible."""
+    slots, times = min(config.top_k, size), overload(config.top_k, config.experts, size)
+    return f"one {block} gets {slots} of the {config.top_k} slots of every token, {times:g} times the mean load"
 
 
 def _cause(router: RouterExpected, ranks: Sequence[int], forward: int = 0) -> str:

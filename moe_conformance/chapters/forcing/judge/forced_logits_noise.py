@@ -58,7 +58,7 @@ def following(forced: RouterExpected, router: RouterExpected, rank: int) -> list
     return [Finding("following", sentence, (rank,))]
 
 
-def chosen_by_own(router: RouterExpected, place: Place) -> list[Finding]:
+def chosen_without_forcing(router: RouterExpected, place: Place) -> list[Finding]:
     """Return a finding if random routes of a rank agree with the router's own choice more or less than by chance.
 
     Rule: K^2 T / E pairs, with the margin of a load of T K choices of K in E: a token's experts are drawn without
@@ -74,7 +74,7 @@ def chosen_by_own(router: RouterExpected, place: Place) -> list[Finding]:
         f"{common} of the {ids_TK.numel()} routes of rank {rank} are what the router itself would have selected; "
         f"expected by chance {mean:g}, off by no more than {margin:.4g}"
     )
-    return [Finding("own", sentence, (rank,))]
+    return [Finding("unforced", sentence, (rank,))]
 
 
 def _centred(logits_TE: Tensor) -> Tensor:

@@ -9,11 +9,12 @@ import re
 from collections.abc import Sequence
 from math import isclose
 
-from moe_conformance.chapters.forcing.judge.forced_routing import require_forced
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.chapters.forcing.judge.forced_routing import compared_routes, ignored
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.router.routers import expected_of
-from moe_conformance.judging.verdict import NotOffered, Tally, WrongForm
+from moe_conformance.judging.verdict import NotOffered, WrongForm, WrongSelection
 from moe_conformance.reference.forcing.routes import STRATEGIES
 from moe_conformance.scenarios.outcome import RankOutcome
 
@@ -21,50 +22,45 @@ _OF_FORCING = re.compile(r"\bforc(e|ed|es|ing)\b", re.IGNORECASE)  # a warning m
 _NUMBER = re.compile(r"[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?")
 
 
-def judge_reported(reading: Reading, tally: Tally) -> None:
+@judge(WrongForm, "route")
+def judge_reported(reading: Reading) -> Comparisons:
     """Decide whether a forced router reports its strategy and parameter, resolved or in a warning, on every rank.
 
     Raises:
         WrongForm: a rank does not report them.
     """
     name, parameter = reading.outcome.workload.config.routing.forced[0]
-    findings = []
+    by = "" if parameter is None else f" by {parameter:g}"
     for rank in reading.ranks:
         texts = _texts(rank)
-        if any(name in _named(text) and _has(text, parameter) for text in texts):
-            tally.add(pairs=1, rank=rank.rank)
-            continue
-        by = "" if parameter is None else f" by {parameter:g}"
-        words = f"reports {' and '.join(map(repr, texts))}" if texts else "reports nothing of it"
-        sentence = (
+        reported = any(name in _named(text) and _has(text, parameter) for text in texts)
+        words = f"reports {' and '.join(map(repr, texts))}" if texts else "has no resolved['forced'] and no warning"
+        wrong = (
             f"rank {rank.rank} is forced to route by the strategy {name}{by}, and {words}; expected: strategy and "
             "parameter in resolved['forced'], or in a warning while it is built"
         )
-        findings.append(Finding("unreported", sentence, (rank.rank,)))
-    if findings:
-        fail(WrongForm, "route", findings)
+        yield Comparison(rank.rank, "" if reported else wrong, pairs=1, kind="unreported")
 
 
-def judge_nothing_reported(reading: Reading, tally: Tally) -> None:
+@judge(WrongForm, "route")
+def judge_nothing_reported(reading: Reading) -> Comparisons:
     """Decide whether a router without forced routing reports no strategy, neither resolved nor in a warning.
 
     Raises:
         WrongForm: it reports one.
     """
-    findings = []
     for rank in reading.ranks:
         texts = [rank.resolved["forced"]] if "forced" in rank.resolved else []
         texts += [text for text in rank.warned if _OF_FORCING.search(text)]
         for text in texts:
             if named := _named(text):
-                sentence = f"rank {rank.rank} reports {text!r}, and its router is not forced by {' or '.join(named)}"
-                findings.append(Finding("reported", sentence, (rank.rank,)))
-        tally.add(pairs=1, rank=rank.rank)
-    if findings:
-        fail(WrongForm, "route", findings)
+                wrong = f"rank {rank.rank} reports {text!r}, and its router is not forced by {' or '.join(named)}"
+                yield Comparison(rank.rank, wrong, kind="reported")
+        yield Comparison(rank.rank, pairs=1)
 
 
-def judge_strategy_in_force(reading: Reading, tally: Tally) -> None:
+@judge(WrongForm, "route", ignored=WrongSelection)
+def judge_strategy_in_force(reading: Reading) -> Comparisons:
     """Decide whether the reported strategy is the configured one, and whether the routing is forced at all.
 
     Raises:
@@ -76,16 +72,12 @@ def judge_strategy_in_force(reading: Reading, tally: Tally) -> None:
     reporting = {rank.rank: _named(rank.resolved.get("forced", "")) for rank in reading.ranks}
     if not any(reporting.values()):
         raise NotOffered("the router reports no strategy in resolved['forced']")
-    findings = [
+    others = [
         Finding("other", f"rank {rank} reports the strategy {' and '.join(named)}; in force is {configured}", (rank,))
         for rank, named in reporting.items()
         if named and named != [configured]
     ]
-    if findings:
-        fail(WrongForm, "route", findings)
-    require_forced(router)
-    for place in router.places:
-        tally.add(pairs=router.ids[place].numel(), rank=place[1])
+    return compared_routes(router, others or ignored(router))
 
 
 def _texts(rank: RankOutcome) -> list[str]:

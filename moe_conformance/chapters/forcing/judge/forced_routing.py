@@ -5,12 +5,14 @@ Forced logits are used as the backend returns them. Other judges decide whether 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import comb
 
 import torch
 
 from moe_conformance.chapters.forcing.workloads.forcing import forces_logits
 from moe_conformance.judging.compare.bounded import compare, note_beyond
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.run import Reading
@@ -69,15 +71,32 @@ def judge_forced_groups(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongSelection: a choice breaks the limit; or nothing was forced.
     """
-    if forces_logits(reading.outcome.workload):
-        _judge_limit(reading, tally)
-    else:
+    if not forces_logits(reading.outcome.workload):
         judge_forced_loads(reading, tally)
+        return
+    forced = forced_expected_of(reading)
+    _judge_limit(reading, tally)
+    if forced is not None:
+        with tally.uncounted() as uncounted:
+            judge_selection(reading, uncounted, forced)
 
 
-def _judge_limit(reading: Reading, tally: Tally) -> None:
-    router, forced = expected_of(reading), forced_expected_of(reading)
-    require_forced(router)
+@judge(WrongSelection, "route")
+def _judge_limit(reading: Reading) -> Comparisons:
+    router = expected_of(reading)
+    return compared_routes(router, ignored(router) or _over_limit(router) or _groups_ignored(router))
+
+
+def compared_routes(router: RouterExpected, findings: Iterable[Finding]) -> Comparisons:
+    """Yield the findings, and a comparison of the routes of every rank and forward."""
+    for finding in findings:
+        yield Comparison(None, finding)
+    for place in router.places:
+        yield Comparison(place[1], pairs=router.ids[place].numel())
+
+
+def _over_limit(router: RouterExpected) -> list[Finding]:
+    """Return findings for tokens whose experts are in more groups than the limit."""
     config = router.workload.config
     assert config.routing.groups is not None  # callers have groups
     groups, chosen = config.routing.groups
@@ -91,22 +110,15 @@ def _judge_limit(reading: Reading, tally: Tally) -> None:
                 "likely cause: logits were forced after the group limit"
             )
             findings.append(Finding("groups", sentence, (rank,), float(used_T[t])))
-    if findings:
-        fail(WrongSelection, "route", findings)
-    _require_groups_forced(router)
-    if forced is not None:
-        with tally.uncounted() as uncounted:
-            judge_selection(reading, uncounted, forced)
-    for place in router.places:
-        tally.add(pairs=router.ids[place].numel(), rank=place[1])
+    return findings
 
 
-def _require_groups_forced(router: RouterExpected) -> None:
-    """Raise if random logits selected only in the groups of the router's own logits, for every token."""
+def _groups_ignored(router: RouterExpected) -> list[Finding]:
+    """Return findings if random logits selected only in the groups of the router's own logits, for every token."""
     config = router.workload.config
     assert config.routing.groups is not None
     if config.routing.forced[0][0] != "random":
-        return  # a bias may open the same groups for all tokens, which may be those by chance
+        return []  # a bias may open the same groups for all tokens, which may be those by chance
     findings = []
     for place in router.places:
         tokens = len(router.ids[place])
@@ -115,9 +127,8 @@ def _require_groups_forced(router: RouterExpected) -> None:
                 f"all {tokens} tokens of rank {place[1]} select experts of the groups that the router's own logits "
                 "select, not the forced ones; likely cause: logits were forced after the group limit"
             )
-            findings.append(Finding("own groups", sentence, (place[1],)))
-    if findings:
-        fail(WrongSelection, "route", findings)
+            findings.append(Finding("unforced groups", sentence, (place[1],)))
+    return findings
 
 
 def _within_unforced_groups(router: RouterExpected, place: Place) -> bool:
@@ -132,8 +143,8 @@ def _within_unforced_groups(router: RouterExpected, place: Place) -> bool:
     return bool(open_TE.gather(1, router.ids[place]).all())
 
 
-def require_forced(router: RouterExpected) -> None:
-    """Raise if all tokens of a rank selected what they would have selected without a strategy."""
+def ignored(router: RouterExpected) -> list[Finding]:
+    """Return findings for ranks whose tokens all selected what they would have selected without a strategy."""
     config = router.workload.config
     findings = []
     for place in router.places:
@@ -145,32 +156,28 @@ def require_forced(router: RouterExpected) -> None:
                 f"forced routing {config.routing.forced[0][0]} was requested, accepted and ignored"
             )
             findings.append(Finding("ignored", sentence, (place[1],)))
-    if findings:
-        fail(WrongSelection, "route", findings)
+    return findings
 
 
 # ---- loads ---------------------------------------------------------------------------------------------------
 
 
-def judge_forced_loads(reading: Reading, tally: Tally) -> None:
+@judge(WrongSelection, "route")
+def judge_forced_loads(reading: Reading) -> Comparisons:
     """Decide whether round robin gives the experts of every rank loads that differ by at most one.
 
     Raises:
         WrongForm, WrongSelection: loads differ by more, or nothing was forced.
     """
     router = expected_of(reading)
-    findings = []
     for place in router.places:
         loads_E = loads(router.ids[place], router.workload.config.experts)
-        if not balanced(loads_E):
-            findings.append(_unbalanced(router, place, loads_E.tolist()))
-    if findings:
-        fail(WrongSelection, "route", findings)
-    for place in router.places:
-        tally.add(pairs=router.ids[place].numel(), rank=place[1])
+        wrong = "" if balanced(loads_E) else _unbalanced(router, place, loads_E.tolist())
+        yield Comparison(place[1], wrong, pairs=router.ids[place].numel())
 
 
-def judge_loads_over_ranks(reading: Reading, tally: Tally) -> None:
+@judge(WrongSelection, "route")
+def judge_loads_over_ranks(reading: Reading) -> Comparisons:
     """Decide whether round robin also balances the loads over all source ranks of an expert parallel group.
 
     The loads differ by at most one if all ranks have equally many tokens, else by at most the number of ranks.
@@ -178,7 +185,7 @@ def judge_loads_over_ranks(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongSelection: other loads.
     """
-    router, config, findings = expected_of(reading), reading.outcome.workload.config, []
+    router, config = expected_of(reading), reading.outcome.workload.config
     for m in range(len(reading.batches)):
         for ranks in router.workload.layout.groups()["ep_etp"]:
             loads_by_rank = [loads(router.ids[m, rank], config.experts) for rank in ranks]
@@ -189,11 +196,9 @@ def judge_loads_over_ranks(reading: Reading, tally: Tally) -> None:
                     "expected for round_robin over all source ranks: as even as over one; likely cause: a rank does "
                     "not begin at the expert, modulo E, where the K slots of each token of the rank before end"
                 )
-                findings.append(Finding("sum", sentence, ranks, float(total_E.max() - total_E.min())))
+                yield Comparison(None, Finding("sum", sentence, ranks, float(total_E.max() - total_E.min())))
             for rank in ranks:
-                tally.add(pairs=router.ids[m, rank].numel(), rank=rank)
-    if findings:
-        fail(WrongSelection, "route", findings)
+                yield Comparison(rank, pairs=router.ids[m, rank].numel())
 
 
 def _unbalanced(router: RouterExpected, place: Place, loads_E: list[int]) -> Finding:
@@ -250,7 +255,8 @@ def expect_forced_weights(reading: Reading, expected: RouterExpected, tally: Tal
     judge_router_weights(reading, tally, expected)
 
 
-def judge_masked_weights(reading: Reading, tally: Tally) -> None:
+@judge(WrongWeight, "route")
+def judge_masked_weights(reading: Reading) -> Comparisons:
     """Decide whether forced experts with the logit -inf have the weight 0, and all others their finite score.
 
     Masked experts must be forced too: `judge_forced_loads` has no exception for masks. Logits are entries of the
@@ -259,9 +265,8 @@ def judge_masked_weights(reading: Reading, tally: Tally) -> None:
     Raises:
         WrongForm, WrongSelection, WrongWeight: weights are others, or nothing was forced.
     """
-    with tally.uncounted() as uncounted:
-        judge_forced_loads(reading, uncounted)
-    router, findings = expected_of(reading), []
+    judge_forced_loads(reading, Tally())
+    router = expected_of(reading)
     for place in router.places:
         ids_TK, weights_TK = router.ids[place], reading.seen(*place).router.weights_TK
         if weights_TK is None or weights_TK.shape != ids_TK.shape:
@@ -277,10 +282,8 @@ def judge_masked_weights(reading: Reading, tally: Tally) -> None:
                 f"rank {place[1]} token {t} has the weights {weights_TK[t].tolist()}, which do not follow from "
                 f"the logits of its forced experts, {logits_TE[t].gather(0, ids_TK[t]).tolist()}"
             )
-            findings.append(Finding("masked", sentence, (place[1],)))
-        tally.add(pairs=ids_TK.numel(), rank=place[1])
-    if findings:
-        fail(WrongWeight, "route", findings)
+            yield Comparison(place[1], sentence, kind="masked")
+        yield Comparison(place[1], pairs=ids_TK.numel())
 
 
 def _of_others(reading: Reading, expected: RouterExpected, place: Place) -> list[Finding]:
@@ -317,13 +320,13 @@ def judge_straight_through(reading: Reading, tally: Tally) -> None:
             `judge_router_gradient`.
     """
     expected = _visible(reading)
-    _require_passage(reading, expected, tally)
+    _judge_passage(reading, tally, expected)
     _judge_gradients(reading, tally, expected)
 
 
-def _require_passage(reading: Reading, expected: RouterExpected, tally: Tally) -> None:
-    """Raise if the tokens' gradients are zeros and should not be."""
-    findings = []
+@judge(WrongGradient, "gradient")
+def _judge_passage(reading: Reading, expected: RouterExpected) -> Comparisons:
+    """Decide whether the tokens' gradients are zeros only where they should be."""
     for m, rank in expected.places:
         if not reading.goes_backward(m):
             continue
@@ -333,10 +336,7 @@ def _require_passage(reading: Reading, expected: RouterExpected, tally: Tally) -
             sentence = (
                 f"dx of rank {rank} is zero; likely cause: no gradient passes through the forced logits to the router"
             )
-            findings.append(Finding("closed", sentence, (rank,)))
-            note_beyond(tally, dx_TD, *target)
-    if findings:
-        fail(WrongGradient, "gradient", findings)
+            yield Comparison(rank, sentence, worst=compare(dx_TD, *target).counted, kind="closed")
 
 
 def _visible(reading: Reading) -> RouterExpected:

@@ -56,8 +56,13 @@ class ReportsRandom(ForcedRouter):
 
 
 @planted(
-    Expectation("FORCE-23", "forced-random-groups", "route", "by the strategy random, and reports nothing of it"),
-    Expectation("FORCE-23", "hot-rank", "route", "by the strategy worst_rank, and reports nothing of it"),
+    Expectation(
+        "FORCE-23",
+        "forced-random-groups",
+        "route",
+        "by the strategy random, and has no resolved['forced']",
+    ),
+    Expectation("FORCE-23", "hot-rank", "route", "by the strategy worst_rank, and has no resolved['forced']"),
 )
 class ForcedInSilence(ForcedRouter):
     """A forced router looks like any other."""
