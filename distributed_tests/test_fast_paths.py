@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from moe_conformance.chapters.fast_paths.judge.equal_split_exchanges import judge_equal_splits
+from moe_conformance.chapters.fast_paths.judge.claims import judge_optional_named, require_round_robin_offered
 from moe_conformance.chapters.fast_paths.judge.equal_splits import (
     judge_compacted,
+    judge_equal_splits,
     judge_gradients,
     judge_padded,
     judge_sizes,
 )
-from moe_conformance.chapters.fast_paths.judge.optional import judge_optional_named
-from moe_conformance.chapters.fast_paths.judge.round_robin import judge_start
 from moe_conformance.chapters.fast_paths.judge.shortcut_counters import judge_counts, judge_unchanged
 from moe_conformance.judging.observed.script import judge_arguments
 from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries
@@ -74,6 +73,6 @@ class TestRoundRobin:
     test_results_are_those_of_the_ids = Row(
         "FAST-14",
         ExchangeStep(option="round robin"),
-        (judge_start, judge_deliveries, judge_outputs, judge_rows_gradients, judge_dx, judge_dweights),
+        (require_round_robin_offered, judge_deliveries, judge_outputs, judge_rows_gradients, judge_dx, judge_dweights),
     )
     """Deliveries, outputs and gradients are those of the ids, whether every token goes to one rank or not."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_conformance.judging.compare import bounds
 from moe_conformance.judging.compare.bounded import Target, Worst, compare, within
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.script import answers, judge_no_slip, values
 from moe_conformance.judging.verdict import AbsentGradient, Raised, Tally, WrongForm, WrongGradient, WrongOutput
@@ -292,7 +293,8 @@ def _cause_of_none(forward: Forward, outcome: Outcome) -> str:
 # ---- memory --------------------------------------------------------------------------------------------------
 
 
-def judge_memory(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongOutput, "experts")
+def judge_memory(outcome: Outcome) -> Comparisons:
     """Decide whether no memory holds the values of replaced weights or of deleted experts.
 
     Memory that held them before any forward belongs to the caller.
@@ -301,17 +303,12 @@ def judge_memory(outcome: Outcome, tally: Tally) -> None:
         WrongOutput: there are more tensors with the old values than before.
     """
     numbers = [number for number, call in enumerate(outcome.workload.calls) if call.method == "remains"]
-    findings = []
     for rank, at_first in enumerate(values(outcome, numbers[0])):
         for number, when in zip(numbers[1:], ("the weights were replaced", "the experts were deleted"), strict=True):
             found = values(outcome, number)[rank]
-            if found > at_first:
-                sentence = f"{found - at_first} tensors hold values of the old weights after {when} and one forward"
-                cause = "likely cause: weights derived from them are kept"
-                findings.append(Finding(when, f"rank {rank}: {sentence}; expected none; {cause}", (rank,)))
-            tally.add(pairs=1, rank=rank)
-    if findings:
-        fail(WrongOutput, "experts", findings)
+            sentence = f"{found - at_first} tensors hold values of the old weights after {when} and one forward"
+            wrong = f"rank {rank}: {sentence}; expected none; likely cause: weights derived from them are kept"
+            yield Comparison(rank, wrong if found > at_first else "", pairs=1, kind=when)
 
 
 # ---- words ---------------------------------------------------------------------------------------------------

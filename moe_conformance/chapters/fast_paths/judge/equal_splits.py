@@ -1,4 +1,4 @@
-"""Judges of pieces that are padded to equal splits and cut back, bit for bit, and of the split size."""
+"""Judges of equal splits: of their size, of pieces that are padded and cut back, and of exchanges in the ledger."""
 
 from __future__ import annotations
 
@@ -8,23 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_conformance.engine.ledger.entry import Entry
 from moe_conformance.judging.compare.tensors import judge_tensor
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding
+from moe_conformance.judging.observed.ledgers import judge_agreement
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.script import answers, values
+from moe_conformance.judging.observed.traffic import carries_rows, exchange_phases
 from moe_conformance.judging.verdict import Tally, WrongCount, WrongForm, WrongGradient, WrongOutput
 from moe_conformance.reference.fast_paths.equal_splits import compact, lawful_splits, pad, smallest_split
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records.workload import Ref
 
 
-def judge_sizes(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongCount, "dispatch")
+def judge_sizes(outcome: Outcome) -> Comparisons:
     """Decide whether all ranks of every ep group pad to one size, which holds the largest piece.
 
     Raises:
         WrongCount: sizes differ, or a piece does not fit.
         Raised, Hung, Died: a rank did not finish.
     """
-    findings = []
     for number, call in enumerate(outcome.workload.calls):
         if call.method != "size":
             continue
@@ -37,11 +42,9 @@ def judge_sizes(outcome: Outcome, tally: Tally) -> None:
                 largest_of_rank = sizes == splits_WW.max(dim=1).values.tolist()
                 cause = "; likely cause: every rank takes the largest of its own pieces" if largest_of_rank else ""
                 said = f"ranks {', '.join(map(str, ranks))} pad the pieces of call {number} to {sizes} rows instead of "
-                findings.append(Finding("size", f"{said}one number, {least} or more{cause}", tuple(ranks)))
+                yield Comparison(None, Finding("size", f"{said}one number, {least} or more{cause}", tuple(ranks)))
             for rank in ranks:
-                tally.add(pairs=1, rank=rank)
-    if findings:
-        fail(WrongCount, "dispatch", findings)
+                yield Comparison(rank, pairs=1)
 
 
 def judge_padded(outcome: Outcome, tally: Tally) -> None:
@@ -80,13 +83,13 @@ def judge_gradients(outcome: Outcome, tally: Tally) -> None:
         AbsentGradient, WrongForm, WrongGradient: a gradient is None, or has another shape or value.
         Raised, Hung, Died: a rank did not finish.
     """
-    for method, name, ask in (("pad", "rows_RD", pad), ("compact", "rows_PD", compact)):
+    for method, name, oracle in (("pad", "rows_RD", pad), ("compact", "rows_PD", compact)):
         for number, rank, given in _calls(outcome, method):
             call = outcome.workload.calls[number]
             if not call.upstream:
                 continue
             leaf = given[name].double().requires_grad_()
-            ask(leaf, given["pieces"], given["size"]).backward(call.upstream[rank][""].double())
+            oracle(leaf, given["pieces"], given["size"]).backward(call.upstream[rank][""].double())
             assert leaf.grad is not None  # the oracle's result depends on it
             judge_tensor(
                 answers(outcome, number)[rank].gradients[name], leaf.grad, tally, error=WrongGradient, stage="gradient",
@@ -113,3 +116,32 @@ def _judge_rows(
 
 def _of(given: Mapping[str, Any]) -> str:
     return f", pieces {list(given['pieces'])} in splits of {given['size']}"
+
+
+@judge(WrongCount, "run")
+def judge_equal_splits(reading: Reading) -> Comparisons:
+    """Decide whether all splits of every all-to-all of rows are equal, in dispatch, combine and backward.
+
+    The ranks of a group then have the same split, since the sizes that are sent and received fit together.
+
+    Raises:
+        WrongCount: the splits of a rank differ within a call.
+        WrongCollectives: the ledgers of two ranks do not fit together.
+    """
+    judge_agreement(reading.outcome, Tally())
+    hidden = reading.outcome.workload.config.hidden
+    for rank in reading.ranks:
+        for phase, calls in exchange_phases(rank):
+            for entry in calls:
+                if entry.op.startswith("all_to_all") and carries_rows(entry, hidden):
+                    found = _splits(entry)
+                    what = f"{entry.op} of {phase} has the splits {list(found)}"
+                    wrong = f"rank {rank.rank}: {what} instead of equal ones" if len({*found}) > 1 else ""
+                    yield Comparison(rank.rank, wrong, pairs=1, kind="splits")
+
+
+def _splits(entry: Entry) -> tuple[int, ...]:
+    """Return the rows sent to and received from every rank; () for even splits, which calls leave out."""
+    if entry.op == "all_to_all":  # calls with lists of tensors
+        return tuple(shape[0] for shape in (*entry.shapes_in, *entry.shapes_out))
+    return (*(entry.in_splits or ()), *(entry.out_splits or ()))

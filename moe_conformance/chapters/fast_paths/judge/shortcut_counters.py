@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.observed.script import answers, values
-from moe_conformance.judging.verdict import Tally, WrongCount, WrongOutput
+from moe_conformance.judging.verdict import WrongCount, WrongOutput
 from moe_conformance.reference.fast_paths.choices import decision_counts, equal_counts, look_up_counts
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records.workload import Call
@@ -47,22 +47,20 @@ class _Segment:
         return equal_counts(given["counts_N"], len(given["rows_RD"]))
 
 
-def judge_counts(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongCount, "experts")
+def judge_counts(outcome: Outcome) -> Comparisons:
     """Decide whether counters are off at first, and count every decision and look-up once when they are on.
 
     Raises:
         WrongCount: they count while they are off or for another rank, count a call otherwise than once, call a shortcut
             taken that may not be, or a look-up a hit that has to be a miss, or the other way round.
     """
-    findings = []
     for segment in _segments(outcome):
         decisions: Mapping[str, Pair] = values(outcome, segment.number, "decisions")[segment.rank]
         look_ups: Mapping[str, Pair] = values(outcome, segment.number, "look_ups")[segment.rank]
         for said in (*_of_decisions(segment, decisions), *_of_look_ups(segment, look_ups, decisions)):
-            findings.append(Finding("counts", f"rank {segment.rank}: {segment.words} {said}", (segment.rank,)))
-        tally.add(pairs=1, rank=segment.rank)
-    if findings:
-        fail(WrongCount, "experts", findings)
+            yield Comparison(segment.rank, f"rank {segment.rank}: {segment.words} {said}", kind="counts")
+        yield Comparison(segment.rank, pairs=1)
 
 
 def _of_decisions(segment: _Segment, decisions: Mapping[str, Pair]) -> Iterator[str]:
@@ -132,7 +130,8 @@ def _looks_up(call: Call, rank: int) -> bool:
     return bool(call.modes) and equal_counts(call.given[rank]["counts_N"], len(call.given[rank]["rows_RD"]))
 
 
-def judge_unchanged(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongOutput, "experts")
+def judge_unchanged(outcome: Outcome) -> Comparisons:
     """Decide whether counted forwards give the same bits as uncounted ones, gradients included.
 
     Compared only where two uncounted forwards give the same bits.
@@ -140,7 +139,6 @@ def judge_unchanged(outcome: Outcome, tally: Tally) -> None:
     Raises:
         WrongOutput: a counted forward gives other bits.
     """
-    findings = []
     for rank in range(outcome.workload.layout.world):
         seen: dict[tuple[int, tuple[str, ...], tuple[int, ...]], list[tuple[bool, tuple[Tensor, ...]]]] = {}
         on, changes = False, 0
@@ -156,13 +154,10 @@ def judge_unchanged(outcome: Outcome, tally: Tally) -> None:
             for counted, results in found:
                 if not counted or not off or not all(_equal(tensors, off[0]) for tensors in off):
                     continue
-                tally.add(elements=sum(tensors.numel() for tensors in results), rank=rank)
-                if not _equal(results, off[0]):
-                    mode = f"under {modes[-1]}" if modes else "with gradients"
-                    said = f"a forward {mode}, counts {list(counts)}, gives other bits while it is counted"
-                    findings.append(Finding("bits", f"rank {rank}: {said}", (rank,)))
-    if findings:
-        fail(WrongOutput, "experts", findings)
+                mode = f"under {modes[-1]}" if modes else "with gradients"
+                said = f"rank {rank}: a forward {mode}, counts {list(counts)}, gives other bits while it is counted"
+                elements = sum(tensors.numel() for tensors in results)
+                yield Comparison(rank, "" if _equal(results, off[0]) else said, elements=elements, kind="bits")
 
 
 def _results(outcome: Outcome, number: int, rank: int) -> tuple[Tensor, ...]:
