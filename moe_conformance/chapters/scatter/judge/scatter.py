@@ -10,9 +10,9 @@ from torch import Tensor
 from moe_conformance.contract import Unsupported
 from moe_conformance.judging.compare.bounded import Target, compare, too_narrow, within
 from moe_conformance.judging.compare.bounds import unit_roundoff
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.observed.script import answers, values
-from moe_conformance.judging.verdict import ChangedInput, Tally, WrongForm, WrongOutput
+from moe_conformance.judging.verdict import ChangedInput, WrongForm, WrongOutput
 from moe_conformance.reference.scatter.addition import scatter_add, scatter_add_bound
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records.workload import Call
@@ -29,7 +29,8 @@ def offered(outcome: Outcome) -> Iterator[tuple[int, Call]]:
             yield number, call
 
 
-def judge_sums(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongOutput, "combine")
+def judge_sums(outcome: Outcome) -> Comparisons:
     """Decide whether every row of a result is its output row plus the source rows whose index names it.
 
     A row that no index names must keep its bits, including the sign of a zero.
@@ -38,7 +39,6 @@ def judge_sums(outcome: Outcome, tally: Tally) -> None:
         WrongForm: the result has another shape or dtype than out.
         WrongOutput: a sum is out of its bound, or a row that no index names has other bits.
     """
-    findings = []
     for number, call in offered(outcome):
         for rank, y_ND in enumerate(values(outcome, number)):
             given = call.given[rank]
@@ -48,42 +48,37 @@ def judge_sums(outcome: Outcome, tally: Tally) -> None:
                 raise WrongForm("combine", f"rank {rank}: the result of {call.method} is {form}", ranks=(rank,))
             allowed_ND = scatter_add_bound(out_ND, index_J, src_JD, unit_roundoff(out_ND.dtype))
             target = Target(scatter_add(out_ND, index_J, src_JD), allowed_ND)
-            worst = compare(y_ND, *target, tally, rank)
-            tally.add(pairs=1, rank=rank)
+            worst = compare(y_ND, *target)
             if not worst.holds:
                 cause = _cause(y_ND, out_ND, index_J, src_JD, target)
-                findings.append(_finding(rank, f"the result of {call.method} is {worst}{cause}"))
+                yield _wrong(rank, f"the result of {call.method} is {worst}{cause}", worst.counted)
                 continue
+            yield Comparison(rank, pairs=1, elements=y_ND.numel(), worst=worst.ratio)
             unnamed_N = torch.bincount(index_J, minlength=len(out_ND)) == 0
             if (other := _other_bits(y_ND[unnamed_N], out_ND[unnamed_N])) is not None:
                 row = int(unnamed_N.nonzero()[other, 0])
                 said = f"the result of {call.method} has other bits than out in row {row}, which no index names"
-                findings.append(_finding(rank, f"{said}; likely cause: zeros were added to it"))
-    if findings:
-        fail(WrongOutput, "combine", findings)
+                yield _wrong(rank, f"{said}; likely cause: zeros were added to it")
 
 
-def judge_bits(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongOutput, "combine")
+def judge_bits(outcome: Outcome) -> Comparisons:
     """Decide whether all calls, which have the same inputs, return the same bits on every rank.
 
     Raises:
         WrongOutput: a call gave other bits than the first one of rank 0.
     """
-    findings = []
     first = values(outcome, 0)[0]
     for number, call in offered(outcome):
         for rank, y_ND in enumerate(values(outcome, number)):
             if (row := _other_bits(y_ND, first)) is not None:
                 said = f"call {number}, {call.method}, gives other bits in row {row} than call 0 of rank 0"
-                findings.append(
-                    _finding(rank, f"{said}, on the same inputs; likely cause: the order of addition varies")
-                )
-            tally.add(elements=y_ND.numel(), pairs=1, rank=rank)
-    if findings:
-        fail(WrongOutput, "combine", findings)
+                yield _wrong(rank, f"{said}, on the same inputs; likely cause: the order of addition varies")
+            yield Comparison(rank, elements=y_ND.numel(), pairs=1)
 
 
-def judge_memory(outcome: Outcome, tally: Tally) -> None:
+@judge(ChangedInput, "combine")
+def judge_memory(outcome: Outcome) -> Comparisons:
     """Decide whether `add` changes none of its arguments, and `add_` its output only.
 
     Raises:
@@ -91,28 +86,23 @@ def judge_memory(outcome: Outcome, tally: Tally) -> None:
             `add_` is another tensor than its output.
         Raised: a call raised.
     """
-    findings = []
     for number, call in offered(outcome):
         values(outcome, number)  # a call that raised has no result
         writes = {"out_ND"} if call.method == IN_PLACE else set()
         for rank, answer in enumerate(answers(outcome, number)):
-            findings += [
-                _finding(rank, f"{call.method} changed {name}; expected: its bytes as before")
-                for name in answer.changed
-                if name not in writes
-            ]
+            for name in answer.changed:
+                if name not in writes:
+                    yield _wrong(rank, f"{call.method} changed {name}; expected: its bytes as before")
             if call.method == IN_PLACE and answer.memory["out_ND"] != "same tensor":
-                findings.append(_finding(rank, f"{IN_PLACE} returned another tensor instead of out_ND itself"))
+                yield _wrong(rank, f"{IN_PLACE} returned another tensor instead of out_ND itself")
             shared = [name for name, lies in answer.memory.items() if lies != "apart" and name not in writes]
             if shared:
-                findings.append(_finding(rank, f"the result of {call.method} shares memory with {', '.join(shared)}"))
-            tally.add(pairs=len(call.given[rank]), rank=rank)
-    if findings:
-        fail(ChangedInput, "combine", findings)
+                yield _wrong(rank, f"the result of {call.method} shares memory with {', '.join(shared)}")
+            yield Comparison(rank, pairs=len(call.given[rank]))
 
 
-def _finding(rank: int, sentence: str) -> Finding:
-    return Finding(sentence.partition(" ")[0], f"rank {rank}: {sentence}", (rank,))
+def _wrong(rank: int, sentence: str, worst: float = 0.0) -> Comparison:
+    return Comparison(rank, f"rank {rank}: {sentence}", worst=worst, kind=sentence.partition(" ")[0])
 
 
 def _cause(y_ND: Tensor, out_ND: Tensor, index_J: Tensor, src_JD: Tensor, target: Target) -> str:

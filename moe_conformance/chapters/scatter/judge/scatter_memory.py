@@ -11,9 +11,9 @@ from torch import Tensor
 from moe_conformance.chapters.scatter.judge.scatter import offered
 from moe_conformance.judging.compare.bounded import Target, compare
 from moe_conformance.judging.compare.bounds import unit_roundoff
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.observed.script import answers, judge_no_slip, values
-from moe_conformance.judging.verdict import ChangedInput, ChangedState, Tally, WrongForm, WrongGradient, WrongOutput
+from moe_conformance.judging.verdict import ChangedInput, ChangedState, WrongForm, WrongGradient, WrongOutput
 from moe_conformance.reference.scatter.addition import add_routed, records_gradient, scatter_add, scatter_add_bound
 from moe_conformance.reference.scatter.memory import in_place_is_lawful, share_bytes, view_of
 from moe_conformance.scenarios.outcome import Answer, Outcome
@@ -25,32 +25,30 @@ def held(given: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return copies of the arguments of a call; two that shared memory share memory in the copies."""
     laid = [value for value in given.values() if isinstance(value, Laid)]
     pair = lay(laid[0].relation, laid[0].memory_M, laid[0].shape) if laid else ()
-    return {
-        name: pair[("out", "x").index(value.which)]
-        if isinstance(value, Laid)
-        else value.leaf.sqrt()
-        if isinstance(value, Root)
-        else value
-        for name, value in given.items()
-    }
+
+    def copy(value: Any) -> Tensor:
+        if isinstance(value, Laid):
+            return pair[("out", "x").index(value.which)]
+        return value.leaf.sqrt() if isinstance(value, Root) else value
+
+    return {name: copy(value) for name, value in given.items()}
 
 
-def judge_routed(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongOutput, "combine", bytes=ChangedInput)
+def judge_routed(outcome: Outcome) -> Comparisons:
     """Decide whether routed rows are added to a shared expert's output, and the layer's input is not changed.
 
     Raises:
         ChangedInput: x has other bytes.
         WrongOutput: a row is out of its bound.
     """
-    findings = []
     for number, call in enumerate(outcome.workload.calls):
         for rank, (y_ND, answer) in enumerate(zip(values(outcome, number), answers(outcome, number), strict=True)):
             given = held(call.given[rank])
             how = f"with out and x {_said(call, rank)}"
-            tally.add(pairs=1, rank=rank)
             if "x_ND" in answer.changed:
-                words = f"rank {rank}: add changed x, the input of the layer, {how}; likely cause: it added in place"
-                findings.append(Finding("bytes", words, (rank,)))
+                wrong = f"rank {rank}: add changed x, the input of the layer, {how}; likely cause: it added in place"
+                yield Comparison(rank, wrong, kind="bytes")
                 continue
             ids_TK = _pairs(given["index_J"], len(given["out_ND"]))
             src_JD = given["src_JD"]
@@ -60,14 +58,12 @@ def judge_routed(outcome: Outcome, tally: Tally) -> None:
                 return src_JD[pair].double().expand(len(x_RD), -1)
 
             expected_ND = add_routed(given["out_ND"], given["x_ND"], ids_TK, weights_TK, row)
-            worst = compare(y_ND, *Target(expected_ND, _allowed(given)), tally, rank)
-            if not worst.holds:
-                findings.append(Finding("sum", f"rank {rank}: {how}, the result of add is {worst}", (rank,)))
-    if findings:
-        fail(ChangedInput if findings[0].kind == "bytes" else WrongOutput, "combine", findings)
+            target = Target(expected_ND, _allowed(given))
+            yield _within(f"rank {rank}: {how}, the result of add", rank, y_ND, target, "sum")
 
 
-def judge_choice(outcome: Outcome, tally: Tally) -> None:
+@judge(ChangedInput, "combine", sum=WrongOutput)
+def judge_choice(outcome: Outcome) -> Comparisons:
     """Decide whether in-place addition is chosen only if the output shares no byte with the other arguments.
 
     If there is nothing to add, the output itself may be returned.
@@ -76,30 +72,25 @@ def judge_choice(outcome: Outcome, tally: Tally) -> None:
         ChangedInput: an argument was changed, or the result is in the output although that shares bytes with x.
         WrongOutput: a sum is out of its bound.
     """
-    findings = []
     for number, call in enumerate(outcome.workload.calls):
         for rank, (y_ND, answer) in enumerate(zip(values(outcome, number), answers(outcome, number), strict=True)):
             given = held(call.given[rank])
             out, x = (view_of(given[name]) for name in ("out_ND", "x_ND"))
             may = in_place_is_lawful(out, x) and not call.differentiable
-            tally.add(pairs=1, rank=rank)
             written = [name for name in answer.changed if not (may and name == "out_ND")]
             how = f"with out and x {_said(call, rank)}"
             if written:
                 said = f"rank {rank}: {how}, add changed {', '.join(written)}; expected: out of place"
-                findings.append(Finding("bytes", said if not may else said.partition(";")[0], (rank,)))
+                yield Comparison(rank, said if not may else said.partition(";")[0], kind="bytes")
             elif len(given["index_J"]) and not may and answer.memory["out_ND"] != "apart" and share_bytes(out, x):
-                words = f"rank {rank}: {how}, the result of add lies in out; expected: memory of its own"
-                findings.append(Finding("lies", words, (rank,)))
+                wrong = f"rank {rank}: {how}, the result of add lies in out; expected: memory of its own"
+                yield Comparison(rank, wrong, kind="lies")
             target = Target(scatter_add(*_sum(given)), _allowed(given))
-            worst = compare(y_ND, *target, tally, rank)
-            if not worst.holds:
-                findings.append(Finding("sum", f"rank {rank}: {how}, the result of add is {worst}", (rank,)))
-    if findings:
-        fail(WrongOutput if findings[0].kind == "sum" else ChangedInput, "combine", findings)
+            yield _within(f"rank {rank}: {how}, the result of add", rank, y_ND, target, "sum")
 
 
-def judge_gradients(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongGradient, "combine")
+def judge_gradients(outcome: Outcome) -> Comparisons:
     """Decide whether out and source rows have the gradients of the out-of-place sum.
 
     d out and d src are rows of the upstream gradient, without rounding. An operation that saved out before the sum has
@@ -108,98 +99,86 @@ def judge_gradients(outcome: Outcome, tally: Tally) -> None:
     Raises:
         WrongGradient: a gradient is None or has another value.
     """
-    findings = []
     for number, call in enumerate(outcome.workload.calls):
         if not call.upstream:
             continue
         values(outcome, number)
         for rank, answer in enumerate(answers(outcome, number)):
-            for name, (expected, allowed) in _gradients(call, rank).items():
+            for name, target in _gradients(call, rank).items():
                 gradient = answer.gradients[name]
-                tally.add(pairs=1, rank=rank)
                 said = f"rank {rank}: call {number}, {call.method}: the gradient of {name}"
                 if gradient is None:
-                    findings.append(Finding(name, f"{said} is missing", (rank,)))
-                    continue
-                worst = compare(gradient, expected, allowed, tally, rank)
-                if not worst.holds:
-                    findings.append(Finding(name, f"{said} is {worst}", (rank,)))
-    if findings:
-        fail(WrongGradient, "combine", findings)
+                    yield Comparison(rank, f"{said} is missing", kind=name)
+                else:
+                    yield _within(said, rank, gradient, target, name)
 
 
-def judge_modes(outcome: Outcome, tally: Tally) -> None:
+def _within(what: str, rank: int, actual: Tensor, target: Target, kind: str) -> Comparison:
+    """Compare a tensor with its bounds; the kind is that of the finding."""
+    worst = compare(actual, *target)
+    wrong = "" if worst.holds else f"{what} is {worst}"
+    return Comparison(rank, wrong, pairs=1, elements=actual.numel(), worst=worst.counted, kind=kind)
+
+
+@judge(WrongOutput, "combine", grad=WrongGradient)
+def judge_modes(outcome: Outcome) -> Comparisons:
     """Decide whether all nestings of grad modes give the same bits, and a gradient only where grad is on.
 
     Raises:
         WrongOutput: other bits than those of the first call.
         WrongGradient: the result requires a gradient where none is recorded, or none where one is.
     """
-    findings = []
     first = values(outcome, 0)[0]
     for number, call in enumerate(outcome.workload.calls):
         where = f"under {', then '.join(call.modes) or 'no mode'}"
         for rank, (y_ND, answer) in enumerate(zip(values(outcome, number), answers(outcome, number), strict=True)):
-            tally.add(elements=y_ND.numel(), pairs=1, rank=rank)
-            if y_ND.shape != first.shape or not torch.equal(y_ND.view(torch.int32), first.view(torch.int32)):
-                words = f"rank {rank}: {where}, {call.method} gives other bits than under no mode"
-                findings.append(Finding("bits", words, (rank,)))
+            same = y_ND.shape == first.shape and torch.equal(y_ND.view(torch.int32), first.view(torch.int32))
+            words = f"rank {rank}: {where}, {call.method} gives other bits than under no mode"
+            yield Comparison(rank, "" if same else words, elements=y_ND.numel(), pairs=1, kind="bits")
             expected = records_gradient(call.modes, [True])
-            if answer.differentiable != expected:
-                words = f"rank {rank}: {where}, the result asks for {'a' if answer.differentiable else 'no'} gradient"
-                findings.append(Finding("grad", f"{words}; expected: {'one' if expected else 'none'}", (rank,)))
-    if findings:
-        fail(WrongGradient if findings[0].kind == "grad" else WrongOutput, "combine", findings)
+            words = f"rank {rank}: {where}, the result asks for {'a' if answer.differentiable else 'no'} gradient"
+            wrong = f"{words}; expected: {'one' if expected else 'none'}" if answer.differentiable != expected else ""
+            yield Comparison(rank, wrong, kind="grad")
 
 
-def judge_setting(outcome: Outcome, tally: Tally) -> None:
+@judge(ChangedState, "combine")
+def judge_setting(outcome: Outcome) -> Comparisons:
     """Decide whether a call does not change the setting of deterministic algorithms, also if it raises.
 
     Raises:
         ChangedState: the setting differs after the call.
         Raised: valid arguments were refused, or invalid ones raised an internal error.
     """
-    findings = []
     for number, call in enumerate(outcome.workload.calls):
         if not call.may_raise:
             values(outcome, number)
         for rank, answer in enumerate(answers(outcome, number)):
             before = (bool(call.modes), call.modes == ("deterministic, warn only",))
-            tally.add(pairs=1, rank=rank)
-            if answer.deterministic != before:
-                how = "that raised" if answer.raised else "that succeeded"
-                words = (
-                    f"rank {rank}: a call of {call.method} {how} left (enabled, warn only) at {answer.deterministic}"
-                )
-                findings.append(Finding(how, f"{words}; expected: {before}, as before", (rank,)))
-    if findings:
-        fail(ChangedState, "combine", findings)
+            how = "that raised" if answer.raised else "that succeeded"
+            left = f"a call of {call.method} {how} left (enabled, warn only) at {answer.deterministic}"
+            wrong = f"rank {rank}: {left}; expected: {before}, as before" if answer.deterministic != before else ""
+            yield Comparison(rank, wrong, pairs=1, kind=how)
 
 
-def judge_forms(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongForm, "combine")
+def judge_forms(outcome: Outcome) -> Comparisons:
     """Decide whether results on tensors without data have the shape, dtype and device of those with data.
 
     Raises:
         WrongForm: the shape, dtype or device differs.
     """
-    findings = []
     for number, call in enumerate(outcome.workload.calls):
         for rank, device in enumerate(values(outcome, number, "device given")):
             out_ND = call.given[rank]["out_ND"]
             expected = {"shape": tuple(out_ND.shape), "dtype": out_ND.dtype, "device": device}
             for name, value in expected.items():
-                tally.add(pairs=1, rank=rank)
                 seen = values(outcome, number, name)[rank]
-                if seen != value:
-                    words = (
-                        f"rank {rank}: on {call.through} tensors the {name} of the result of {call.method} is {seen}"
-                    )
-                    findings.append(Finding(name, f"{words}; expected: {value}", (rank,)))
-    if findings:
-        fail(WrongForm, "combine", findings)
+                words = f"rank {rank}: on {call.through} tensors the {name} of the result of {call.method} is {seen}"
+                yield Comparison(rank, f"{words}; expected: {value}" if seen != value else "", pairs=1, kind=name)
 
 
-def judge_programs(outcome: Outcome, tally: Tally) -> None:
+@judge(WrongOutput, "combine", bytes=ChangedInput, gradient=WrongGradient)
+def judge_programs(outcome: Outcome) -> Comparisons:
     """Decide whether a captured or compiled program returns and writes the same bits as the eager call.
 
     A compiled one may be refused, and its gradients are those of the eager call. Where either call may write the output
@@ -211,7 +190,6 @@ def judge_programs(outcome: Outcome, tally: Tally) -> None:
         WrongGradient: gradients differ.
         Raised: it raised an internal error instead of a refusal.
     """
-    findings = []
     for number, call in offered(outcome):
         if not call.through:
             values(outcome, number)
@@ -221,15 +199,11 @@ def judge_programs(outcome: Outcome, tally: Tally) -> None:
         else:
             values(outcome, number)
         for rank, (eager, other) in enumerate(zip(answers(outcome, number - 1), answers(outcome, number), strict=True)):
-            tally.add(pairs=1, rank=rank)
+            yield Comparison(rank, pairs=1)
             if not other.raised:
-                findings += [
-                    Finding(key, f"rank {rank}: {call.method}, {_PROGRAMS[call.through]}, {words}", (rank,))
-                    for key, words in _program(eager, other, {"out_ND"} if "x_ND" in call.given[rank] else set())
-                ]
-    if findings:
-        kinds = {"bits": WrongOutput, "bytes": ChangedInput, "gradient": WrongGradient}
-        fail(kinds[findings[0].kind], "combine", findings)
+                free = {"out_ND"} if "x_ND" in call.given[rank] else set()
+                for kind, words in _program(eager, other, free):
+                    yield Comparison(rank, f"rank {rank}: {call.method}, {_PROGRAMS[call.through]}, {words}", kind=kind)
 
 
 _PROGRAMS = {"export": "exported and run", "compile": "compiled as one graph"}
@@ -283,7 +257,7 @@ def _pairs(index_J: Tensor, tokens: int) -> Tensor:
     return torch.tensor([sources + [-1] * (K - len(sources)) for sources in of_T], dtype=torch.int64).view(tokens, K)
 
 
-def _gradients(call: Call, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+def _gradients(call: Call, rank: int) -> dict[str, Target]:
     """Return the expected gradient of every argument that requires one, in float64, and its allowed error."""
     given = call.given[rank]
     leaves = {
@@ -301,5 +275,5 @@ def _gradients(call: Call, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
         assert expected is not None, name
         u = unit_roundoff(call.upstream[rank][""].dtype)
         rounded = isinstance(given[name], Root)  # all others are rows of the upstream gradient
-        found[name] = (expected, 4 * u * expected.abs() if rounded else torch.zeros_like(expected))
+        found[name] = Target(expected, 4 * u * expected.abs() if rounded else torch.zeros_like(expected))
     return found
