@@ -8,14 +8,16 @@ from collections.abc import Iterator
 from moe_conformance.chapters.overlap.judge.overlapped import seen
 from moe_conformance.chapters.overlap.scenario.records import StepSeen
 from moe_conformance.engine.ledger.entry import Entry, group_words
-from moe_conformance.judging.findings import Finding, count, fail, some
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import count, some
 from moe_conformance.judging.observed.ledgers import judge_agreement
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import Costly, NotOffered, Tally, WrongCollectives, WrongGradient
 from moe_conformance.scenarios.outcome import RankOutcome
 
 
-def judge_overlapping(reading: Reading, tally: Tally) -> None:
+@judge(Costly, "run")
+def judge_overlapping(reading: Reading) -> Comparisons:
     """Decide whether at least one exchange per layer was in flight on every rank while other work ran.
 
     Work is a matrix product between the call of a collective and its wait, which cannot depend on the collective. A
@@ -27,18 +29,16 @@ def judge_overlapping(reading: Reading, tally: Tally) -> None:
     """
     if reading.claims.overlap == "no":
         raise NotOffered("the backend claims overlap = 'no'")
-    layers, findings = reading.outcome.workload.config.overlap.layers, []
+    layers, judged = reading.outcome.workload.config.overlap.layers, False
     for rank in reading.ranks:
         entries = _entries(rank, seen(rank).overlapped[0])
         if not entries or not seen(rank).worked:
             continue
+        judged = True
         exchanges = [entry for entry in entries if entry.order in seen(rank).products]
-        if len(exchanges) < layers:
-            findings.append(Finding("overlap", _said(rank, entries, exchanges, layers), (rank.rank,)))
-        tally.add(pairs=len(exchanges), rank=rank.rank)
-    if findings:
-        fail(Costly, "run", findings)
-    if tally.vacuous:
+        wrong = _said(rank, entries, exchanges, layers) if len(exchanges) < layers else ""
+        yield Comparison(rank.rank, wrong, pairs=len(exchanges), kind="overlap")
+    if not judged:
         raise NotOffered("the ledger has no collective of any rank with something to compute: overlap is unproved")
 
 
@@ -57,39 +57,41 @@ def judge_calls(reading: Reading, tally: Tally) -> None:
         WrongCollectives: a call is made more often or less, or the ranks of a group do not agree.
     """
     judge_agreement(reading.outcome, tally)
-    findings = []
+    _judge_same_calls(reading, tally)
+
+
+@judge(WrongCollectives, "run")
+def _judge_same_calls(reading: Reading) -> Comparisons:
     for rank in reading.ranks:
         then, now = (Counter(map(_call, _entries(rank, s))) for s in (seen(rank).sequential, seen(rank).overlapped[0]))
         for call in now | then:
             if now[call] != then[call]:
                 times = f"{count(now[call], 'time')} instead of {count(then[call], 'time')} in the sequential step"
-                findings.append(Finding("calls", f"rank {rank.rank} calls {call} {times}", (rank.rank,)))
-        tally.add(pairs=now.total(), rank=rank.rank)
-    if findings:
-        fail(WrongCollectives, "run", findings)
+                yield Comparison(rank.rank, f"rank {rank.rank} calls {call} {times}", kind="calls")
+        yield Comparison(rank.rank, pairs=now.total())
 
 
-def judge_order(reading: Reading, tally: Tally) -> None:
+@judge(WrongGradient, "gradient")
+def judge_order(reading: Reading) -> Comparisons:
     """Decide whether each pass writes the gradient of the down projection before those of gate and up.
 
     Raises:
         NotOffered: gradients are not written in place, or one write is of several gradients.
         WrongGradient: gate or up were written more often than down so far.
     """
-    findings = []
+    seen_any = False
     for rank in reading.ranks:
         for layer in range(reading.outcome.workload.config.overlap.layers):
             written = [name for name in _written(rank, layer) if name in ("gate", "up", "down")]
-            tally.add(pairs=len(written), rank=rank.rank)
-            at = _too_early(written)
-            if at is not None:
+            seen_any = seen_any or bool(written)
+            wrong = ""
+            if (at := _too_early(written)) is not None:
                 order = some(written[: at + 2], 6)
                 sentence = f"rank {rank.rank} computes the weight gradients of layer {layer} in the order {order}"
-                findings.append(Finding("order", f"{sentence}; expected down before gate and up", (rank.rank,)))
-    if tally.vacuous:
+                wrong = f"{sentence}; expected down before gate and up"
+            yield Comparison(rank.rank, wrong, pairs=len(written), kind="order")
+    if not seen_any:
         raise NotOffered("no gradient of an expert is written in place: the order is not seen")
-    if findings:
-        fail(WrongGradient, "gradient", findings)
 
 
 def _written(rank: RankOutcome, layer: int) -> Iterator[str]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_conformance.chapters.overlap.scenario.records import OverlapSeen
+from moe_conformance.chapters.overlap.scenario.records import OverlapSeen, StepSeen
+from moe_conformance.judging.comparisons import Comparison, Comparisons, Note, judge
 from moe_conformance.judging.explain.bounded_gradients import part_name
-from moe_conformance.judging.findings import Finding, count, fail, ratio_words
+from moe_conformance.judging.findings import Finding, count, ratio_words
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import (
     AbsentGradient,
     NotOffered,
+    Stage,
     Tally,
     Uncovered,
     WrongForm,
@@ -42,43 +44,50 @@ def judge_step_tokens(reading: Reading, tally: Tally) -> None:
         AbsentGradient, WrongForm: a tensor is missing, or has another shape.
         WrongOutput, WrongGradient: an element has other bits.
     """
-    outputs: list[Finding] = []
-    gradients: list[Finding] = []
+    _judge_outputs(reading, tally)
+    _judge_dx(reading, tally)
+
+
+@judge(WrongOutput, "combine")
+def _judge_outputs(reading: Reading) -> Comparisons:
+    return _noted(reading, _compare_tokens(reading, "y", lambda step: step.y))
+
+
+@judge(WrongGradient, "gradient")
+def _judge_dx(reading: Reading) -> Comparisons:
+    return _noted(reading, _compare_tokens(reading, "dL/dx", lambda step: [grad.value for grad in step.dx_TD]))
+
+
+def _compare_tokens(
+    reading: Reading, name: str, tokens: Callable[[StepSeen], Sequence[Tensor | None]]
+) -> Iterator[Comparison]:
     for rank in reading.ranks:
-        expected = seen(rank).sequential
+        expected = tokens(seen(rank).sequential)
         for step, words in zip(seen(rank).overlapped, STEPS, strict=True):
-            for m in range(len(reading.batches)):
-                where = f"of microbatch {m} on rank {rank.rank} in {words}"
-                dx = tuple(grad.value for grad in expected.dx_TD)
-                outputs += _other_tokens(f"y {where}", rank.rank, step.y[m], expected.y, m, tally)
-                gradients += _other_tokens(f"dL/dx {where}", rank.rank, step.dx_TD[m].value, dx, m, tally)
-    if outputs:
-        fail(WrongOutput, "combine", outputs, note=_poison_note(reading, outputs))
-    if gradients:
-        fail(WrongGradient, "gradient", gradients, note=_poison_note(reading, gradients))
+            for m, actual in enumerate(tokens(step)):
+                what = f"{name} of microbatch {m} on rank {rank.rank} in {words}"
+                yield _same_tokens(what, rank.rank, actual, expected, m)
 
 
-def _other_tokens(
-    what: str, rank: int, actual: Tensor | None, expected: Sequence[Tensor | None], m: int, tally: Tally
-) -> Iterator[Finding]:
-    """Yield findings for tokens that differ from the sequential step, and whether they are another microbatch's."""
+def _same_tokens(what: str, rank: int, actual: Tensor | None, expected: Sequence[Tensor | None], m: int) -> Comparison:
+    """Compare tokens with those of the sequential step; a finding says whether they are another microbatch's."""
     right = expected[m]
     if actual is None or right is None:
         if actual is right:
-            return
+            return Comparison(rank)
         raise AbsentGradient("gradient", f"{what} is None in one of the two steps", ranks=(rank,))
     if actual.shape != right.shape or actual.dtype != right.dtype:
         shapes = f"{tuple(actual.shape)} {actual.dtype} instead of {tuple(right.shape)} {right.dtype}"
         raise WrongForm("gradient", f"{what} is {shapes}", ranks=(rank,))
     wrong_TD = (actual != right) & ~(actual.isnan() & right.isnan())
     if not bool(wrong_TD.any()):
-        tally.add(elements=actual.numel(), pairs=not actual.numel(), rank=rank)
-        return
+        return Comparison(rank, elements=actual.numel(), pairs=not actual.numel())
     others = [n for n, other in enumerate(expected) if n != m and other is not None and torch.equal(actual, other)]
     t, d = wrong_TD.nonzero()[0].tolist()
     said = f"is that of microbatch {others[0]}" if others else _unlike(actual, right, wrong_TD, (t, d))
     kind = "not finite" if bool(actual.isnan().any()) else "microbatch" if others else "bits"
-    yield Finding(kind, f"{what} {said}", (rank,), float((actual - right).abs().max().nan_to_num(0.0)))
+    size = float((actual - right).abs().max().nan_to_num(0.0))
+    return Comparison(rank, Finding(kind, f"{what} {said}", (rank,), size))
 
 
 def _unlike(actual: Tensor, right: Tensor, wrong_TD: Tensor, at: tuple[int, int]) -> str:
@@ -109,28 +118,24 @@ def judge_step_gradients(reading: Reading, tally: Tally, *which: Which, finished
         WrongGradient: an element differs by more.
     """
     _require_covered(reading)
+    stage: Stage = "finish" if finished else "gradient"
     for each in which:
-        _judge_step(reading, tally, ("first", "second").index(each), finished)
+        judge(WrongGradient, stage)(_compare_gradients)(reading, tally, ("first", "second").index(each), finished)
 
 
-def _judge_step(reading: Reading, tally: Tally, step: int, finished: bool) -> None:
-    findings: list[Finding] = []
-    allowed: dict[tuple[int, ParameterKey], Tensor] = {}
-    compared = list(_compared(reading, step, finished))
-    for gradient in compared:
-        allowed[gradient.rank, gradient.key] = _allowed(gradient)
-    for gradient in compared:
-        bound = allowed[gradient.rank, gradient.key]
-        if finished:  # the sum over holders has the errors of all of them
-            held = [
-                of_holder
-                for (_, key), of_holder in allowed.items()
-                if key == gradient.key and of_holder.shape == bound.shape
-            ]
-            bound = torch.stack(held).sum(0)
-        findings += _off(gradient, bound, STEPS[step], finished, tally)
-    if findings:
-        fail(WrongGradient, "finish" if finished else "gradient", findings, note=_poison_note(reading, findings))
+def _compare_gradients(reading: Reading, step: int, finished: bool) -> Comparisons:
+    gradients = list(_compared(reading, step, finished))
+    allowed = {(gradient.rank, gradient.key): _allowed(gradient) for gradient in gradients}
+
+    def bound(gradient: _Compared) -> Tensor:
+        of_rank = allowed[gradient.rank, gradient.key]
+        if not finished:
+            return of_rank
+        # the sum over holders has the errors of all of them
+        of_holders = [error for (_, key), error in allowed.items() if key == gradient.key]
+        return torch.stack([error for error in of_holders if error.shape == of_rank.shape]).sum(0)
+
+    return _noted(reading, (_same(gradient, bound(gradient), STEPS[step], finished) for gradient in gradients))
 
 
 def _require_covered(reading: Reading) -> None:
@@ -160,14 +165,14 @@ def _allowed(gradient: _Compared) -> Tensor:
     return reordered_sum_bound(gradient.added, torch.finfo(value.dtype).eps / 2)
 
 
-def _off(gradient: _Compared, bound: Tensor, step: str, finished: bool, tally: Tally) -> Iterator[Finding]:
-    """Yield findings for one gradient; an absent one stands for zeros."""
+def _same(gradient: _Compared, bound: Tensor, step: str, finished: bool) -> Comparison:
+    """Compare one gradient with that of the sequential step; an absent one stands for zeros."""
     layer, _, name = gradient.key[0].partition("/")
     whose = f"{part_name((name, gradient.key[1]), gradient.right.shard)} of layer {layer.removeprefix('layer')}"
     what = f"the {'finished ' if finished else ''}gradient of {whose} on rank {gradient.rank} in {step}"
     right = gradient.right.value
     if right is None and gradient.actual.value is None:
-        return
+        return Comparison(gradient.rank)
     right = torch.zeros_like(gradient.actual.value) if right is None and gradient.actual.value is not None else right
     assert right is not None
     if gradient.actual.value is None and bool(right.any()):
@@ -179,14 +184,13 @@ def _off(gradient: _Compared, bound: Tensor, step: str, finished: bool, tally: T
     off = (actual.double() - right.double()).abs()
     beyond = ~(off <= bound)
     if not bool(beyond.any()):
-        tally.add(elements=actual.numel(), pairs=not actual.numel(), rank=gradient.rank)
-        return
+        return Comparison(gradient.rank, elements=actual.numel(), pairs=not actual.numel())
     at = tuple(beyond.nonzero()[0].tolist())
     values = f"{float(actual[at]):.9g} instead of {float(right[at]):.9g} at {list(at)}"
     cause = _cause(gradient, actual, right)
     kind = "not finite" if bool(actual.isnan().any()) else cause.partition(" ")[0] or "off"
     size = float(off.nan_to_num(0.0).max())
-    yield Finding(kind, f"{what} is wrong: {values}{cause}", (gradient.rank,), size)
+    return Comparison(gradient.rank, Finding(kind, f"{what} is wrong: {values}{cause}", (gradient.rank,), size))
 
 
 def _cause(gradient: _Compared, actual: Tensor, right: Tensor) -> str:
@@ -214,8 +218,13 @@ def _cause(gradient: _Compared, actual: Tensor, right: Tensor) -> str:
     return f"; it is {ratio_words(ratio, {})}" if square and abs(ratio - 1) > tolerance and alike(ratio * total) else ""
 
 
-def _poison_note(reading: Reading, findings: Sequence[Finding]) -> str:
-    """Return a note that a value was read too early, if collective outputs are NaN until the wait."""
-    if reading.outcome.workload.asynchrony == "poisoned" and any(finding.kind == "not finite" for finding in findings):
-        return "; likely cause: the output of an asynchronous collective was read before wait(), until which it is NaN"
-    return ""
+def _noted(reading: Reading, comparisons: Iterable[Comparison]) -> Comparisons:
+    """Yield comparisons, and a note that a value was read too early, if collective outputs are NaN until the wait."""
+    finite = True
+    for compared in comparisons:
+        finite = finite and all(finding.kind != "not finite" for finding in compared.findings())
+        yield compared
+    if not finite and reading.outcome.workload.asynchrony == "poisoned":
+        yield Note(
+            "; likely cause: the output of an asynchronous collective was read before wait(), until which it is NaN"
+        )
