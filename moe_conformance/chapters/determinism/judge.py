@@ -5,27 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.shared.equivalence.runs import Ran, read_twin, those_that_ran
-from moe_conformance.judging.verdict import ChangedState, Tally
+from moe_conformance.judging.verdict import ChangedState
 
 
-def judge_settings(ran: Sequence[Ran], tally: Tally) -> None:
+@judge(ChangedState, "run")
+def judge_settings(ran: Sequence[Ran]) -> Comparisons:
     """Decide whether the settings of every rank's process are equal before a backend's import and after its end.
 
     Raises:
         ChangedState: a setting differs.
         Raised, Hung, Died, RunFailed: the run did not finish.
     """
-    findings = []
     for run in map(read_twin, those_that_ran(ran)):
         for rank in run.ranks:
             for name, (before, after) in rank.settings_changed.items():
-                sentence = f"{name}, on rank {rank.rank} {_difference(before, after)}"
-                findings.append(Finding(name, sentence, (rank.rank,)))
-            tally.add(elements=rank.settings_seen - len(rank.settings_changed), rank=rank.rank)
-    if findings:
-        fail(ChangedState, "run", findings)
+                yield Comparison(rank.rank, f"{name}, on rank {rank.rank} {_difference(before, after)}", kind=name)
+            yield Comparison(rank.rank, elements=rank.settings_seen - len(rank.settings_changed))
 
 
 def _difference(before: str, after: str) -> str:
