@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,7 +14,6 @@ import torch
 from benchmarks import rounds
 from benchmarks.contenders.roster import BARE, BLIND, CONTINUOUS, ENGINE, SPAWNED, Contender
 from benchmarks.rounds import Plan, Sample
-from benchmarks.summary import Summary, summarise
 
 
 @dataclass(frozen=True)
@@ -122,3 +122,27 @@ def _measured_goals(results: Results) -> Iterator[tuple[str, float | None, float
         yield "the same with a warm page cache", None, 5.0, results.warm_s
     if results.replaced_s:
         yield "s for a world of 4 lost and replaced", None, 0.3, results.replaced_s
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The median of some figures and their span."""
+
+    median: float
+    least: float
+    greatest: float
+
+    def text(self, digits: int = 3) -> str:
+        """Returns `median (least-greatest)` with that many significant digits."""
+        median, least, greatest = (_figure(value, digits) for value in (self.median, self.least, self.greatest))
+        return f"{median} ({least}-{greatest})"
+
+
+def summarise(figures: Sequence[float]) -> Summary:
+    """Puts figures together; at least one."""
+    return Summary(statistics.median(figures), min(figures), max(figures))
+
+
+def _figure(value: float, digits: int) -> str:
+    """Returns a figure with its significant digits, or with all those before the point."""
+    return f"{value:.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"

@@ -20,7 +20,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from tools import glossary, plant_pages, spec_pages
+from tools import plant_pages, spec_pages
 
 ROOT = Path(__file__).parents[1]
 MOVED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}  # at the top of the repository: on the site
@@ -53,7 +53,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def made() -> dict[str, str]:
     """Return the pages that are made here, by their path below docs."""
     spec = {f"spec/{name}": text for name, text in spec_pages.pages().items()}
-    return {**spec, "glossary.md": glossary.page(), "planted_bugs.md": plant_pages.page()}
+    return {**spec, "glossary.md": spec_pages.glossary(), "planted_bugs.md": plant_pages.page()}
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:

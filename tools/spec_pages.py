@@ -1,4 +1,4 @@
-"""The spec as pages of the site: one for each chapter, an index, and two tables of what others check and claim.
+"""The spec as pages of the site: one for each chapter, an index, two tables of what others check and claim, a glossary.
 
 docs/spec/other_suites.toml holds what ten other test suites check, with the requirements that cover it; its page
 says beside every behaviour which checks decide it today, and what the others wait for. claims.toml holds what public
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_conformance import spec
+from moe_conformance import discovery, spec
 from moe_conformance.cli import catalogue
 from moe_conformance.spec import Requirement
 from moe_conformance.spec.places import checked
@@ -146,3 +146,22 @@ def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
 
 def _page(title: str, *parts: str) -> str:
     return "\n\n".join([f"# {title}", *parts]) + "\n"
+
+
+GLOSSARY = Path(__file__).parents[1] / "docs" / "glossary.md"
+_PLACE = "| [options of chapters]"  # the row of the stored table that the rows of chapters replace
+
+
+def glossary() -> str:
+    """Return the page of the glossary: docs/glossary.md with the options of all chapters, from their options.md."""
+    lines = GLOSSARY.read_text("utf-8").splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith(_PLACE))
+    lines[at : at + 1] = [row for chapter in discovery.chapters() for row in _options(chapter)]
+    return "\n".join(lines) + "\n"
+
+
+def _options(chapter: str) -> list[str]:
+    """Return the rows of a chapter's table, none if it has no section of `Config`."""
+    path = discovery.FOLDER / chapter / "options.md"
+    lines = path.read_text("utf-8").splitlines() if path.is_file() else []
+    return [line for line in lines if line.startswith("| `")]

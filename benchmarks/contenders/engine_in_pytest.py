@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import cases
-from benchmarks.contenders import engine_jobs
+from benchmarks.contenders import ranks
 from benchmarks.timeline import assigned
 from moe_conformance.engine import Engine, Job, Running
 
@@ -26,7 +26,7 @@ def outcomes() -> Iterator[Iterator[list[cases.Outcome]]]:
     torch.set_num_threads(1)
     gc.freeze()  # as the driver of the product does once items are collected
     more = [name] if (name := os.environ.get(PRELOAD)) else []
-    with Engine(preload=(engine_jobs.__name__, *more)) as engine:
+    with Engine(preload=(ranks.__name__, *more)) as engine:
         yield _ahead(engine)
 
 
@@ -45,7 +45,7 @@ def _ahead(engine: Engine) -> Iterator[list[cases.Outcome]]:
 
 def _start(engine: Engine, first: int, size: int) -> list[Running]:
     numbers = range(first, min(first + size, ASSIGNMENT.count))
-    jobs = [Job(f"{engine_jobs.__name__}:step", number, ASSIGNMENT.world, groups={}) for number in numbers]
+    jobs = [Job(f"{ranks.__name__}:step", number, ASSIGNMENT.world, groups={}) for number in numbers]
     return engine.start_many(jobs) if jobs else []
 
 

@@ -1,4 +1,4 @@
-"""What all contenders but the engine do on each rank: run the case, gather the outcomes on rank 0, judge there."""
+"""What contenders run on each rank: the case; all but the engine also gather outcomes and judge them on rank 0."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import cases
-from benchmarks.timeline import Assignment
+from benchmarks.timeline import Assignment, assigned
+from moe_conformance.engine import RankContext
 
 
 def run_and_judge(assignment: Assignment, number: int) -> None:
@@ -38,3 +39,8 @@ def _gather(outcome: cases.Outcome, rank: int) -> list[cases.Outcome]:
         cases.Outcome(*(part.reshape(tensor.shape) for part, tensor in zip(each.split(sizes), tensors, strict=True)))
         for each in flats
     ]
+
+
+def step(context: RankContext, number: int) -> cases.Outcome:
+    """Runs the step of one case on this rank, for the engine."""
+    return cases.step(assigned().case(number), context.rank)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_conformance.contract import Config
-from tools import glossary
+from tools import spec_pages
 
 # Where the options of each library are written. The files are parsed, not imported: that takes seconds and a GPU.
 SOURCES = {
@@ -44,7 +44,7 @@ _OPTION = re.compile(r"`(\w+(?:\.Config)?)(?:\.(\w+)|\((\w+)\))`")
 
 def _rows(heading: str) -> Sequence[Sequence[str]]:
     """Return the cells of the table under a heading, without its head."""
-    section = glossary.page().split(f"## {heading}\n")[1].split("\n## ")[0]
+    section = spec_pages.glossary().split(f"## {heading}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")][2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
