@@ -1,12 +1,13 @@
 """Routing: which K of E experts a token goes to, and with which weights.
 
-Score the logits, select by score plus bias (`selection.py`), weigh by score. Selecting and weighing are
-kept apart, so that a judge can weigh *any* selection: where two experts nearly tie, an implementation may
-also select the other.
+Compute the logits by a linear gate, score them, select by score plus bias (`selection.py`), weigh by score. Selecting
+and weighing are kept apart, so that a judge can weigh *any* selection: where two experts nearly tie, an implementation
+may also select the other.
 
 Sources: Switch Transformer section 2.1 and GShard section 2.2 (softmax over all, then top-k); Shazeer et
 al. 2017 section 2.1 and Mixtral section 2.1 (softmax over the selected logits); DeepSeek-V3 section 2.1.2
-(sigmoid; the bias that takes part in the selection only); DeepSeek-V4 (square root of softplus).
+(sigmoid; the bias that takes part in the selection only); DeepSeek-V4 (square root of softplus); behaviour of GPT-OSS
+routers (OpenAI 2025), whose gate is a linear layer with a bias.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from moe_conformance.reference.routing import selection
 from moe_conformance.reference.routing.selection import GroupScore, group_mask, select
 
-__all__ = ["GroupScore", "Routed", "Score", "group_mask", "margins", "route", "scores", "select"]
+__all__ = ["GroupScore", "Routed", "Score", "group_mask", "logits", "margins", "route", "scores", "select"]
 __all__ += ["selection_scores", "weights"]
 
 Score = Literal["softmax", "softmax_topk", "sigmoid", "sqrtsoftplus"]
@@ -167,3 +168,20 @@ def margins(
     if ids_TK.shape[1] != top_k:
         raise ValueError(f"ids have {ids_TK.shape[1]} slots for top_k = {top_k}")
     return selection.margins(selection_TE, ids_TK, groups=groups, group_score=group_score)  # (T,)
+
+
+def logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+    """Compute the logits, (T, D), (E, D) and (E,) -> float64 (T, E), differentiable in all three.
+
+    Rule: l_te = sum_d x_td W_ed + c_e, used for selection and weights alike.
+
+    Degenerate: c = 0 changes no value, and has a gradient. T = 0 gives (0, E).
+
+    Decides: ROUTE-10, ROUTE-11, ROUTE-19. Source: chain rule; behaviour of GPT-OSS routers.
+
+    >>> import torch
+    >>> logits(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 1.0], [0.0, 1.0]]), torch.tensor([0.5, -1.0])).tolist()
+    [[5.5, 1.0]]
+    """
+    l_TE = x_TD.double() @ weight_ED.double().T  # (T, E)
+    return l_TE if bias_E is None else l_TE + bias_E.double()  # (E,) over all tokens

@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_conformance.reference.routing import gate as first_gate
 from moe_conformance.reference.routing import initial as first_initial
 from moe_conformance.reference.routing import routes as first
 from self_tests.chapters.routing.second import gate as second_gate
-from self_tests.chapters.routing.second import initial as second_initial
 from self_tests.chapters.routing.second import routes as second
 from self_tests.chapters.routing.second.routes import Gate, Limit
 from self_tests.oracles.agreement import assert_close, floats
@@ -229,12 +227,12 @@ class TestGate:
         """Both add the bias, or none, to every token's logits, and give it the sum of their gradients."""
         x_TD, weight_ED, bias_E, upstream_TE = case
         leaves = [floats(array, leaf=True) for array in case[:3]]
-        logits_TE = first_gate.logits(*leaves)
+        logits_TE = first.logits(*leaves)
         assert_close(second_gate.logits(x_TD, weight_ED, bias_E), logits_TE)
         found = torch.autograd.grad(logits_TE, leaves, floats(upstream_TE))
         for actual, expected in zip(found, second_gate.gradients(x_TD, weight_ED, upstream_TE), strict=True):
             assert_close(expected, actual)
-        unbiased_TE = first_gate.logits(*leaves[:2])
+        unbiased_TE = first.logits(*leaves[:2])
         assert_close(second_gate.logits(x_TD, weight_ED, np.zeros_like(bias_E)), unbiased_TE)
 
 
@@ -248,7 +246,7 @@ class TestInitial:
     def test_both_find_the_same_wrong(self, rows: list[list[float]], by_expert: bool) -> None:
         """NaN, infinity and equal rows are found by both, whatever the number of experts."""
         value = np.array(rows, dtype=np.float32).reshape(-1, 2)
-        expected = second_initial.usable(value, by_expert=by_expert)
+        expected = second_gate.usable(value, by_expert=by_expert)
         assert expected == first_initial.usable(torch.from_numpy(value), by_expert=by_expert)
 
     @pairs_agree
@@ -257,7 +255,7 @@ class TestInitial:
         """Other numbers, signs of zero and shapes are found by both."""
         arrays = {rank: np.array(rows, dtype=np.float32).reshape(-1, 2) for rank, rows in held.items()}
         found = first_initial.differing({rank: torch.from_numpy(each) for rank, each in arrays.items()})
-        assert second_initial.differing(arrays) == found
+        assert second_gate.differing(arrays) == found
 
     def test_other_dtypes_differ(self) -> None:
         """The same number in another dtype is another parameter."""

@@ -26,8 +26,8 @@ from moe_conformance.judging.verdict import (
     WrongWeight,
 )
 from moe_conformance.reference.forcing.routes import legal_ids
-from moe_conformance.reference.routing.gate import logits
 from moe_conformance.reference.routing.jitter import deviations, jittered_logits, legal_factors, seen_factors
+from moe_conformance.reference.routing.routes import logits
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records.workload import Batch
 

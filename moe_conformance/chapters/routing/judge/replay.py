@@ -18,7 +18,7 @@ from moe_conformance.judging.shared.router.expected import RouterExpected
 from moe_conformance.judging.shared.router.routers import require_ids
 from moe_conformance.judging.verdict import AbsentGradient, Tally, WrongForm, WrongGradient, WrongSelection, WrongWeight
 from moe_conformance.reference.forcing.routes import legal_ids
-from moe_conformance.reference.routing import gate
+from moe_conformance.reference.routing import routes
 from moe_conformance.reference.routing.replay import Asked, Place, record, replay, replayed_weights, routing_calls
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records.training import RouterBatch
@@ -142,7 +142,7 @@ def _judge_layer(outcome: Outcome, number: int, rank: int, at: tuple[int, int], 
     ids_TK, weights_TK = _by_expert(forward, index)
     expected = _expected(workload, layer, Batch(x_TD, ids_TK, weights_TK, batch.upstream[index]))
     bias_E = workload.parameters.get(("gate_bias", layer))
-    logits_TE = gate.logits(x_TD, workload.parameters["router", layer], bias_E)
+    logits_TE = routes.logits(x_TD, workload.parameters["router", layer], bias_E)
     target = Target(replayed_weights(logits_TE, ids_TK, **expected.weighing), expected.weights((0, 0)).allowed)
     if weights_TK.shape != ids_TK.shape:
         raise WrongForm("route", f"weights of {_where(rank, layer, m)} do not have the shape of ids", ranks=(rank,))

@@ -26,7 +26,7 @@ from moe_conformance.reference.rounding.routing_magnitudes import (
     selection_scores_measured,
     weights_measured,
 )
-from moe_conformance.reference.routing import gate, routes, selection
+from moe_conformance.reference.routing import routes, selection
 from moe_conformance.reference.routing.selection import GroupScore
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
@@ -91,7 +91,7 @@ class RouterExpected:
 
     def logits(self, place: Place) -> Tensor:
         """Return the logits of the tokens at a place, float64 (T, E)."""
-        return gate.logits(self._x(place), self.router_ED, self.gate_bias_E)
+        return routes.logits(self._x(place), self.router_ED, self.gate_bias_E)
 
     def selection_scores(self, place: Place, bias_E: Tensor | None) -> Tensor:
         """Return the scores by which experts are selected, with a bias or none, float64 (T, E)."""
@@ -171,7 +171,7 @@ class RouterExpected:
         """
         x_TD, ids_TK, dweights_TK = self._batch(places)
         x, router = (value.double().clone().requires_grad_() for value in (x_TD, self._weight))
-        weights_TK = (weigh or self.weigh)(gate.logits(x, router), ids_TK)
+        weights_TK = (weigh or self.weigh)(routes.logits(x, router), ids_TK)
         dx, drouter = torch.autograd.grad(weights_TK, [x, router], dweights_TK.double())
         return dx, drouter
 
