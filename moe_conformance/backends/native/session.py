@@ -29,10 +29,9 @@ from moe_conformance.backends.native.fused.managers import DeepEPManager, Hybrid
 from moe_conformance.backends.native.fused.token_exchange import TokenExchange
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.layer.activated_experts import ActivatedExperts, ExpertBiases
-from moe_conformance.backends.native.layer.experts import BATCHED, Experts
+from moe_conformance.backends.native.layer.experts import BATCHED, Experts, LoopedExperts
 from moe_conformance.backends.native.layer.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.layer.layer import Layer
-from moe_conformance.backends.native.layer.looped_experts import LoopedExperts
 from moe_conformance.backends.native.layer.sharded_experts import ShardedGradients, ShardedParameters
 from moe_conformance.backends.native.offered import MAPPED, OF_EXPERTS, OF_ROUTERS, Offer, offered
 from moe_conformance.backends.native.recomputation import Recomputation

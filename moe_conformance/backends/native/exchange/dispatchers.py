@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.native.exchange import collectives, misuse
-from moe_conformance.backends.native.exchange.row_order import expert_major
 from moe_conformance.backends.native.groups import CannotBuild, Placement
 from moe_conformance.backends.native.router import capacity
 from moe_conformance.backends.native.router.capacity import Blocks
 from moe_conformance.backends.native.row_ops.permutation import Pairs, permute, sort_pairs, unpermute, weigh
+from moe_conformance.backends.native.row_ops.reordering import expert_major
 from moe_conformance.contract import Claims, Config, Delivery, Routing, Topology
 
 

@@ -1,8 +1,11 @@
-"""Where the tokens of a rank go, counted before anything is sent. T tokens, K slots, W ranks, E experts, D nodes."""
+"""The ranks that tokens go to, counted before anything is sent, and whether a group is within a transport domain.
+
+T tokens, K slots, W ranks, E experts, D nodes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -48,3 +51,22 @@ class DispatchLayout(Offered):
         table = torch.zeros(rows, columns, dtype=torch.bool, device=row_P.device)
         table[row_P, column_P] = True
         return table
+
+
+class Transport(Offered):
+    """Compares the domains of the members, and nothing else.
+
+    Implements: GROUP-05.
+    """
+
+    surface = "transport"
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """What decides."""
+        return {"transport": "domains of the members"}
+
+    def is_local(self, members: Sequence[int], domain_of: Sequence[str], visible_devices: int) -> bool:
+        """Return whether all members have one domain; the number of devices of this process does not matter."""
+        del visible_devices
+        return len({domain_of[rank] for rank in members}) == 1

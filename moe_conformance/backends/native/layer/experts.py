@@ -151,3 +151,18 @@ def in_blocks(rows_RD: Tensor, gate_FD: Any, up_FD: Any, down_DF: Any, linear: L
 def swiglu(rows_RD: Tensor, gate_FD: Any, up_FD: Any, down_DF: Any, linear: Linear = F.linear) -> Tensor:
     """Return down (silu(gate x) * up x) of every row x; `linear` takes rows and a weight."""
     return linear(F.silu(linear(rows_RD, gate_FD)) * linear(rows_RD, up_FD), down_DF)
+
+
+class LoopedExperts(Experts):
+    """Experts without the shortcut for equal counts, where batched products are not available.
+
+    Implements: FAST-15.
+    """
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """The class that was built, which takes no shortcut."""
+        return {**super().resolved, "optional": "none"}
+
+    def _run(self, rows_PD: Tensor, counts_N: list[int]) -> Tensor:
+        return self._loop(rows_PD, counts_N)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_conformance.backends.native.layer.experts import BATCHED, Experts
+from moe_conformance.backends.native.layer.experts import BATCHED, Experts, LoopedExperts
 from moe_conformance.backends.native.layer.gradients import GradientFinisher, Replicated
-from moe_conformance.backends.native.layer.looped_experts import LoopedExperts
 from self_tests.planted_bugs.plant import EP2_EDP2, SINGLE, Expectation, planted
 
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native.fused.dispatch_layout import DispatchLayout
-from moe_conformance.backends.native.fused.transport import Transport
+from moe_conformance.backends.native.fused.dispatch_layout import DispatchLayout, Transport
 from moe_conformance.contract import Destinations
 from self_tests.planted_bugs.plant import SINGLE, Expectation, planted
 
