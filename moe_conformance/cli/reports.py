@@ -91,7 +91,7 @@ def floor_(backend: str, report: Path | None) -> None:
     require_torch()
     from moe_conformance.report import floor, result
     from moe_conformance.report.standing import standings
-    from moe_conformance.workloads.names import layout_names
+    from moe_conformance.workloads.scripts import layout_names
 
     with tempfile.TemporaryDirectory() as made:
         if report is None:

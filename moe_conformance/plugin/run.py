@@ -21,7 +21,7 @@ from moe_conformance.plugin.options import Options, Unusable
 from moe_conformance.report import floor, result
 from moe_conformance.spec.places import checked
 from moe_conformance.workloads import golden
-from moe_conformance.workloads.names import layout_names, workload_names
+from moe_conformance.workloads.scripts import layout_names, workload_names
 
 PLANTS = "self_tests.planted_bugs"
 

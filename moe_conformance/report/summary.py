@@ -12,8 +12,8 @@ from moe_conformance.report.problems import item_of
 from moe_conformance.report.records import Record, other_bits
 from moe_conformance.spec.places import checked
 from moe_conformance.waiving import Fault, proposal
-from moe_conformance.workloads.names import layout_names
 from moe_conformance.workloads.plan import SMOKE
+from moe_conformance.workloads.scripts import layout_names
 from moe_conformance.workloads.selection import power
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from moe_conformance.contract import (
+    Capacity,
+    Config,
     Exchange,
     ExpertFn,
     Layer,
@@ -20,9 +22,7 @@ from moe_conformance.scenarios.identity import identity_of
 from moe_conformance.scenarios.probe import Probe, part_of
 from moe_conformance.scenarios.reported import without_noise
 from moe_conformance.scenarios.routed_exchange import exchange_of
-from moe_conformance.scenarios.sessions import Opened, build
-from moe_conformance.scenarios.step_parts import without_capacity
-from moe_conformance.scenarios.warned import recorded
+from moe_conformance.scenarios.sessions import Opened, build, recorded
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep, RouterStep
 from moe_conformance.workloads.records.schedule import executes
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
@@ -85,7 +85,7 @@ def _routers(session: Session, workload: Workload) -> Built:
     assert isinstance(workload.run, RouterStep)
     with recorded() as warned:
         routers = [session.router(workload.config) for _ in range(workload.routers)]
-    undropping = session.router(without_capacity(workload.config)) if workload.run.capacity else None
+    undropping = session.router(_without_capacity(workload.config)) if workload.run.capacity else None
     for other in (*routers[1:], undropping):
         if other is not None:
             parameters.write(other, workload.parameters)
@@ -114,3 +114,8 @@ def _buffered(built: Built) -> frozenset[ParameterKey]:
     """Return the parameters that have a gradient before any backward."""
     made = parameters.gradients(built.parametrised, built.session.grad_attr)
     return frozenset(key for key, grad in made.items() if grad.value is not None)
+
+
+def _without_capacity(config: Config) -> Config:
+    """Return a copy of the config without a capacity."""
+    return replace(config, capacity=Capacity())

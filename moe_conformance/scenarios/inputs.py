@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Routing
-from moe_conformance.scenarios.strides import laid_out
-from moe_conformance.scenarios.tensors import same_bytes, to_cpu
+from moe_conformance.scenarios.tensors import laid_out, same_bytes, to_cpu
 from moe_conformance.workloads.records.workload import Batch, Workload
 
 

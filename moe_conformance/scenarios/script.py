@@ -19,12 +19,11 @@ from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.calling import call_through, deterministic_setting, form_of, memory_of, under
 from moe_conformance.scenarios.exchange_with_probe import Whole, exchange_with_probe
 from moe_conformance.scenarios.outcome import Answer, RankOutcome
-from moe_conformance.scenarios.padding import large_beside_pairs
+from moe_conformance.scenarios.padding import large_beside_pairs, spoil_unfilled
 from moe_conformance.scenarios.proof import refused_by
 from moe_conformance.scenarios.reported import claims_of, shown_of, without_noise
 from moe_conformance.scenarios.sessions import Opened, build, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
-from moe_conformance.scenarios.unfilled import spoil_unfilled
 from moe_conformance.workloads.records import runs
 from moe_conformance.workloads.records.memory import Laid, lay
 from moe_conformance.workloads.records.workload import Answered, Call, Filled, Padded, Ref, Root, Workload

@@ -1,7 +1,14 @@
-"""Open and reuse the session of a backend on a rank, until another backend, layout or mode of torch is needed."""
+"""Open and reuse the session of a backend on a rank, build its surfaces, and record the warnings of a build.
+
+A session is reused until another backend, layout or mode of torch is needed.
+"""
 
 from __future__ import annotations
 
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,3 +71,30 @@ def opened(context: RankContext, name: str, layout: Layout) -> Opened:
     kept = Opened(key, backend, backend.open(topology, context.device), topology)
     context.kept[_SESSION] = kept
     return kept
+
+
+class _Heard(logging.Handler):
+    """Appends log messages of level WARNING or above to a list."""
+
+    def __init__(self, into: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self.into = into
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.into.append(record.getMessage())
+
+
+@contextmanager
+def recorded() -> Iterator[Sequence[str]]:
+    """Yield a list to which the warnings of the block are added when it ends."""
+    said: list[str] = []
+    heard = _Heard(said)
+    root = logging.getLogger()
+    root.addHandler(heard)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield said
+        said += [str(warning.message) for warning in caught]
+    finally:
+        root.removeHandler(heard)

@@ -7,6 +7,7 @@ alone, or a whole layer. A router with a capacity is compared with the same rout
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -14,12 +15,15 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from moe_conformance.contract import (
+    Claims,
     Delivery,
     ExpertFn,
     Overflow,
     Routing,
+    Session,
     SplitExchange,
     Unsupported,
     whole,
@@ -38,7 +42,6 @@ from moe_conformance.scenarios.recomputing import exchange_again, experts_again,
 from moe_conformance.scenarios.reported import claims_of, claims_of_all, optional_of, shown_of
 from moe_conformance.scenarios.routed_exchange import RoutedExchange
 from moe_conformance.scenarios.sessions import opened
-from moe_conformance.scenarios.step_parts import go_back, weights_at
 from moe_conformance.scenarios.tensors import to_cpu
 from moe_conformance.workloads.records.runs import ExchangeStep
 from moe_conformance.workloads.records.schedule import BEGIN_TRAINING, Operation, operations
@@ -366,3 +369,19 @@ class TrainingStep:
             handed_back=self.built.experts.rows if isinstance(self.built.experts, Identity) else 0,
             padding_gradients=0 if flight.spoilt is None else flight.spoilt.rows,
         )
+
+
+def go_back(output: Tensor, upstream: Tensor, *, create_graph: bool) -> None:
+    """Run the backward of an output; the gradient is padded and reshaped if the output has a wrong shape."""
+    if upstream.numel() != output.numel():  # y is wrong; its backward has collectives all the same
+        upstream = F.pad(upstream.flatten(), (0, output.numel() - upstream.numel()))
+    upstream = upstream.to(output.dtype).reshape(output.shape)
+    with warnings.catch_warnings():  # about cycles of parameters and gradients, which are cut at once
+        if create_graph:
+            warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
+        torch.autograd.backward(output, upstream, create_graph=create_graph)
+
+
+def weights_at(session: Session, claims: Claims, applied: str) -> str:
+    """Return where routing weights are applied: as the config says, or as the backend claims."""
+    return {"native": claims.weights_at or session.weights_at, "input": "input", "output": "combine"}[applied]

@@ -1,6 +1,7 @@
-"""The pinned scripts of every surface other than exchange, experts and router, and the workloads of layers and models.
+"""The pinned scripts of all chapters, and the names of all workloads and layouts of all profiles.
 
-They are found in the files of workloads of all chapters: a file registers its own in a tuple `CHAPTERS`.
+Scripts are those of every surface other than exchange, experts and router, and the workloads of layers and models. They
+are found in the files of workloads of all chapters: a file registers them in a tuple `CHAPTERS`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from functools import cache
 
 from moe_conformance.contract.topology import Layout
 from moe_conformance.discovery import modules
+from moe_conformance.workloads import golden, recipes, routers, virtual
 from moe_conformance.workloads.chapter import Chapter
+from moe_conformance.workloads.drawn import DRAWN_WITH, distribution
 from moe_conformance.workloads.records.workload import Workload
+from moe_conformance.workloads.selection import profiles
 from moe_conformance.workloads.selection.profiles import Profile
 
 
@@ -31,3 +35,19 @@ def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[tuple[Ch
 def names() -> frozenset[str]:
     """Return the names of all scripts."""
     return frozenset(name for chapter in chapters() for name in chapter.names)
+
+
+def workload_names() -> frozenset[str]:
+    """Return the names of all workloads of all profiles, and what a waiver calls those that are not to be drawn."""
+    pinned = {recipe.name for recipe in (*recipes.PROBE, *recipes.EXPERTS)} | virtual.names()
+    drawn = {DRAWN_WITH + feature.name for feature in (*distribution.PROBE, *distribution.ROUTE)}
+    return frozenset(pinned | {recipe.name for recipe in routers.ROUTERS} | {golden.NAME} | drawn | names())
+
+
+def layout_names() -> tuple[str, ...]:
+    """Return the names of all layouts of all profiles, in running order."""
+    return tuple(
+        dict.fromkeys(
+            layout.name for layout in (*profiles.layouts("full"), *profiles.beside("quick"), *virtual.layouts())
+        )
+    )

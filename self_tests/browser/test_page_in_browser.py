@@ -13,8 +13,8 @@ import pytest
 
 from moe_conformance import spec
 from moe_conformance.report import page, result
-from moe_conformance.workloads.names import layout_names
-from self_tests.plugin.simulated_records import record
+from moe_conformance.workloads.scripts import layout_names
+from self_tests.plugin.plugin_runs import record
 
 playwright = pytest.importorskip("playwright.sync_api", reason="`tox run -e browser` installs what this needs")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

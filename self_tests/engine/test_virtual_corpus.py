@@ -25,10 +25,10 @@ from moe_conformance.reference.exchange import layer
 from moe_conformance.reference.experts import swiglu_experts
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.workloads import virtual
-from moe_conformance.workloads.names import layout_names, workload_names
 from moe_conformance.workloads.plan import Plan
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.workload import Workload
+from moe_conformance.workloads.scripts import layout_names, workload_names
 from moe_conformance.workloads.selection.profiles import full_layouts
 from self_tests.checks import checks, judge
 

@@ -31,7 +31,7 @@ from moe_conformance.judging.verdict import (
 )
 from moe_conformance.scenarios import state
 from moe_conformance.scenarios.outcome import Finish, Grad, Outcome, RankOutcome
-from moe_conformance.scenarios.strides import NOBODYS_ID, laid_out
+from moe_conformance.scenarios.tensors import NOBODYS_ID, laid_out
 from moe_conformance.workloads import laws
 from moe_conformance.workloads.recipes import corpus
 from moe_conformance.workloads.records.workload import ParameterKey, Workload

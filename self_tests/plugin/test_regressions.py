@@ -16,7 +16,7 @@ from moe_conformance.report.problems import of_whole
 from moe_conformance.report.records import CASE_CRASHED, Record, Verdict
 from moe_conformance.report.standing import Standing, in_words, places, standings
 from moe_conformance.waiving import Waivers
-from moe_conformance.workloads.names import layout_names
+from moe_conformance.workloads.scripts import layout_names
 from self_tests.plugin import plugin_runs
 from self_tests.plugin.plugin_runs import PROJECT, TOY
 

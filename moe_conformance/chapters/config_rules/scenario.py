@@ -7,8 +7,7 @@ from typing import Any
 
 from moe_conformance.contract import ConfigRules, Malformed, Settings, VersionLimit
 from moe_conformance.engine import RankContext
-from moe_conformance.scenarios.sessions import Opened, build
-from moe_conformance.scenarios.warned import recorded
+from moe_conformance.scenarios.sessions import Opened, build, recorded
 from moe_conformance.workloads.records.workload import Workload
 
 

@@ -13,7 +13,7 @@ from moe_conformance.report.matrix import SIGNS
 from moe_conformance.report.records import FAILING, Record, Verdict, overall
 from moe_conformance.report.result import Report
 from moe_conformance.report.standing import JUDGED
-from moe_conformance.workloads.names import layout_names
+from moe_conformance.workloads.scripts import layout_names
 
 _IN_FULL = 5  # failures of a cell that are shown with their detail
 _DTYPES = ("float64", "float32", "float16", "bfloat16")

@@ -18,7 +18,7 @@ from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters
 from moe_conformance.scenarios.outcome import Grad
 from moe_conformance.scenarios.sessions import Opened, build
-from moe_conformance.scenarios.strides import laid_out
+from moe_conformance.scenarios.tensors import laid_out
 from moe_conformance.workloads.records.changes import OF_SHARDS, OF_THE_MODULE, Values, Way
 from moe_conformance.workloads.records.draw import weight_dtype
 from moe_conformance.workloads.records.workload import Stride, Workload

@@ -1,4 +1,6 @@
-"""Run router replay on one rank; every call of a script records microbatches or replays the records.
+"""Build the routers of scripts: those that record and replay microbatches, and those of a new model.
+
+Every call of a script of router replay records microbatches or replays the records.
 
 A tuple has an entry for every layer with a router.
 """
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from moe_conformance.contract import Claims, Named, Read, ReplayRouters, Routed, Trained
 from moe_conformance.engine import RankContext
+from moe_conformance.scenarios.initial import InitialSurface, built_new
 from moe_conformance.scenarios.reported import claims_of
 from moe_conformance.scenarios.sessions import Opened, build
 from moe_conformance.scenarios.training import backward
@@ -124,4 +127,9 @@ def replayed_routers(kept: Opened, workload: Workload, context: RankContext) -> 
     return ReplayedRouters(build(kept.session, "replay_routers", workload.config))
 
 
-SCRIPT_SURFACES = {"replay_routers": replayed_routers}
+def initial_router(kept: Opened, workload: Workload, context: RankContext) -> InitialSurface:
+    """Build the router of a new model."""
+    return built_new(kept, "initial_router", workload.config, context)
+
+
+SCRIPT_SURFACES = {"replay_routers": replayed_routers, "initial_router": initial_router}
