@@ -11,10 +11,15 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.native import Native, NativeSession
+from moe_conformance.backends.native.fused.fp8_wire import Float8Wire
 from moe_conformance.backends.native.row_ops.permutation import permute, sort_pairs, unpermute, weigh
+from moe_conformance.chapters.capacity.workloads import padded_experts
 from moe_conformance.contract import Capacity, Config, Routing, RoutingOptions, Unsupported
 from moe_conformance.contract.topology import Layout, Topology
 from moe_conformance.engine import Engine, Job, RankContext
+from moe_conformance.judging.observed.run import read
+from moe_conformance.judging.shared.exchange.outputs import judge_outputs
+from moe_conformance.judging.verdict import Tally
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads import recipes
@@ -329,3 +334,22 @@ class TestLiars:
         layout = Layout(4, ep=2, etp=2)
         told = lying.WrongGroups().groups(layout.sizes())
         assert {"ep", "etp"} == {name for name, lists in layout.groups().items() if told[name] != lists}
+
+
+@pytest.mark.parametrize("name", ["to-capacity-beyond-even", "lossless-minimum", "lossless-by-turns"])
+def test_experts_filled_up_beyond_the_tokens_of_a_rank_have_room(name: str) -> None:
+    """A capacity, or the least of one, may be more than the tokens that there are."""
+    (workload,) = (each for each in padded_experts.padded("lowlatency", Layout(2, ep=2), "full") if each.name == name)
+    with Engine(preload=("moe_conformance.scenarios.moe_step",)) as engine:
+        outcome = moe_step(engine, "native", workload)
+    tally = Tally()
+    judge_outputs(read(outcome), tally)
+    assert 0 in tally.ranks  # in one of them rank 1 has no tokens
+
+
+class TestWire:
+    def test_what_is_too_large_for_a_scale_arrives_as_no_number(self) -> None:
+        """A float64 beyond float32 is not the largest number of eight bits."""
+        sent_RD = torch.tensor([[1e39, 1.0], [2.0, torch.inf]], dtype=torch.float64)
+        got_RD, _ = Float8Wire().unpack(Float8Wire().pack(sent_RD), 2, torch.float64)
+        assert [[True, False], [False, True]] == got_RD.isnan().tolist()

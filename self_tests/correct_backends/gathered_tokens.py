@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moe_conformance.contract import Config, Session, Topology
 from moe_conformance.contract.claims import Claims
 
 from moe_conformance.contract import (  # isort: skip
-    Config, Delivery, ExpertFn, Limit, Named, Parametrised, Read, Routed, Routing, Session, Topology, Unsupported,
+    Delivery, ExpertFn, Limit, Named, Parametrised, Read, Routed, Routing, Unsupported,
 )  # fmt: skip
 
 # ---- the library ---------------------------------------------------------------------------------------------
@@ -235,3 +236,16 @@ class Gathered:
 
     def open(self, topology: Topology, device: torch.device) -> Session:
         return GatheredSession(topology)
+
+
+class _Fewer(GatheredSession):
+    def experts(self, config: Config) -> AdaptedExperts:
+        divided = config.experts // self.topology.sizes["ep"]
+        return AdaptedExperts(config, self.moe(config).expert_ids[: max(divided, 1)])
+
+
+class FewerParameters(Gathered):
+    """It is wrong: its exchange places every expert, and those left over by the division have no parameters."""
+
+    def open(self, topology: Topology, device: object) -> Session:
+        return _Fewer(topology)

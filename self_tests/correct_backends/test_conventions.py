@@ -245,7 +245,7 @@ class TestConventions:
         """A backend that accepts numbers that ep does not divide passes if exchange and experts hold all of them."""
         backend = "self_tests.correct_backends.gathered_tokens:Gathered"
         checked.check_passes(backend, "GROUP-03", "default", EP2, "indivisible-experts")
-        backend = "self_tests.correct_backends.uneven_experts:FewerParameters"
+        backend = "self_tests.correct_backends.gathered_tokens:FewerParameters"
         (mismatch,) = checked.verdicts(backend, "GROUP-03", "default", EP2, "indivisible-experts")
         assert isinstance(mismatch, Mismatch)
         assert "experts accepted a configuration with E = 3 experts over ep = 2" in mismatch.sentence

@@ -14,7 +14,7 @@ from moe_conformance.engine import EngineError
 from moe_conformance.engine.remote import rendezvous, sockets
 from moe_conformance.engine.remote.handshake import SUBJECT
 from moe_conformance.engine.remote.rendezvous import UserSecret, announce, find_driver, launch_of
-from self_tests.engine.ports import free_port
+from self_tests.engine.torchrun_runs import free_port
 
 TORCHRUN = {
     "RANK": "1",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import subprocess
 import sys
 import uuid
 from pathlib import Path
 
-from self_tests.engine.ports import free_port
 from self_tests.engine.test_life import survivors
 from self_tests.plugin.plugin_runs import LIMIT_S, PROJECT, Finished, environment, marked
 
@@ -55,3 +56,18 @@ def _together(commands: list[list[str]], cwd: Path, variables: dict[str, str]) -
         for process in started:
             process.kill()
             process.communicate()
+
+
+# Below those that systems give to whoever connects to somewhere or asks for any port: from 32768 on, or 49152.
+_AMONG = range(20000, 32000)
+
+
+def free_port() -> int:
+    """Return a port at which nothing listens, and which what runs beside the test is not given in the meantime."""
+    while True:
+        port = random.choice(_AMONG)
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_conformance.report import folding
-from moe_conformance.report.records import Record
+from moe_conformance.report.records import Record, Verdict
 
 PROJECT = Path(__file__).parent / "project"
 TOY = "self_tests.plugin.project.backend:Toy"
@@ -105,3 +105,11 @@ def verdicts(report: dict[str, Any]) -> dict[str, str]:
     """
     found = records(report).values()
     return {record.item: record.verdict for record in found if record.verdict != "not applicable"}
+
+
+def record(requirement: str, verdict: Verdict, layout: str = "ep2", message: str = "", **more: Any) -> Record:
+    """Return a record of one check on `even`."""
+    node = f"test_x.py::test_{requirement}[alltoall-{layout}-even]"
+    return Record(
+        node, "test_x", (requirement,), verdict, message, variant="alltoall", layout=layout, workload="even", **more
+    )

@@ -15,7 +15,9 @@ import pytest
 from click.testing import CliRunner
 
 from moe_conformance import cli, contract, spec, waiving
+from moe_conformance.backends.native import Native
 from moe_conformance.report import floor
+from moe_conformance.workloads.selection import power
 from self_tests.plugin import plugin_runs
 
 STARTS_S = 60.0
@@ -218,3 +220,19 @@ class TestEvery:
         assert sorted(names) == sorted(path.name for path in folder.iterdir())
         statuses = [plugin_runs.result(Path(folder / name))["exit"] for name in names]
         assert max(statuses) == done.status
+
+
+class TestSmoke:
+    def test_it_runs_its_cases_alone_and_says_what_they_detect(self, tmp_path: Path) -> None:
+        """All of those that fit the ranks, held to no floor; the report is of the profile."""
+        done = plugin_runs.cli("run", "--profile", "smoke", "--ranks", "1", "--report", "report", cwd=tmp_path)
+        report = plugin_runs.result(tmp_path / "report")
+        assert (0, "smoke", []) == (done.status, report["profile"], report["problems"]), done.output
+        records = [each for each in plugin_runs.records(report).values() if each.verdict != "not run"]
+        judged = {(each.variant, each.layout, each.workload) for each in records if each.verdict != "not applicable"}
+        assert {place for place in power.smoke(Native.variants) if place[1] == "single"} == judged
+        known = power.read()
+        assert (
+            f"smoke: the first {known.smoke} cases of the profile quick, which detect {known.share:.0%} of the planted "
+            "bugs that it detects; held to no floor"
+        ) in done.output

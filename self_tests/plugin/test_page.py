@@ -17,7 +17,7 @@ from moe_conformance.report.comparison import compare
 from moe_conformance.report.page.content import content
 from moe_conformance.report.records import Record
 from moe_conformance.report.standing import standings
-from self_tests.plugin.simulated_records import record
+from self_tests.plugin.plugin_runs import record
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 RECORDS = (

@@ -29,7 +29,7 @@ from moe_conformance.report.records import (
     overall,
 )
 from moe_conformance.waiving import Failure, Waiver
-from self_tests.plugin.simulated_records import record
+from self_tests.plugin.plugin_runs import record
 
 SPEC = spec.load()
 MOVED = {"rows": 3.0, "least_rows": 2.0, "bytes": 96.0, "least_bytes": 64.0, "calls": 2.0}

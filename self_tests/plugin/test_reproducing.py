@@ -21,8 +21,7 @@ from moe_conformance.report.records import Record
 from moe_conformance.reproducing.checks import CannotRun, Named, prepared
 from moe_conformance.reproducing.mailbox import Mailbox
 from self_tests.plugin import plugin_runs
-from self_tests.plugin.plugin_runs import TOY, Finished
-from self_tests.plugin.simulated_records import record
+from self_tests.plugin.plugin_runs import TOY, Finished, record
 
 PLANT = "expert-gradients-times-ep"
 NAME = "GRAD-05-alltoall-ep2-own-even.py"

@@ -11,7 +11,7 @@ from moe_conformance.report import unjudged, words
 from moe_conformance.report.live import Live
 from moe_conformance.report.progress import Progress
 from moe_conformance.report.records import PROPERTY
-from self_tests.plugin.simulated_records import record
+from self_tests.plugin.plugin_runs import record
 
 SPEC = spec.load()
 

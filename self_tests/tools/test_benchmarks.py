@@ -9,8 +9,8 @@ import pytest
 from benchmarks import cases
 from benchmarks.contenders.roster import BLIND, CONTENDERS, CONTINUOUS_1, Contender
 from benchmarks.contenders.start import start
+from benchmarks.report import summarise
 from benchmarks.rounds import Sample, ratios
-from benchmarks.summary import summarise
 from benchmarks.timeline import Assignment
 from moe_conformance.engine import Engine, Job
 

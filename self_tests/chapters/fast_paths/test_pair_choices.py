@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from moe_conformance.reference.fast_paths import choices as first
 from moe_conformance.reference.fast_paths import present
 from self_tests.chapters.fast_paths.second import choices as second
-from self_tests.chapters.fast_paths.second import present as second_present
 from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
@@ -46,7 +45,7 @@ class TestSegments:
     def test_rows_are_those_of_their_experts_in_order(self, held: list[tuple[int, int]]) -> None:
         """For any counts, those of no row and of no expert included."""
         counts, experts = [count for count, _ in held], [expert for _, expert in held]
-        assert second_present.expert_of_each_row(counts, experts) == present.segments(counts, experts).tolist()
+        assert second.expert_of_each_row(counts, experts) == present.segments(counts, experts).tolist()
 
     @pytest.mark.parametrize(("counts", "experts"), [([1, -1], [0, 1]), ([1], [0, 1])])
     def test_what_counts_no_rows_is_refused(self, counts: list[int], experts: list[int]) -> None:

@@ -1,9 +1,10 @@
-"""Norms of sharded gradients and clipping by them, worked out twice."""
+"""Norms of sharded gradients, clipping by them, and bounds of accumulated gradients, worked out twice."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moe_conformance.reference.gradients import accumulation
 from moe_conformance.reference.gradients import norms as first
 from moe_conformance.reference.gradients import shards as first_shards
 from self_tests.chapters.gradients import second
@@ -235,3 +237,22 @@ test_by_hand = by_hand(
         *((f"what ranks do with {bad} is free", (two([1.0, bad]), 1.0), REFUSED) for bad in (NAN, INF)),
     ),
 )  # fmt: skip
+
+
+numbers = st.sampled_from([0.0, 1.0, -1.0, 2.0**-6, -(2.0**-6), 3.0, 96.0, -0.625])
+
+
+class TestAccumulationPair:
+    @pairs_agree
+    @given(
+        st.lists(st.lists(numbers, min_size=2, max_size=2), max_size=20),
+        st.integers(1, 4),
+        st.integers(0, 64),
+        st.booleans(),
+    )
+    def test_sums_and_bounds_agree(self, parts: list[list[float]], ranks: int, tokens: int, narrow: bool) -> None:
+        """Both have the same sum and the same two bounds of every element, which such numbers have exactly."""
+        found = accumulation.accumulated(torch.tensor(parts).reshape(-1, 2), ranks=ranks, tokens=tokens, narrow=narrow)
+        for n in range(2):
+            expected = second.accumulated([Fraction(part[n]) for part in parts], ranks, tokens, narrow)
+            assert expected == tuple(Fraction(each[n].item()) for each in found)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moe_conformance.reference.groups import members as first_groups
 from moe_conformance.reference.groups import rules as first
-from self_tests.chapters.groups.second import rules as second
+from self_tests.chapters.groups.second import members as second
 from self_tests.oracles.asked_twice import assert_agree
 from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 

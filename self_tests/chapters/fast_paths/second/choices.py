@@ -40,3 +40,12 @@ def look_up_counts(events: Sequence[str]) -> tuple[int, int]:
         else:
             hits = misses = 0
     return hits, misses
+
+
+def expert_of_each_row(counts: Sequence[int], experts: Sequence[int]) -> list[int]:
+    """Return the global id of the expert of every row, given how many rows each local expert has, in order."""
+    found: list[int] = []
+    for place in range(len(counts)):
+        for _ in range(counts[place]):
+            found.append(experts[place])
+    return found

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Permuted
@@ -339,3 +339,28 @@ class GradientsPastAutograd(Experts):
         down_NDF: Tensor = _PastAutograd.apply(asked, self.down_NDF)  # type: ignore[no-untyped-call]
         weights = zip(self.gate_NFD.unbind(), self.up_NFD.unbind(), down_NDF.unbind(), strict=True)
         return torch.cat([in_blocks(rows, *w) for rows, w in zip(rows_PD.split(counts_N), weights, strict=True)])
+
+
+_WORKLOAD = "own-small-gradients-even-bfloat16"
+
+
+@planted(Expectation("GRAD-17", _WORKLOAD, "finish", "partial sums are rounded below float32"))
+class AccumulatedInBfloat16(Experts):
+    """Gradients are accumulated in the dtype of their parameters, as autograd does by itself."""
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        nn.Module.register_parameter(self, name, param)
+
+
+@planted(Expectation("GRAD-17", _WORKLOAD, "finish", "is not the sum over 16 microbatches"), layout=EP2_EDP2)
+class AccumulatorRoundedAfterEveryBackward(Experts):
+    """The accumulator is float32, and is stored in the dtype of the parameter after every backward."""
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if param is not None:
+            param.register_post_accumulate_grad_hook(self._store)
+
+    def _store(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None:
+            parameter.grad.copy_(parameter.grad.to(parameter.dtype))
