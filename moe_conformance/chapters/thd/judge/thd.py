@@ -34,7 +34,7 @@ def judge_lengths(outcome: Outcome) -> Comparisons:
             wrong = packed_sequences.judge_lengths(given["lengths"], real, padded, m) == "wrong"
             words = _lengths_words(given, m, real, padded) if wrong else ""
             yield Comparison(rank, words, pairs=1 + len(given["lengths"]))
-    yield from _not_offered(outcome)
+    _require_offered(outcome)
 
 
 @judge(WrongCount, "dispatch")
@@ -64,7 +64,7 @@ def judge_empty_sequences(outcome: Outcome) -> Comparisons:
                 full = f"without the empty sequences, of lengths {list(without.given[rank]['lengths'])}"
                 words = f"{name} of lengths {list(lengths)} is {other.tolist()}; {full}, it is {one.tolist()}"
                 yield Comparison(rank, words if wrong else "", pairs=len(lengths))
-    yield from _not_offered(outcome)
+    _require_offered(outcome)
 
 
 @judge(WrongDelivery, "dispatch")
@@ -89,7 +89,7 @@ def judge_tokens(outcome: Outcome) -> Comparisons:
                 is_not = "padding, and is reported as a token" if answer[row] else "a token, and is reported as padding"
                 yield Comparison(rank, f"row {row} of {lists} is {is_not}")
             yield Comparison(rank, elements=len(expected), pairs=1)
-    yield from _not_offered(outcome)
+    _require_offered(outcome)
 
 
 @judge(WrongDelivery, "dispatch")
@@ -118,7 +118,7 @@ def judge_shares(outcome: Outcome) -> Comparisons:
             for words in _wrong_shares(cp, sums, [shares[c] for c in range(cp)], stated):
                 yield Comparison(rank, words)
             yield Comparison(rank, elements=sums[-1], pairs=cp)
-    yield from _not_offered(outcome)
+    _require_offered(outcome)
 
 
 def _refused(outcome: Outcome) -> dict[int, str]:
@@ -131,9 +131,9 @@ def _refused(outcome: Outcome) -> dict[int, str]:
     return refused
 
 
-def _not_offered(outcome: Outcome) -> Iterator[NotOffered]:
+def _require_offered(outcome: Outcome) -> None:
     if refused := _refused(outcome):
-        yield NotOffered(f"{len(refused)} calls are refused; call {min(refused)}: {refused[min(refused)]}")
+        raise NotOffered(f"{len(refused)} calls are refused; call {min(refused)}: {refused[min(refused)]}")
 
 
 def _offered(outcome: Outcome) -> Iterator[tuple[int, Call]]:
