@@ -9,7 +9,7 @@ from moe_conformance.chapters.gradients.judge.gradient_accumulation import (
     judge_padding_gradients,
     judge_steps,
     judge_sum,
-    one_of_each,
+    large_and_small_alone,
 )
 from moe_conformance.chapters.gradients.judge.hooked import judge_hooked
 from moe_conformance.chapters.gradients.judge.sharding import judge_sharded_gradients
@@ -133,7 +133,7 @@ class TestOwnExperts:
     """Experts end with the sum of the gradients that every microbatch gives alone."""
 
     test_small_gradients_are_not_rounded_away = Row(
-        "GRAD-17", ExpertsStep(), judge_accumulation, when=shows(ACCUMULATES), twins=one_of_each
+        "GRAD-17", ExpertsStep(), judge_accumulation, when=shows(ACCUMULATES), twins=large_and_small_alone
     )
     """Small gradients that follow large ones are in the sum over microbatches, which has float32 in between."""
 

@@ -73,7 +73,7 @@ def judge_steps(reading: Reading, ran: Sequence[Ran], tally: Tally) -> None:
         fail(WrongGradient, "finish", findings, start=f"run {stepped.twin.how}, ")
 
 
-def one_of_each(workload: Workload) -> list[Twin]:
+def large_and_small_alone(workload: Workload) -> list[Twin]:
     """Run a microbatch with large gradients alone, and one with small ones."""
     alone = laws.alone(workload)
     return [alone[0], alone[-1]]

@@ -112,9 +112,8 @@ def judge_proxy_gradients(reading: Reading, tally: Tally) -> None:
             if not held and reading.ranks[0].finish_refusal:
                 continue
             if not held or not whole(grad.shard for _, grad in held):
-                raise Uncovered(
-                    "finish", f"'named' yields not all shards of {part_name(key, None)} on all ranks together"
-                )
+                sentence = f"'named' yields not all shards of {part_name(key, None)} on all ranks together"
+                raise Uncovered("finish", sentence)
             divisor = 1 if name.startswith("mix") else expected.divisor
             for rank, grad in held:
                 what = f"the gradient of {part_name(key, grad.shard)} on rank {rank}"

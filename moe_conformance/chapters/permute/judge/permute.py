@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Routing
+from moe_conformance.judging.compare.exact import wrong
 from moe_conformance.judging.compare.tensors import judge_tensor
 from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, fail
@@ -71,8 +72,8 @@ def judge_padding_rows(outcome: Outcome) -> Comparisons:
         rows = _read(outcome, there)
         (rows_RD,) = values(outcome, there, "rows_RD")
         for row in (rows.source < 0).nonzero()[:, 0].tolist():
-            wrong = Finding("padding", f"row {row}, padding of expert {int(rows.expert[row])}, is not zero", (0,))
-            yield Comparison(0, wrong if bool((rows_RD[row] != 0).any()) else "", pairs=1)
+            fault = Finding("padding", f"row {row}, padding of expert {int(rows.expert[row])}, is not zero", (0,))
+            yield Comparison(0, fault if bool((rows_RD[row] != 0).any()) else "", pairs=1)
 
 
 @judge(WrongDelivery, "dispatch")
@@ -85,8 +86,8 @@ def judge_order(outcome: Outcome) -> Comparisons:
     rows = _read(outcome, 0)
     for expert, right in in_order(rows).items():
         of = rows.token[(rows.expert == expert) & (rows.source >= 0)].tolist()
-        wrong = f"the rows of expert {expert} are of tokens {of}, which are not in ascending order"
-        yield Comparison(0, "" if right else wrong)
+        fault = f"the rows of expert {expert} are of tokens {of}, which are not in ascending order"
+        yield Comparison(0, "" if right else fault)
     yield Comparison(0, pairs=max(1, len(rows.token)))
 
 
@@ -210,22 +211,13 @@ def _read(outcome: Outcome, call: int) -> Rows:
 
 def _check_counts(counts: list[int], pairs_E: list[int], rows: int, given: _Arguments) -> None:
     if len(counts) != len(pairs_E):
-        raise WrongCount(
-            "dispatch",
-            f"counts_E has {len(counts)} entries instead of {len(pairs_E)}, the number of experts",
-            ranks=(0,),
-        )
-    legal = legal_counts(counts, pairs_E, given.multiple)
-    findings = [
-        Finding(
-            "count",
-            f"expert {expert} has {counts[expert]} rows for {pairs_E[expert]} pairs, "
-            f"padded to a multiple of {given.multiple}",
-            (0,),
-        )
-        for expert, right in enumerate(legal)
-        if not right
-    ]
+        sentence = f"counts_E has {len(counts)} entries instead of {len(pairs_E)}, the number of experts"
+        raise WrongCount("dispatch", sentence, ranks=(0,))
+    findings = []
+    for expert, right in enumerate(legal_counts(counts, pairs_E, given.multiple)):
+        if not right:
+            number = f"expert {expert} has {counts[expert]} rows for {pairs_E[expert]} pairs"
+            findings.append(Finding("count", f"{number}, padded to a multiple of {given.multiple}", (0,)))
     if findings:
         fail(WrongCount, "dispatch", findings)
     if sum(counts) > rows:
@@ -274,16 +266,12 @@ def _check_weights(rows: Rows, weights_R: Tensor | None, given: _Arguments) -> N
         return
     real_R = (rows.source >= 0).nonzero()[:, 0]
     expected_P = given.routing.weights_TK[rows.token[real_R], rows.slot[real_R]]
-    if weights_R.reshape(-1).shape[0] < len(rows.token):
-        raise WrongForm(
-            "dispatch", f"permute returned {weights_R.numel()} weights for {len(rows.token)} rows", ranks=(0,)
-        )
+    if weights_R.numel() < len(rows.token):
+        sentence = f"permute returned {weights_R.numel()} weights for {len(rows.token)} rows"
+        raise WrongForm("dispatch", sentence, ranks=(0,))
     actual_P = weights_R.reshape(-1)[real_R]
-    for at in (actual_P.double() != expected_P.double()).nonzero()[:, 0].tolist():
+    for at in wrong(actual_P, expected_P).nonzero()[:, 0].tolist():
         row = int(real_R[at])
-        raise WrongWeight(
-            "dispatch",
-            f"row {row}, token {int(rows.token[row])} slot {int(rows.slot[row])}, has the weight "
-            f"{float(actual_P[at]):g} instead of {float(expected_P[at]):g}",
-            ranks=(0,),
-        )
+        which = f"row {row}, token {int(rows.token[row])} slot {int(rows.slot[row])}, has the weight"
+        sentence = f"{which} {float(actual_P[at]):g} instead of {float(expected_P[at]):g}"
+        raise WrongWeight("dispatch", sentence, ranks=(0,))

@@ -32,9 +32,8 @@ def judge_forms(outcome: Outcome, tally: Tally) -> None:
     (ids_TK,), (weights_TK,) = values(outcome, 1, "ids_TK"), values(outcome, 1, "weights_TK")
     if len(ids_TK) != len(routing.ids_TK) or ids_TK.shape != weights_TK.shape:
         shapes = f"{tuple(ids_TK.shape)} and {tuple(weights_TK.shape)}"
-        raise WrongForm(
-            "route", f"ids and weights of {len(routing.ids_TK)} tokens have the shapes {shapes}", ranks=(0,)
-        )
+        sentence = f"ids and weights of {len(routing.ids_TK)} tokens have the shapes {shapes}"
+        raise WrongForm("route", sentence, ranks=(0,))
     _same("the indexed form", expected, _indexed(ids_TK, weights_TK))
     _same("the dense form of the indexed one", expected, _dense_of(outcome, 2, routing))
     tally.add(pairs=max(1, expected.total()), rank=0)
