@@ -80,8 +80,8 @@ class _Session(Session):
         row_bytes = config.hidden * 2
         buffer = buffer_class(
             group,
-            max(each.get_nvl_buffer_size_hint(row_bytes, group.size()) for each in configs),
-            max(each.get_rdma_buffer_size_hint(row_bytes, group.size()) for each in configs),
+            max(sizes.get_nvl_buffer_size_hint(row_bytes, group.size()) for sizes in configs),
+            max(sizes.get_rdma_buffer_size_hint(row_bytes, group.size()) for sizes in configs),
             explicitly_destroy=True,
         )
         self._buffers.append(buffer)
@@ -162,13 +162,13 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, None, None, None]:
-        rows_RD, weights_RK = (each.contiguous() for each in gradients[:2])
+        rows_RD, weights_RK = (gradient.contiguous() for gradient in gradients[:2])
         dx_TD, dweights_TK, _ = ctx.buffer.combine(rows_RD, ctx.handle, topk_weights=weights_RK)
         return dx_TD, dweights_TK, None, None, None
 
 
 class _Again(torch.autograd.Function):
-    """Tokens where an earlier dispatch sent its own."""
+    """Dispatches tokens again by the handle of an earlier dispatch."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, buffer: Any, handle: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Windows on parameters of which FSDP2 keeps one chunk of rows on every rank. For adapters of any library.
+"""Windows on parameters of which FSDP2 keeps a chunk of rows on every rank; for adapters of any library.
 
 FSDP2 cuts dimension 0 into chunks of ceil(rows / ranks), so that the last may be shorter or empty. A window is on one
 of equal parts (`Named.shard`) or on the whole: what is neither is refused, before anything runs and on every rank.
@@ -18,7 +18,7 @@ from moe_conformance.contract import Named, Read, Unsupported
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Return the plain tensor under a sharded parameter, its gradient's under `grad`; others as they are."""
+    """Return the local tensor of a sharded parameter, with the local tensor of its gradient; others as they are."""
     if not isinstance(parameter, DTensor):
         return parameter
     with torch.no_grad():
@@ -77,7 +77,7 @@ def _chunk(rows: int, of: int, index: int) -> range:
 
 
 def _parts(rows: range, widths: Sequence[int]) -> Sequence[tuple[int, slice, tuple[int, int, int] | None]]:
-    """Return what rows hold of blocks of some widths, one after the other: (which, where in the rows, part of it).
+    """Return the blocks that some rows contain, for blocks of given widths: (block, its rows, part of the block).
 
     Raises:
         Unsupported: the rows hold something of a block that is not one of so many equal parts.

@@ -1,4 +1,4 @@
-"""Finding a backend: by the name of its entry point, or by dotted path."""
+"""Find a backend by the name of its entry point, or by dotted path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENTRY_POINTS = "moe_conformance.backends"
 
 
 class NoBackend(LookupError):
-    """No such backend, or not a backend; the message says what to write instead."""
+    """There is no such backend, or it is not a backend; the message says what to write instead."""
 
 
 def names() -> list[str]:

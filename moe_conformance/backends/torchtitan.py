@@ -140,7 +140,7 @@ class _Session(Session):
         _require_routed(config)
         require_balanced(config, self._topology)
         routers = [Router(config, self._device) for _ in range(config.balance.layers)]
-        return BalancingRouters(routers, [each.layer for each in routers], self._topology, self._device)
+        return BalancingRouters(routers, [router.layer for router in routers], self._topology, self._device)
 
     def config_rules(self, config: Config) -> ConfigRules:
         """Resolve settings on one rank."""
@@ -210,12 +210,12 @@ class _Session(Session):
             surface.reduce()
 
     def close(self) -> None:
-        """Give the library's global back."""
+        """Restore the library's global."""
         self._utils.set_spmd_backend(self._setting)
 
 
 def _require_routed(config: Config) -> None:
-    """Refuse rules of routing that the router does not have."""
+    """Refuse routing that the router does not have."""
     if config.routing.score not in ("softmax", "sigmoid"):
         raise Unsupported(f"torchtitan's router scores by softmax or sigmoid, not {config.routing.score}")
     if config.routing.group_score != "top2_sum":
@@ -371,7 +371,7 @@ class _Experts:
         return self._module
 
     def reshard(self) -> None:
-        """Free the gathered parameters: it is asked not to do that by itself."""
+        """Free the gathered parameters, which FSDP2 is configured to keep."""
         if len(self._edp) > 1:
             module: Any = self._module
             module.reshard()

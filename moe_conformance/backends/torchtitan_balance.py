@@ -13,7 +13,7 @@ from moe_conformance.contract import Claims, Config, Named, Read, Routed, Topolo
 
 
 def require_balanced(config: Config, topology: Topology) -> None:
-    """Refuse what the hook has no way to be asked for."""
+    """Refuse options that the hook does not have."""
     if not config.routing.balance_bias:
         raise Unsupported("routers without routing.balance_bias have none to update")
     if config.balance.rule != "sign":
@@ -37,7 +37,7 @@ class _Block(nn.Module):
 
 
 class _Dimensions:
-    """What the hook asks of `ParallelDims`: the mesh of the ranks with tokens of their own, which is dp x cp."""
+    """The part of `ParallelDims` that the hook uses: the mesh of ranks with different tokens, which is dp x cp."""
 
     tp = 1
 
@@ -75,7 +75,7 @@ class BalancingRouters:
 
     @property
     def claims(self) -> Claims:
-        """All that is routed is counted, also where it is forced."""
+        """All routed tokens are counted, also those of forced routing."""
         return Claims(forced_loads="counted")
 
     def named(self, read: Read) -> Iterator[Named]:
@@ -89,9 +89,9 @@ class BalancingRouters:
         self._modules.train(mode)
 
     def __call__(self, x: tuple[Tensor, ...], padding_mask_T: Tensor | None) -> tuple[Routed, ...]:
-        """Route; counters are the modules' own. There is no mask."""
+        """Route; the modules have counters. There is no mask."""
         assert padding_mask_T is None  # takes_mask
-        return tuple(router(each) for router, each in zip(self._routers, x, strict=True))
+        return tuple(router(x_SBD) for router, x_SBD in zip(self._routers, x, strict=True))
 
     def update(self) -> None:
         """Make a step of the optimizer, before which the hook runs."""

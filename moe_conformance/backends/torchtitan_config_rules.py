@@ -1,4 +1,4 @@
-"""Settings as torchtitan resolves them: the configs of an MoE module, and the module that is built from them."""
+"""Resolve settings by torchtitan: build the configs of an MoE module, and the module from them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ConfigRules:
         return ()
 
     def resolve(self, asked: Settings) -> Settings:
-        """Build, and read what was built."""
+        """Build the module, and read its settings."""
         from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
         others = {f.name: f.default for f in fields(Settings) if f.name not in _MAPPED}

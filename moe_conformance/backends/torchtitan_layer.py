@@ -63,7 +63,7 @@ def _shared_config(config: Config) -> Any:
 
 
 class _Block(nn.Module):
-    """A block of a decoder in which there is only the MoE module."""
+    """A block of a decoder that has only the MoE module."""
 
     moe_enabled = True
 
@@ -77,7 +77,7 @@ class _Block(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """What `apply_fsdp_to_decoder` needs to see of a model."""
+    """The attributes of a model that `apply_fsdp_to_decoder` reads."""
 
     enable_weight_tying = False
     tok_embeddings = norm = lm_head = None

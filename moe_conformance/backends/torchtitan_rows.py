@@ -1,4 +1,4 @@
-"""What torchtitan's dispatchers do to rows on one rank, by itself. R rows, W sources, N local experts."""
+"""The operations of torchtitan's dispatchers on rows of one rank. R rows, W sources, N local experts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Permutation:
 
 
 class Reordering:
-    """The all-to-all dispatcher's, which asks its mesh for nothing but the number of sources."""
+    """The reordering of the all-to-all dispatcher, which reads only the number of sources from its mesh."""
 
     def __init__(self, config: Config) -> None:
         from torchtitan.models.common import token_dispatcher

@@ -1,4 +1,4 @@
-"""In which dtype a router computes its scores, by the weights that it returned. For adapters of any library.
+"""Finds the dtype in which a router computes its scores, from the weights that it returns; for adapters of any library.
 
 A library may compute in float32 and pass float64: then all weights are float32 numbers. Weights that it normalises
 or scales afterwards, in float64, do not show that. A half-precision weight may be rounded from anything.
@@ -13,10 +13,10 @@ from torch import nn
 
 
 class WeightsSeen:
-    """The weights of every call of a router until now."""
+    """Observes the weights that a router returns."""
 
     def __init__(self, router: nn.Module, place: int) -> None:
-        """Look, from now on, at element `place` of what the router returns."""
+        """Observe element `place` of the results of the router from now on."""
         self._place = place
         self._dtype: torch.dtype | None = None
         router.register_forward_hook(self._look)
@@ -30,5 +30,5 @@ class WeightsSeen:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype as far as it was seen; None where nothing was seen that shows it."""
+        """The dtype as far as it was observed; None if no weight has shown it."""
         return self._dtype

@@ -72,7 +72,7 @@ def shared(context: RankContext, layout: Layout) -> list[list[float]]:
     own = (10.0 * context.rank + torch.arange(float(T)))[:, None].requires_grad_()
     batch = SharedBatch(T, group, CPU)
     of_all = batch.of_all(own)
-    back = batch.own(of_all * torch.arange(1.0, 5.0)[:, None])
+    back = batch.local_rows(of_all * torch.arange(1.0, 5.0)[:, None])
     back.backward(torch.full_like(back, 2.0 + context.rank))
     assert own.grad is not None
     return [each.flatten().tolist() for each in (of_all.detach(), back.detach(), own.grad)]

@@ -1,4 +1,4 @@
-"""What the suite loads: the backend's name, variants and limits. Importing it does not import DeepSpeed."""
+"""The backend's name, variants and limits. Importing this module does not import DeepSpeed."""
 
 from __future__ import annotations
 

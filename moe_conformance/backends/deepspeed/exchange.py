@@ -18,7 +18,7 @@ from moe_conformance.contract import Claims, Config, Delivery, ExpertFn, Routing
 
 
 class _GivenRouting(nn.Module):
-    """Stands where a gate stands, and returns the routing of the call in the form of the library's own gates.
+    """Replaces the gate, and returns the routing of the call in the form of the library's gates.
 
     A pair's place among those of its expert, and their number C, are a gate's to decide: as in the library's gates
     nothing is dropped, and C is the largest load of an expert on any rank, a multiple of tp.
@@ -47,7 +47,7 @@ class _GivenRouting(nn.Module):
 
 
 class _GivenExperts(nn.Module):
-    """Stands where the experts stand: it receives (W, N, C, D), and computes the function given for the call."""
+    """Replaces the experts: receives (W, N, C, D), and computes the function given for the call."""
 
     expert: ExpertFn
 
@@ -62,7 +62,7 @@ class Exchange:
     """A MOELayer; tensor ranks hold the same tokens."""
 
     def __init__(self, config: Config, placement: Placement) -> None:
-        """Build the layer without a gate and experts of its own."""
+        """Build the layer without the library's gate and experts."""
         self.local_experts = tuple(placement.held(config.experts))
         self._gate, self._experts = _GivenRouting(placement.topology.sizes["tp"]), _GivenExperts()
         self._layer = library.sharded_moe.MOELayer(

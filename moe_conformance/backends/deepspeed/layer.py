@@ -49,14 +49,14 @@ class Layer:
         self.engine.train(mode)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return y; of the batch that tensor ranks share a rank has its own part."""
+        """Return y of this rank's tokens; tensor ranks share a batch."""
         group = self._placement.topology.group("tp")
         if group.size() == 1:
             y: Tensor = self.engine.module(x)[0]
             return y
         x_TD = x.reshape(-1, x.shape[-1])
         batch = SharedBatch(len(x_TD), group, x.device)
-        return batch.own(self.engine.module(batch.of_all(x_TD))[0]).reshape(x.shape)
+        return batch.local_rows(self.engine.module(batch.of_all(x_TD))[0]).reshape(x.shape)
 
     def named(self, read: Read) -> Iterator[Named]:
         """Yield the gate's weight and the matrices of this rank's experts."""

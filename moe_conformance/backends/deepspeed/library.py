@@ -28,15 +28,15 @@ initialize = deepspeed.initialize
 
 
 def quiet() -> warnings.catch_warnings[None]:
-    """Ignore what torch says of old names of collectives, on every use; the caller exits."""
+    """Ignore torch's warnings of old names of collectives, until the caller exits the returned context."""
     context = warnings.catch_warnings()
     context.__enter__()
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", category=FutureWarning)
     return context
 
 
-def _flat_all_gather(buffer: torch.Tensor, own: torch.Tensor, group: Any) -> None:
-    comm.all_gather_into_tensor(buffer, own.flatten(), group=group)
+def _flat_all_gather(buffer: torch.Tensor, local_rows: torch.Tensor, group: Any) -> None:
+    comm.all_gather_into_tensor(buffer, local_rows.flatten(), group=group)
 
 
 def _apply_shims() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Where a rank stands in the library's own words: its groups, and the sizes that it asks a model parallel unit for."""
+"""The library's process groups of a rank, and the model parallel unit of which it requests sizes."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class _Unit:
 
 
 class Placement:
-    """The library's process groups of one topology, from when it is made until it is closed. Collective."""
+    """The library's process groups of one topology, until it is closed. Collective."""
 
     def __init__(self, topology: Topology) -> None:
-        """Initialise the library's communication on torch's, and have it make the groups of experts.
+        """Initialise the library's communication over torch's, and let it make the groups of experts.
 
         Raises:
             Unsupported: experts would be split.
@@ -70,7 +70,7 @@ class Placement:
 
     @property
     def name(self) -> str:
-        """What the library calls the group of this rank's experts."""
+        """The library's name of the group of this rank's experts."""
         return f"ep_size_{self.ep}"
 
     @property
@@ -92,7 +92,7 @@ class Placement:
         return range(first, first + N)
 
     def close(self) -> None:
-        """Destroy the groups that the library made, and have it forget all of them."""
+        """Destroy the groups that the library made, and clear its records of groups."""
         made = (library.groups._EXPERT_PARALLEL_GROUP, library.groups._EXPERT_DATA_PARALLEL_GROUP)
         for group in [group for groups in made for group in groups.values()]:
             dist.destroy_process_group(group)

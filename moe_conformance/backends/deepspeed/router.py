@@ -16,7 +16,7 @@ from moe_conformance.contract import Claims, Config, Named, Read, Routed, Routin
 
 
 def gate_options(config: Config) -> dict[str, Any]:
-    """Return the arguments of the MoE layer that ask for a gate of its own kind.
+    """Return the arguments of the MoE layer that select a gate.
 
     Raises:
         Unsupported: it has none of that kind.
@@ -47,7 +47,7 @@ def gate_options(config: Config) -> dict[str, Any]:
 
 
 def claims_of_gate(K: int, *, jitter: bool) -> Claims:
-    """Return what is claimed of a gate with K choices."""
+    """Return the claims of a gate with K choices."""
     return Claims(
         dtype=torch.float32,
         noise="training" if jitter else "no",
@@ -119,7 +119,7 @@ class ChoiceRouter:
     """The TokenChoiceTopKRouter that AutoEP puts into the blocks of models, in an engine where that takes the dtype."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        """Build it as AutoEP does of a model's config.
+        """Build the router from a model's config, as AutoEP does.
 
         Raises:
             Unsupported: it has no such rule.
@@ -159,13 +159,13 @@ class ChoiceRouter:
         return Claims(dtype=self._seen.dtype)
 
     def __call__(self, x: Tensor) -> Routed:
-        """Return the routing; the bias is the caller's, as AutoEP's layer hands it in."""
+        """Return the routing; the caller passes the bias, as AutoEP's layer does."""
         weights_TK, ids_TK, counts_E = self._router(x.reshape(-1, x.shape[-1]), self._bias_E)
         assert self._logits is not None  # the router has just called its gate
         return Routed(Routing(ids_TK, weights_TK, self._router.num_experts), self._logits, counts_E)
 
     def named(self, read: Read) -> Iterator[Named]:
-        """Yield the weight, and the biases that are asked for."""
+        """Yield the weight, and the biases of the config."""
         yield Named("router", None, read(self._router.gate.weight))
         if self._router.gate.bias is not None:
             yield Named("gate_bias", None, read(self._router.gate.bias))

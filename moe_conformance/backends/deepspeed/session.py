@@ -25,7 +25,7 @@ _CAPACITY = ("capacity.factor", "capacity.minimum", "capacity.drop_policy")
 
 
 class DeepSpeedSession(Session):
-    """Parts of MoE layers, each layer in an engine of its own, as `deepspeed.initialize` makes it."""
+    """Parts of MoE layers; every layer is in a separate engine, as `deepspeed.initialize` makes it."""
 
     loss_convention: Literal["sum", "mean_over_dp"] = "mean_over_dp"
 
@@ -52,7 +52,7 @@ class DeepSpeedSession(Session):
         return Experts(self._engine(layer, config), self._placement.held(config.experts))
 
     def router(self, config: Config) -> Gate | ChoiceRouter:
-        """Build a layer and return its gate, or AutoEP's router, where it alone routes as asked."""
+        """Build a layer and return its gate, or AutoEP's router if only that has the requested routing."""
         config.only(*_GATE, *_CAPACITY)
         _require_float32(config)
         try:
@@ -124,7 +124,7 @@ class DeepSpeedSession(Session):
         return engine_of(model, config, self._device, self._placement.unit)
 
     def finish_gradients(self, *built: Parametrised) -> None:
-        """Have the engine of every surface reduce over the ranks that hold the same parameters."""
+        """Let the engine of every surface reduce gradients over the ranks that hold the same parameters."""
         for surface in built:
             assert isinstance(surface, Experts | Gate | ChoiceRouter | Layer)  # there are no others with parameters
             if isinstance(surface, Gate | ChoiceRouter) and self._topology.sizes["tp"] > 1:
@@ -134,7 +134,7 @@ class DeepSpeedSession(Session):
             surface.engine.allreduce_gradients()
 
     def close(self) -> None:
-        """Take down the library's groups."""
+        """Destroy the library's groups."""
         self._quiet.__exit__(None, None, None)
         self._placement.close()
         gc.collect()  # engines refer to their groups in cycles, and a group has threads until it is freed

@@ -14,7 +14,7 @@ from moe_conformance.contract import Balance, Claims, Config, Named, Read, Route
 
 
 def with_balance(config: Config, pp: int) -> Config:
-    """Return the config of every layer, with the fields of TransformerConfig that ask for updates.
+    """Return the config of every layer, with the fields of TransformerConfig that enable updates.
 
     Raises:
         Unsupported: they cannot be asked for.
@@ -49,7 +49,7 @@ class BalancingRouters:
 
     @property
     def claims(self) -> Claims:
-        """The map is counted that drops have left, also where it comes of random logits."""
+        """The loads are those after drops, also of random logits."""
         return Claims(balance_loads="kept", forced_loads="counted")
 
     def named(self, read: Read) -> Iterator[Named]:
@@ -64,8 +64,8 @@ class BalancingRouters:
             router.chunk.train(mode)
 
     def __call__(self, x: tuple[Tensor, ...], padding_mask_T: Tensor | None) -> tuple[Routed, ...]:
-        """Route; counters are the routers' own."""
-        return tuple(router(each, padding_mask_T) for router, each in zip(self._routers, x, strict=True))
+        """Route; the routers have counters."""
+        return tuple(router(x_SBD, padding_mask_T) for router, x_SBD in zip(self._routers, x, strict=True))
 
     def update(self) -> None:
         """Finalize the gradients, in which biases are updated and counters set to zero."""

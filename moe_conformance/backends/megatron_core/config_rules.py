@@ -1,4 +1,4 @@
-"""Settings as the library resolves them: `TransformerConfig`, and on one rank the MoE layer that is built from it."""
+"""Resolve settings by the library: build `TransformerConfig`, and on one rank the MoE layer of it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ConfigRules:
         return [VersionLimit(name, least, _installed(name)) for name, least in needed]
 
     def resolve(self, asked: Settings) -> Settings:
-        """Build, and read what was built."""
+        """Build the config, and read it."""
         if asked.versions:
             raise Unsupported("Megatron-Core reads the versions that are installed, and no others")
         built = library.TransformerConfig(**self._fields(asked))
@@ -104,7 +104,7 @@ class ConfigRules:
         return library.MoELayer(of_layer, parts.submodules, layer_number=1).to(self._device)
 
     def _read(self, asked: Settings, built: Any, layer: Any) -> Settings:
-        """Return what the config holds, and of the router what the layer does."""
+        """Return the settings of the config, and those of the layer's router."""
         named = {value: name for name, value in _DISPATCHERS.items()}
         scopes = {value: name for name, value in _SCOPES.items()}
         dispatcher = built.moe_token_dispatcher_type

@@ -1,4 +1,4 @@
-"""From the suite's Config to the library's TransformerConfig."""
+"""Make the library's TransformerConfig of the suite's Config."""
 
 from __future__ import annotations
 
@@ -86,25 +86,25 @@ def transformer_config(config: Config, sizes: Mapping[str, int]) -> Any:
 
 def _of_experts(config: Config) -> dict[str, Any]:
     """Return the fields of the experts' function and biases."""
-    asked = config.activation
+    activation = config.activation
     if config.expert_biases == "output":
         raise Unsupported("Megatron-Core has biases of all projections or of none, not expert_biases='output'")
-    if asked.slope not in (1.0, 1.702):
+    if activation.slope not in (1.0, 1.702):
         raise Unsupported(
-            f"Megatron-Core has silu and quick_gelu, of slope 1.702, and not activation.slope={asked.slope}"
+            f"Megatron-Core has silu and quick_gelu, of slope 1.702, and not activation.slope={activation.slope}"
         )
     functions = {
-        "silu": torch.nn.functional.silu if asked.slope == 1.0 else library.activations.quick_gelu,
+        "silu": torch.nn.functional.silu if activation.slope == 1.0 else library.activations.quick_gelu,
         "gelu": torch.nn.functional.gelu,
         "gelu_tanh": library.activations.fast_gelu,
         "relu": torch.nn.functional.relu,
         "squared_relu": library.activations.squared_relu,
     }
     return {
-        "gated_linear_unit": asked.gated,
-        "activation_func": functions[asked.function],
-        "activation_func_clamp_value": asked.limit,
-        "glu_linear_offset": asked.offset,
+        "gated_linear_unit": activation.gated,
+        "activation_func": functions[activation.function],
+        "activation_func_clamp_value": activation.limit,
+        "glu_linear_offset": activation.offset,
         "add_bias_linear": config.expert_biases == "all",
     }
 
@@ -123,7 +123,7 @@ def _shared(config: Config) -> dict[str, Any]:
 
 def _routing(config: Config) -> dict[str, Any]:
     """Return the router's fields."""
-    asked: dict[str, Any] = {
+    router_fields: dict[str, Any] = {
         "moe_router_dtype": _router_dtype(config),
         "moe_input_jitter_eps": config.jitter or None,
         "moe_router_score_function": "sigmoid" if config.routing.score == "sigmoid" else "softmax",
@@ -138,9 +138,9 @@ def _routing(config: Config) -> dict[str, Any]:
     if config.routing.forced not in ((), (("random", None),)):
         raise Unsupported(f"Megatron-Core 0.16 forces random logits, and nothing else: not {config.routing.forced}")
     if config.routing.groups is not None:
-        asked["moe_router_num_groups"], asked["moe_router_group_topk"] = config.routing.groups
+        router_fields["moe_router_num_groups"], router_fields["moe_router_group_topk"] = config.routing.groups
         _check_group_score(config)
-    return asked
+    return router_fields
 
 
 def _router_dtype(config: Config) -> str | None:

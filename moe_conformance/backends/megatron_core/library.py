@@ -50,7 +50,7 @@ __all__ = [
 
 
 def quiet() -> warnings.catch_warnings[None]:
-    """Ignore what it says to people who train, on every layer, and old names of collectives; the caller exits."""
+    """Ignore advice on training and warnings of old names, until the caller exits the returned context."""
     context = warnings.catch_warnings()
     context.__enter__()
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")

@@ -1,4 +1,4 @@
-"""What the library has for sequences in one tensor: padded lengths and sums of a batch, and shares of context ranks."""
+"""The library's functions for packed sequences: padded lengths and sums of a batch, and shares of context ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Packing:
         }
 
     def lay_out(self, lengths: Sequence[int], cp: int, tp: int, sequence_parallel: bool) -> PackedSequences:
-        """Ask for the padding of a batch, then for its sums.
+        """Return the sums of a batch that the library pads.
 
         With cp = 1 it has no list of padded sums (format sbhd): all sequences have `max_seqlen_q` rows, which its own
         `get_padding` led to.
@@ -41,12 +41,12 @@ class Packing:
         return PackedSequences(packed.cu_seqlens_q, padded)
 
     def tokens(self, cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> Tensor:
-        """Refuse: the library asks its caller for a padding mask."""
+        """Refuse: the library takes the padding mask from its caller."""
         del cu_seqlens, cu_seqlens_padded
         raise Unsupported("Megatron-Core 0.16 makes no mask of packed sequences: its caller passes one")
 
     def share(self, cu_seqlens_padded: Tensor, cp: int, cp_rank: int) -> Tensor:
-        """Ask for a rank's part of a batch whose tokens are their own row numbers."""
+        """Return a rank's part of a batch in which every token is its row number."""
         rows_1R = torch.arange(int(cu_seqlens_padded[-1])).unsqueeze(0)
         longest = cu_seqlens_padded.diff().max().reshape(1)
         with refusals(AssertionError, match="update Transformer Engine"):

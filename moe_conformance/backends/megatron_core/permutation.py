@@ -50,5 +50,5 @@ class Reordering:
         return rows
 
     def _chunks(self, counts: Tensor) -> Tensor:
-        """Number the chunks as they lie."""
+        """Return the numbers of the chunks in their order."""
         return torch.arange(counts.numel()).reshape(counts.shape)

@@ -1,4 +1,4 @@
-"""The rank lists that the library makes groups of, for sizes and an order of axes, after its own checks of them."""
+"""The rank lists of the library's groups, for sizes and an order of axes that pass its checks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rank_lists(sizes: Mapping[str, int], order: str) -> dict[str, tuple[tuple[in
 
 
 def _made(sizes: Mapping[str, int], order: str) -> Mapping[str, Sequence[tuple[int, ...]]]:
-    """Run `initialize_model_parallel` for a world that is not there, and write down what it makes, by description.
+    """Run `initialize_model_parallel` for a simulated world, and record its groups by description.
 
     What a session that is open on this rank has made is out of its sight meanwhile.
     """

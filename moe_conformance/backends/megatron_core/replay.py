@@ -14,7 +14,7 @@ from moe_conformance.contract import Claims, Config, Named, Read, Replay, Routed
 
 
 def with_replay(config: Config) -> Config:
-    """Return the config of every layer, with the field of TransformerConfig that asks for replay.
+    """Return the config of every layer, with the field of TransformerConfig that enables replay.
 
     Raises:
         Unsupported: it cannot be asked for.
@@ -50,14 +50,14 @@ class ReplayRouters:
                 yield Named(window.name, number, window.view)
 
     def record(self, microbatch: int, x: tuple[Tensor, ...]) -> tuple[Routed, ...]:
-        """Record, and keep what the library recorded of every layer."""
+        """Record, and keep the library's record of every layer."""
         routed = self._route("RECORD", x)
         recorded = library.RouterReplay.get_recorded_data()
         self._kept |= {(number, microbatch): ids_TK for number, ids_TK in zip(self._numbers, recorded, strict=True)}
         return routed
 
     def records(self) -> Mapping[tuple[int, int], Tensor]:
-        """Return what is kept."""
+        """Return the kept records."""
         return self._kept
 
     def load(self, records: Mapping[tuple[int, int], Tensor]) -> None:
@@ -65,13 +65,13 @@ class ReplayRouters:
         self._kept = dict(records)
 
     def replay(self, microbatch: int, x: tuple[Tensor, ...]) -> tuple[Routed, ...]:
-        """Give the library what there is of a microbatch, by layer, and replay it."""
+        """Load the records of a microbatch into the library, by layer, and replay it."""
         places = [(number, microbatch) for number in self._numbers]
         library.RouterReplay.set_replay_data([self._kept[place] for place in places if place in self._kept])
         return self._route("REPLAY_FORWARD", x)
 
     def _route(self, action: str, x: tuple[Tensor, ...]) -> tuple[Routed, ...]:
         library.RouterReplay.set_global_router_replay_action(library.RouterReplayAction[action])
-        routed = tuple(router(each) for router, each in zip(self._routers, x, strict=True))
+        routed = tuple(router(x_SBD) for router, x_SBD in zip(self._routers, x, strict=True))
         library.RouterReplay.clear_global_router_replay_action()
         return routed

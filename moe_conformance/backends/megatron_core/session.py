@@ -35,7 +35,7 @@ _SEED = 1234
 
 
 class MegatronSession(Session):
-    """Every surface is part of a MoELayer of its own, built as a model would build it.
+    """Every surface is part of a separate MoELayer, which is built as a model builds it.
 
     The groups are the library's: the gather buffer of the all-gather dispatcher and the update of the balance bias
     read the global parallel state even where a collection of process groups is passed.
@@ -116,33 +116,33 @@ class MegatronSession(Session):
         return self.experts(replace(config, extra=(*config.extra, ("perform_initialization", True))))
 
     def config_rules(self, config: Config) -> ConfigRules:
-        """Resolve settings on one rank, where a layer can be built whatever they say of ranks."""
+        """Resolve settings on one rank, on which a layer of any sizes can be built."""
         if self._topology.sizes["world"] > 1:
             raise Unsupported("the adapter resolves settings on one rank")
         return ConfigRules(config.only(*FUNCTION), self._device)
 
     def training_routers(self, config: Config) -> TrainingRouters:
         """Build the layers of a model and return their routers."""
-        each, losses = with_losses(config.only(*LAYER, *ROUTER, *CAPACITY, "losses")), config.losses
+        layer_config, losses = with_losses(config.only(*LAYER, *ROUTER, *CAPACITY, "losses")), config.losses
         library.moe_utils.get_moe_layer_wise_logging_tracker().clear()  # of the model that was built before
         numbers = range(losses.dense_layers + 1, losses.dense_layers + losses.layers + 1)
-        layers = [self._layer(each, number) for number in numbers]
+        layers = [self._layer(layer_config, number) for number in numbers]
         for number, layer in zip(numbers, layers, strict=True):
             layer.set_layer_number(number)  # as a transformer layer does
         return TrainingRouters(layers, losses, self._topology.sizes["cp"])
 
     def balancing_routers(self, config: Config) -> BalancingRouters:
         """Build the layers of a model and return their routers."""
-        asked, balance = config.only(*LAYER, *ROUTER, *CAPACITY, "balance"), config.balance
-        each = with_balance(asked, self._topology.sizes["pp"])
+        requested, balance = config.only(*LAYER, *ROUTER, *CAPACITY, "balance"), config.balance
+        layer_config = with_balance(requested, self._topology.sizes["pp"])
         numbers = range(balance.dense_layers + 1, balance.dense_layers + balance.layers + 1)
-        return BalancingRouters([self._layer(each, number) for number in numbers])
+        return BalancingRouters([self._layer(layer_config, number) for number in numbers])
 
     def replay_routers(self, config: Config) -> ReplayRouters:
         """Build the layers of a model and return their routers."""
-        each, numbers = with_replay(config.only(*LAYER, *ROUTER, "replay")), config.replay.layers
+        layer_config, numbers = with_replay(config.only(*LAYER, *ROUTER, "replay")), config.replay.layers
         library.RouterReplay.clear_global_router_replay_instances()  # of the model that was built before
-        return ReplayRouters([self._layer(each, number + 1) for number in numbers], numbers)
+        return ReplayRouters([self._layer(layer_config, number + 1) for number in numbers], numbers)
 
     def _layer(self, config: Config, number: int = 1) -> Any:
         parts = library.get_moe_module_spec(use_te=False, num_experts=config.experts, moe_grouped_gemm=False)
@@ -156,7 +156,7 @@ class MegatronSession(Session):
             return library.MoELayer(built, parts.submodules, layer_number=number).to(self._device)
 
     def _seed(self) -> None:
-        """Seed the generators that forced logits are drawn from, as a trainer does, and no others."""
+        """Seed only the generators of forced logits, as a trainer does."""
         with torch.random.fork_rng():
             library.random.model_parallel_cuda_manual_seed(_SEED)
 
@@ -172,7 +172,7 @@ class MegatronSession(Session):
         library.finalize_model_grads([surface.chunk for surface in built])  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Take down the parallel state with its process groups, which the library itself leaves behind."""
+        """Destroy the parallel state with its process groups, which the library does not destroy."""
         state = library.parallel_state
         for group in state._global_process_group_list[1:]:  # the first stands for the default group
             dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""What Megatron-Core calls of CUDA or of NCCL, for a machine that has neither; and one repair (MC-04).
+"""Replaces the calls of CUDA and NCCL in Megatron-Core for a machine without them; and one repair (MC-04).
 
 Nothing of this is applied where CUDA is. Each shim is put into the library's own modules under the name that the
 library looks up: torch itself, and whatever else runs in the process, stay as they are.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class _Stream:
-    """A stream and its own event: work on a CPU is done when the call returns, there is nothing to wait for."""
+    """A stream, which is also its event: work on a CPU is done when the call returns, so that nothing waits."""
 
     def wait_stream(self, stream: object) -> None:
         pass
@@ -97,7 +97,7 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 
 def _averaging_all_reduce(values: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **how: Any) -> Any:
-    """Sum and divide where an average is asked for."""
+    """Replace an average by a sum and a division."""
     if op != dist.ReduceOp.AVG:
         return dist.all_reduce(values, op, group=group, **how)
     dist.all_reduce(values, group=group)
@@ -105,11 +105,11 @@ def _averaging_all_reduce(values: Tensor, op: Any = dist.ReduceOp.SUM, group: An
     return None
 
 
-def _uneven_all_gather(outputs: Sequence[Tensor], own: Tensor, group: dist.ProcessGroup) -> None:
+def _uneven_all_gather(outputs: Sequence[Tensor], local_rows: Tensor, group: dist.ProcessGroup) -> None:
     """Fill outputs[w] with the rows of rank w."""
     sizes = [output.shape[0] for output in outputs]
-    gathered = own.new_empty(sum(sizes), *own.shape[1:])
-    copies = own.repeat(len(sizes), *[1] * (own.dim() - 1))
-    dist.all_to_all_single(gathered, copies, sizes, [own.shape[0]] * len(sizes), group=group)
+    gathered = local_rows.new_empty(sum(sizes), *local_rows.shape[1:])
+    copies = local_rows.repeat(len(sizes), *[1] * (local_rows.dim() - 1))
+    dist.all_to_all_single(gathered, copies, sizes, [local_rows.shape[0]] * len(sizes), group=group)
     for output, part in zip(outputs, gathered.split(sizes), strict=True):
         output.copy_(part)

@@ -54,7 +54,7 @@ class Exchange:
         return Claims(wire="all", routing="maps") if gathers else Claims()
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, None]:
-        """Run the three steps up to the experts; x goes in as it comes, (T, D) or [sequence, batch, D]."""
+        """Run the three steps before the experts; x is (T, D) or [sequence, batch, D]."""
         probs_TE, map_TE = routing.dense()
         hidden, probs = self._dispatcher.dispatch_preprocess(x, map_TE, probs_TE)
         hidden, probs = self._dispatcher.token_dispatch(hidden, probs)
@@ -141,7 +141,7 @@ class Router:
 
     @property
     def claims(self) -> Claims:
-        """The dtype of scores, as far as it was seen, and noise where jitter is asked for."""
+        """The dtype of scores, as far as it was seen, and noise if the config has jitter."""
         jitters = self._router.config.moe_input_jitter_eps is not None
         return Claims(dtype=self._seen.dtype, noise="training" if jitters else "no")
 

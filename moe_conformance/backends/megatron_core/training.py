@@ -24,7 +24,7 @@ _REPORTS = {
 
 
 def with_losses(config: Config) -> Config:
-    """Return the config of every layer, with the fields of TransformerConfig that ask for losses.
+    """Return the config of every layer, with the fields of TransformerConfig that enable losses.
 
     Raises:
         Unsupported: Megatron-Core has no such loss.
@@ -34,11 +34,11 @@ def with_losses(config: Config) -> Config:
         raise Unsupported("Megatron-Core 0.16 has no loss of first choices")
     if losses.recompute:
         raise Unsupported("Megatron-Core recomputes whole layers, not their routers")
-    asked = {_TYPES[name]: getattr(losses, name) for name in _TYPES if getattr(losses, name)}
+    requested = {_TYPES[name]: getattr(losses, name) for name in _TYPES if getattr(losses, name)}
     extra: list[tuple[str, Any]] = [("num_layers", losses.layers + losses.dense_layers)]
     extra.append(("calculate_per_token_loss", losses.per_token))
-    if asked:
-        extra += [("moe_router_load_balancing_type", list(asked)), ("moe_aux_loss_coeff", list(asked.values()))]
+    if requested:
+        extra += [("moe_router_load_balancing_type", list(requested)), ("moe_aux_loss_coeff", list(requested.values()))]
     if losses.z:
         extra.append(("moe_z_loss_coeff", losses.z))
     return replace(config, extra=(*config.extra, *extra), losses=Losses())
@@ -61,7 +61,7 @@ class TrainingRouters:
 
     @property
     def claims(self) -> Claims:
-        """The tracker keeps the z-loss of a rank's own tokens, and reduces all others."""
+        """The tracker keeps the z-loss of a rank's tokens, and reduces all other losses."""
         return Claims(reported_z="own")
 
     def named(self, read: Read) -> Iterator[Named]:
@@ -76,7 +76,7 @@ class TrainingRouters:
             router.chunk.train(mode)
 
     def begin_step(self, microbatches: int, scale: float) -> None:
-        """Zero the gradient buffers, and have the schedule set the scale of losses."""
+        """Zero the gradient buffers, and let the schedule set the scale of losses."""
         self._microbatches = microbatches
         for router in self._routers:
             router.chunk.zero_grad_buffer()
@@ -97,7 +97,7 @@ class TrainingRouters:
     def __call__(self, x: tuple[Tensor, ...], padding_mask_T: Tensor | None) -> Trained:
         """Route; the losses are attached to the routing weights, and the z-loss to the logits."""
         pairs = zip(self._routers, x, strict=True)
-        return Trained(tuple(router(each, padding_mask_T) for router, each in pairs))
+        return Trained(tuple(router(x_SBD, padding_mask_T) for router, x_SBD in pairs))
 
     def finish(self, tokens: int) -> None:
         """Reduce gradients; a trainer passes the number of tokens where gradients are divided by it."""
@@ -105,7 +105,7 @@ class TrainingRouters:
         library.finalize_model_grads([router.chunk for router in self._routers], number)
 
     def report(self) -> Mapping[str, Tensor]:
-        """Have the tracker reduce, average and clear what it kept."""
+        """Let the tracker reduce, average and clear its losses."""
         found: dict[str, Tensor] = {}
         dense, layers = self._losses.dense_layers, self._losses.layers
         library.moe_utils.track_moe_metrics(

@@ -261,8 +261,8 @@ def _installed(library: str) -> str | None:
         return None
 
 
-def _refuse(s: Settings, option: str, beside: str = "native") -> None:
-    raise CannotBuild(f"{option} = {getattr(s, option)!r} does not go with {beside}")
+def _refuse(s: Settings, option: str, other_option: str = "native") -> None:
+    raise CannotBuild(f"{option} = {getattr(s, option)!r} does not go with {other_option}")
 
 
 @offers("config_rules")

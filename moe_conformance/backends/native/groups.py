@@ -1,4 +1,4 @@
-"""Which ranks belong together, and what a rank holds of the experts."""
+"""Rank lists of process groups, and the experts that a rank holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_conformance.contract.topology import Layout, RankLists
 
 
 class CannotBuild(ValueError):
-    """Native refuses what was asked for; the message names the values."""
+    """Native refuses a configuration; the message names its values."""
 
 
 def groups(sizes: Mapping[str, int]) -> dict[str, RankLists]:

@@ -160,14 +160,14 @@ class Meter:
         balanced_n = self._balanced(tokens_n)
         factor_n = self._factors(pairs_nC, balanced_n)
         totals, numbers, largest = [0.0] * layers, [0] * layers, [0.0] * layers
-        for each, factor in zip(entries, factor_n.tolist(), strict=True):
-            if each.layer is not None:
-                totals[each.layer] += factor
-                numbers[each.layer] += 1
-                largest[each.layer] = max(largest[each.layer], factor)
+        for entry, factor in zip(entries, factor_n.tolist(), strict=True):
+            if entry.layer is not None:
+                totals[entry.layer] += factor
+                numbers[entry.layer] += 1
+                largest[entry.layer] = max(largest[entry.layer], factor)
         sums_2L = self._reduced([*totals, *numbers], "edp", dist.ReduceOp.SUM).reshape(2, layers)
         own_n = pairs_nC[:, self.topology.ranks("ep").index(self.topology.rank)]
-        peak = self._peak([each.layer for each in entries], events, own_n.tolist(), balanced_n.tolist())
+        peak = self._peak([entry.layer for entry in entries], events, own_n.tolist(), balanced_n.tolist())
         *largest, peak = self._reduced([*largest, peak], "world", dist.ReduceOp.MAX).tolist()
         return self._named(sums_2L, largest, peak)
 
@@ -177,7 +177,7 @@ class Meter:
         Implements: LOAD-29.
         """
         none_E = torch.zeros(self.config.experts, dtype=torch.int64, device=self.device)
-        return sum((each.counts_E for each in self.entries), none_E)
+        return sum((entry.counts_E for entry in self.entries), none_E)
 
     def _counts(self, ids_TK: Tensor) -> Tensor:
         """Return the pairs of every expert, (E,): padding and dropped pairs have empty slots.
@@ -207,8 +207,8 @@ class Meter:
     def _summed(self, entries: Sequence[Recorded]) -> tuple[Tensor, Tensor]:
         """Return how many pairs of each entry every rank of ep gets, (n, C), and of how many tokens, (n,)."""
         n, C, E = len(entries), self.topology.sizes["ep"], self.config.experts
-        counts_nE = torch.stack([each.counts_E for each in entries]) if entries else torch.zeros(0, E)
-        tokens_n1 = counts_nE.new_tensor([each.tokens for each in entries]).unsqueeze(1)
+        counts_nE = torch.stack([entry.counts_E for entry in entries]) if entries else torch.zeros(0, E)
+        tokens_n1 = counts_nE.new_tensor([entry.tokens for entry in entries]).unsqueeze(1)
         brought_nM = torch.cat([counts_nE.reshape(n, C, E // C).sum(2), tokens_n1], 1)
         sums_nM = self._reduced(brought_nM.flatten().tolist(), "ep_etp", dist.ReduceOp.SUM).reshape(n, C + 1)
         return sums_nM[:, :C], sums_nM[:, C]
@@ -242,7 +242,7 @@ class Meter:
         world, group = self.topology.sizes["world"], min(self.topology.ranks("ep_etp"))
         numbers = [float("-inf")] * (2 * world)
         numbers[2 * group : 2 * group + 2] = [len(entries), -len(entries)]
-        highest = max((each.layer for each in entries if each.layer is not None), default=-1)
+        highest = max((entry.layer for entry in entries if entry.layer is not None), default=-1)
         *numbers, highest = self._reduced([*numbers, highest], "world", dist.ReduceOp.MAX).tolist()
         for first, (most, least) in enumerate(zip(numbers[::2], numbers[1::2], strict=True)):
             if most != float("-inf") and most != -least:
@@ -298,35 +298,35 @@ class MeteredExchange:
         """Run the passes."""
         outputs: list[Tensor] = []
         gradients: list[Tensor] = []
-        for each in passes:
-            if each.kind == "abandon":
+        for metered_pass in passes:
+            if metered_pass.kind == "abandon":
                 self.running.clear()
                 self.meter.abandon()
-            elif each.kind == "backward":
-                y, leaves, upstream = self.running.pop((each.layer, each.microbatch))
+            elif metered_pass.kind == "backward":
+                y, leaves, upstream = self.running.pop((metered_pass.layer, metered_pass.microbatch))
                 gradients += torch.autograd.grad(y, leaves, upstream)
             else:
-                outputs.append(self._forward(each))
+                outputs.append(self._forward(metered_pass))
         return MeteredResults(tuple(outputs), tuple(gradients))
 
-    def _forward(self, each: MeteredPass) -> Tensor:
-        assert each.x is not None
-        assert each.ids_TK is not None
-        assert each.weights_TK is not None
-        asks = each.kind == "forward"
-        x, weights_TK = (leaf.detach().requires_grad_(asks) for leaf in (each.x, each.weights_TK))
-        metered = self.on and each.kind != "evaluation"
-        expert = self.meter.watch(self.expert, each) if metered else self.expert
+    def _forward(self, metered_pass: MeteredPass) -> Tensor:
+        assert metered_pass.x is not None
+        assert metered_pass.ids_TK is not None
+        assert metered_pass.weights_TK is not None
+        asks = metered_pass.kind == "forward"
+        x, weights_TK = (leaf.detach().requires_grad_(asks) for leaf in (metered_pass.x, metered_pass.weights_TK))
+        metered = self.on and metered_pass.kind != "evaluation"
+        expert = self.meter.watch(self.expert, metered_pass) if metered else self.expert
 
         def through(x: Tensor, weights_TK: Tensor) -> Tensor:
-            assert each.ids_TK is not None
-            return self.exchange(x, Routing(each.ids_TK, weights_TK, self.config.experts), expert)
+            assert metered_pass.ids_TK is not None
+            return self.exchange(x, Routing(metered_pass.ids_TK, weights_TK, self.config.experts), expert)
 
-        with torch.set_grad_enabled(each.kind != "evaluation"):
-            y: Tensor = _Recompute.apply(through, x, weights_TK) if each.recomputed else through(x, weights_TK)  # type: ignore[no-untyped-call]
+        with torch.set_grad_enabled(metered_pass.kind != "evaluation"):
+            y: Tensor = _Recompute.apply(through, x, weights_TK) if metered_pass.recomputed else through(x, weights_TK)  # type: ignore[no-untyped-call]
         if asks:
-            assert each.upstream is not None
-            self.running[each.layer, each.microbatch] = y, (x, weights_TK), each.upstream
+            assert metered_pass.upstream is not None
+            self.running[metered_pass.layer, metered_pass.microbatch] = y, (x, weights_TK), metered_pass.upstream
         return y.detach()
 
 

@@ -1,4 +1,4 @@
-"""How native's files offer surfaces: the session finds a class or a function that says so, and no list names it.
+"""Registers the surfaces of native's files: the session finds classes and functions that offer one.
 
 A surface that is built of a configuration alone is a class, `Offered`; any other is built by a function under
 `@offers("its method of Session")`. Both say which options of Config they map beside those of every surface.
@@ -32,7 +32,7 @@ Build = TypeVar("Build", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Offer:
-    """One surface: the method of `contract.Session` that returns it, what builds it, and what it maps."""
+    """A surface: the method of `contract.Session` that returns it, its builder, and the options that it maps."""
 
     surface: str
     build: Callable[[NativeSession, Config], Any]
@@ -40,7 +40,7 @@ class Offer:
 
 
 class Offered:
-    """A surface without process groups, built of a configuration alone.
+    """A surface without process groups, built from a configuration only.
 
     `surface` is the method of `contract.Session` that returns it; `maps` names the options and sections of Config that
     it reads beside those of every surface.
@@ -50,11 +50,11 @@ class Offered:
     maps: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: Config) -> None:
-        """Read what it needs of the configuration."""
+        """Read the configuration."""
 
 
 def offers(surface: str, maps: tuple[str, ...] | None = ()) -> Callable[[Build], Build]:
-    """Say that a function builds a surface for a session."""
+    """Return a decorator that registers a function as the builder of a surface."""
 
     def mark(build: Build) -> Build:
         build.offer = Offer(surface, build, maps)  # type: ignore[attr-defined]
@@ -64,7 +64,7 @@ def offers(surface: str, maps: tuple[str, ...] | None = ()) -> Callable[[Build],
 
 
 def offered() -> Iterator[Offer]:
-    """Yield what native's files offer, file by file.
+    """Yield the offers of native's files, file by file.
 
     Raises:
         ValueError: two of them offer the same surface.
@@ -74,10 +74,10 @@ def offered() -> Iterator[Offer]:
     for found in pkgutil.walk_packages([str(Path(__file__).parent)], f"{package}."):
         if found.name == f"{package}.session":  # it is what asks
             continue
-        for name, each in vars(importlib.import_module(found.name)).items():
-            if getattr(each, "__module__", None) != found.name:
+        for name, value in vars(importlib.import_module(found.name)).items():
+            if getattr(value, "__module__", None) != found.name:
                 continue
-            offer = _offer_of(each)
+            offer = _offer_of(value)
             if offer is None:
                 continue
             if offer.surface in seen:
@@ -86,8 +86,8 @@ def offered() -> Iterator[Offer]:
             yield offer
 
 
-def _offer_of(each: Any) -> Offer | None:
-    if inspect.isclass(each) and issubclass(each, Offered) and "surface" in vars(each):
-        return Offer(each.surface, lambda session, config: session.use(each)(config), each.maps)
-    offer = getattr(each, "offer", None)
+def _offer_of(value: Any) -> Offer | None:
+    if inspect.isclass(value) and issubclass(value, Offered) and "surface" in vars(value):
+        return Offer(value.surface, lambda session, config: session.use(value)(config), value.maps)
+    offer = getattr(value, "offer", None)
     return offer if isinstance(offer, Offer) else None

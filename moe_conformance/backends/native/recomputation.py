@@ -1,4 +1,4 @@
-"""Activation recomputation, with the random generators that forced routers own put back as they stood."""
+"""Activation recomputation, which restores the random generators of forced routers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Recomputation:
     """
 
     def __init__(self, routers: Iterable[ForcedRouter]) -> None:
-        """Take the routers that own generators, which may become more."""
+        """Take the set of routers that have generators, to which routers may be added later."""
         self.routers = routers
 
     def run(self, call: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
@@ -28,7 +28,7 @@ class Recomputation:
             return result
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return what the forward and its repetition run in."""
+        """Return the contexts of the forward and of its repetition."""
         stood: list[tuple[ForcedRouter, State]] = []
         return self._noting(stood), self._standing(stood)
 

@@ -1,4 +1,4 @@
-"""The native session: builds the surfaces out of the classes that its attributes name."""
+"""The native session, which builds the surfaces."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def native_class(replacement: type) -> type:
         TypeError: it derives from none.
     """
     package = __name__.rpartition(".")[0]
-    for each in replacement.__mro__:
-        if each.__module__.startswith(f"{package}."):
-            return each
+    for base in replacement.__mro__:
+        if base.__module__.startswith(f"{package}."):
+            return base
     raise TypeError(f"{replacement.__name__} derives from no class of {package}")
 
 
@@ -63,7 +63,7 @@ class NativeSession(Session):
     replaced: ClassVar[Mapping[type, type]] = {}  # native's class: the one that is built in its place
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
-        """Keep where this rank stands; the process groups are the topology's."""
+        """Keep the topology, which has the process groups, and the device."""
         self.topology = topology
         self.device = device
         self.optional = True  # whether shortcuts are taken by what is built
@@ -74,7 +74,7 @@ class NativeSession(Session):
     @classmethod
     def building(cls, *classes: type) -> type[Self]:
         """Return a session that builds each of these classes in place of the native one from which it derives."""
-        replaced = {**cls.replaced, **{native_class(each): each for each in classes}}
+        replaced = {**cls.replaced, **{native_class(replacement): replacement for replacement in classes}}
         return type(f"{cls.__name__}Building{classes[0].__name__}", (cls,), {"replaced": replaced})
 
     def surface(self, name: str, config: Config) -> Any:
@@ -82,7 +82,7 @@ class NativeSession(Session):
         return getattr(self, name)(config)
 
     def use(self, native: type[Built]) -> type[Built]:
-        """Return what is built in place of a native class: the class itself, unless it is replaced."""
+        """Return the class that is built for a native class: its replacement if there is one, else itself."""
         return self.replaced.get(native, native)
 
     def exchange(self, config: Config) -> ClaimingExchange | ChunkedExchange:
@@ -92,14 +92,14 @@ class NativeSession(Session):
         """
         if config.overlap.chunks > 1:
             return self._chunked(config)
-        asked, config = config, replace(config, token_copies=False)
+        requested, config = config, replace(config, token_copies=False)
         with refusals(CannotBuild, match="."):
             exchange: Withdrawing = self.unpadded_exchange(config)
             if self.pads(config):
                 padding = self.use(TokenPadding)(config, self.topology, self.device)
                 exchange = self.use(PaddedExchange)(exchange, padding)
-            alone = not asked.token_copies or self.topology.sizes["tp"] == 1
-            return exchange if alone else self.use(TokenCopies)(exchange, self.topology, asked)
+            alone = not requested.token_copies or self.topology.sizes["tp"] == 1
+            return exchange if alone else self.use(TokenCopies)(exchange, self.topology, requested)
 
     def _chunked(self, config: Config) -> ChunkedExchange:
         exchange = self.exchange(config.changed({"overlap.chunks": 1}))
@@ -181,7 +181,7 @@ class NativeSession(Session):
 
     @contextmanager
     def without_optional(self) -> Iterator[Sequence[str]]:
-        """Build the plain way meanwhile: experts in a loop, and exchanges that look every id up.
+        """Build without shortcuts until the context ends: experts in a loop, and exchanges that look up every id.
 
         Implements: FAST-15.
         """

@@ -1,4 +1,4 @@
-"""What the suite loads: the backend's name, variants, limits, and its session on one rank."""
+"""The backend's name, variants and limits, and its session on one rank."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class _Session(Session):
         self._topology, self._device = topology, device
 
     def exchange(self, config: Config) -> SharedExchange:
-        """Install the library's implementation on a module that asks the given experts; it takes any T, also packed."""
+        """Install the implementation on a module that calls the given experts; it takes any T, also packed."""
         config.only(*_SHAPE, *_OF_EXPERTS, "weights_applied", "token_copies", "padding.packed", "sharding")
         if config.weights_applied == "input":
             raise Unsupported("the library multiplies the expert output by the weights, not weights_applied='input'")
@@ -104,7 +104,7 @@ class _Session(Session):
         return ShardedExperts(config, Placement(config, self._topology, self._device), implementation)
 
     def layer(self, config: Config) -> ModelLayer:
-        """Build the block of the model that is what is asked for."""
+        """Build the block of the model that has the requested layer."""
         config.only(*_SHAPE, *_ROUTING, "shared.ffn", "shared.gate", "shared.bias")
         if self._topology.sizes["ep"] == 1 and _implementations(config.variant)[0] == "all_reduce":
             raise Unsupported("with ep = 1 the library installs no implementation; see the variant alltoall")
@@ -112,7 +112,7 @@ class _Session(Session):
         return ModelLayer(config, placement, _implementations(config.variant))
 
     def router(self, config: Config) -> ModelRouter:
-        """Build the router of the model that routes as asked."""
+        """Build the router of the model that has the requested routing."""
         config.only(*_SHAPE, *_ROUTING, "gate_bias", "router_dtype")
         require_dtype(config, model_of(config))
         return ModelRouter(config, model_of(config), self._device)

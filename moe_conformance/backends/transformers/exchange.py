@@ -59,8 +59,8 @@ class SharedExchange:
     def resolved(self) -> Mapping[str, str]:
         """The class of the implementation, and what the adapter gathered."""
         sizes = self._placement.topology.sizes
-        told = {"implementation": self._class, "ep ranks": str(sizes["ep"])}
-        return told | ({"tokens": f"gathered from {sizes['tp']} ranks by the adapter"} if self._gathers else {})
+        resolved = {"implementation": self._class, "ep ranks": str(sizes["ep"])}
+        return resolved | ({"tokens": f"gathered from {sizes['tp']} ranks by the adapter"} if self._gathers else {})
 
     @property
     def claims(self) -> Claims:
@@ -83,5 +83,5 @@ class SharedExchange:
         else:
             batch = SharedBatch(x_TD.shape[0], self._placement.topology.group("tp"), x.device)
             arguments = x_TD, routing.ids_TK, routing.weights_TK
-            y_TD = batch.own(self._given(*(batch.of_all(each) for each in arguments)))
+            y_TD = batch.local_rows(self._given(*(batch.of_all(argument) for argument in arguments)))
         return y_TD.reshape(x.shape)

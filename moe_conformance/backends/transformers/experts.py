@@ -33,9 +33,9 @@ class ShardedExperts:
         """Build all E experts, keep this rank's N, and let the library shard these over their replicas."""
         from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard
 
-        built, asked = _built(config)
-        asked._experts_implementation = implementation
-        module: Any = built(asked).to(placement.device, config.dtype)
+        built, model_config = _built(config)
+        model_config._experts_implementation = implementation
+        module: Any = built(model_config).to(placement.device, config.dtype)
         self._module, self._placement = module, placement
         mesh = placement.expert_mesh
         self._style, self._ep_mesh = EpDispatchExpertsParallel(), mesh["ep"]
@@ -43,7 +43,7 @@ class ShardedExperts:
             MoEParamShard(Shard(0), shards_expert_dim=True).shard_param(module, name, self._ep_mesh)
         self._experts_forward = module.forward
         module.forward = self._on_local_parameters
-        self._model = model_with(module, "layers.0.mlp.experts", asked)
+        self._model = model_with(module, "layers.0.mlp.experts", model_config)
         shard(self._model, placement)
 
     def _on_local_parameters(self, *given: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class ShardedExperts:
 
     @property
     def module(self) -> nn.Module:
-        """What holds the parameters: the model of one module."""
+        """The model of one module, which holds the parameters."""
         model: nn.Module = self._model
         return model
 
@@ -81,19 +81,19 @@ class ShardedExperts:
 
 
 def _built(config: Config) -> tuple[Any, Any]:
-    """Return the class of experts that has what is asked for, and the config of its model."""
+    """Return the class of experts for the config, and the config of its model."""
     if config.expert_biases == "none":
         from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-        asked = config.activation
-        if asked != Activation(asked.function):
-            raise Unsupported(f"Qwen3-MoE's experts are gated and cut nothing: not {asked}")
+        activation = config.activation
+        if activation != Activation(activation.function):
+            raise Unsupported(f"Qwen3-MoE's experts are gated and cut nothing: not {activation}")
         return Qwen3MoeExperts, Qwen3MoeConfig(
             hidden_size=config.hidden,
             moe_intermediate_size=config.ffn,
             num_experts=config.experts,
-            hidden_act=_FUNCTIONS[asked.function],
+            hidden_act=_FUNCTIONS[activation.function],
             **ONE_HEAD,
         )
     from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig

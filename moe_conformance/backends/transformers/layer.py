@@ -20,7 +20,7 @@ from moe_conformance.contract import Claims, Config, Named, Read, Unsupported, r
 
 
 class _Block(NamedTuple):
-    """What a model calls its block, and its shared experts in it."""
+    """The names of a model's block, and of the shared experts in it."""
 
     name: str
     shared: str | None
@@ -35,7 +35,7 @@ _BLOCKS: Mapping[str, _Block] = {
 
 
 def block_of(config: Config) -> str:
-    """Return the model whose block is what is asked for, or refuse what is adapted to none."""
+    """Return the model whose block has the requested layer; refuse if none has."""
     model = _block_of(config)
     if config.shared.bias:
         if model != "deepseek_v2":
@@ -73,20 +73,20 @@ class ModelLayer:
         ep_implementation, experts_implementation = implementations
         model = block_of(config)
         self._config, self._placement, self._names = config, placement, _BLOCKS[model]
-        asked = model_config(model, config)
-        asked._experts_implementation = experts_implementation
+        requested = model_config(model, config)
+        requested._experts_implementation = experts_implementation
         package = f"transformers.models.{model}.modeling_{model}"
-        block: Any = getattr(import_module(package), self._names.name)(asked).to(placement.device)
+        block: Any = getattr(import_module(package), self._names.name)(requested).to(placement.device)
         for module in block.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, name, nn.Parameter(parameter.detach().to(config.dtype)))
         if config.shared.bias:
             for projection in (block.shared_experts.gate_proj, block.shared_experts.up_proj):
                 nn.init.zeros_(projection.bias)  # one switch gives biases to all three projections
-        self._block, self._model = block, model_with(block, "layers.0.mlp", asked)
+        self._block, self._model = block, model_with(block, "layers.0.mlp", requested)
         self._seen = WeightsSeen(block.gate, WEIGHTS)
         sizes = placement.topology.sizes
-        if sizes["tp"] > 1 and any("shared_experts" in name for name in asked.base_model_tp_plan):
+        if sizes["tp"] > 1 and any("shared_experts" in name for name in requested.base_model_tp_plan):
             raise Unsupported(f"tp = {sizes['tp']} splits the shared experts of {model}: not adapted")
         require_parts(config.shared.ffn, placement.batches)
         if sizes["ep"] > 1:
@@ -126,7 +126,7 @@ class ModelLayer:
             y: Tensor = self._model(x if x.dim() == 3 else x[None])
             return y.reshape(x.shape)
         batch = SharedBatch(len(x_TD), group, x.device)
-        return batch.own(self._model(batch.of_all(x_TD)[None])[0]).reshape(x.shape)
+        return batch.local_rows(self._model(batch.of_all(x_TD)[None])[0]).reshape(x.shape)
 
     def named(self, read: Read) -> Iterator[Named]:
         """Yield the router, the experts of this rank's shard, and of the shared ones the rows that it holds."""

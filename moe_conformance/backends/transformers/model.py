@@ -1,4 +1,4 @@
-"""A model of one module, for what the library does to whole models: its plans find the module, and nothing else.
+"""A model of one module, for operations of the library on whole models: its plans find only this module.
 
 So the factors by which gradients are divided, and the meshes that parameters are sharded over, are the library's own.
 """
@@ -14,7 +14,7 @@ from moe_conformance.backends.transformers.placement import Placement
 
 
 class _Around(nn.Module):
-    """A module that does what the one module in it does."""
+    """A module that calls the one module in it."""
 
     def __init__(self, name: str, inner: nn.Module) -> None:
         super().__init__()
@@ -55,6 +55,6 @@ def shard(model: Any, placement: Placement) -> None:
 
 
 def reduction_of(model: Any) -> str:
-    """Return what reduces the model's gradients, in the library's own words."""
+    """Return what reduces the model's gradients, in terms of the library."""
     managed = getattr(model, "_is_fsdp_managed_module", False)
     return "apply_fully_sharded_data_parallelism" if managed else "none"

@@ -1,4 +1,4 @@
-"""Where a rank stands in the library's own words, and what the library refuses to place."""
+"""The library's meshes of a rank, and the layouts that it refuses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Placement:
 
     @property
     def dense_mesh(self) -> DeviceMesh:
-        """The ranks that have batches of their own, over which all but the experts is sharded."""
+        """The ranks with different batches, over which all parameters but those of experts are sharded."""
         return DeviceMesh.from_group(self.topology.group("dp_cp"), self.device.type, mesh_dim_names=("fsdp",))
 
     @property

@@ -17,7 +17,7 @@ ONE_HEAD: Mapping[str, Any] = {"num_attention_heads": 1, "num_key_value_heads": 
 
 
 def model_of(config: Config) -> str:
-    """Return the model whose router has the rule that is asked for, or refuse a rule that is adapted to none."""
+    """Return the model whose router has the requested routing; refuse if none has."""
     routing = config.routing
     if config.gate_bias and routing.score != "softmax_topk":
         raise Unsupported(f"no router with a gate bias is adapted to score = {routing.score!r}")
@@ -34,9 +34,9 @@ def model_of(config: Config) -> str:
         return "deepseek_v2" if routing.groups or routing.scale != 1 else "qwen3_moe"
     if routing.score == "softmax" and not routing.balance_bias and routing.groups is None and routing.scale == 1:
         return "qwen3_moe"
-    asked = {name: getattr(routing, name) for name in ("score", "normalise", "scale", "groups", "balance_bias")}
-    asked |= {"group_score": routing.group_score} if routing.groups else {}
-    raise Unsupported("no router is adapted to " + ", ".join(f"{name}={value!r}" for name, value in asked.items()))
+    requested = {name: getattr(routing, name) for name in ("score", "normalise", "scale", "groups", "balance_bias")}
+    requested |= {"group_score": routing.group_score} if routing.groups else {}
+    raise Unsupported("no router is adapted to " + ", ".join(f"{name}={value!r}" for name, value in requested.items()))
 
 
 # What a model calls its router and its config, and the fields of the config beside hidden_size and num_experts_per_tok.
@@ -97,7 +97,7 @@ _SHARED: Mapping[str, _Fields] = {
 
 
 def model_config(model: str, config: Config) -> Any:
-    """Return the model's own config for what is asked of its router, its experts and its shared experts."""
+    """Return the model's config for a router, experts and shared experts."""
     _, config_class, fields = MODELS[model]
     widths = {"moe_intermediate_size": config.ffn} | (_SHARED[model](config) if model in _SHARED else {})
     return getattr(import_module(f"transformers.models.{model}.configuration_{model}"), config_class)(
@@ -147,7 +147,7 @@ class ModelRouter:
         return Routed(Routing(ids_TK, weights_TK, logits_TE.shape[1]), logits_TE)
 
     def named(self, read: Read) -> Iterator[Named]:
-        """Yield the weight, and the biases that are asked for."""
+        """Yield the weight, and the biases of the config."""
         yield Named("router", None, read(self._router.weight))
         if self._gate_biased:
             yield Named("gate_bias", None, read(self._router.bias))

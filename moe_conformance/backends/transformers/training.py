@@ -49,7 +49,7 @@ class _Routers(nn.Module):
         self.config = config
 
     def forward(self, *x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        return [layer(each) for layer, each in zip(self.layers, x, strict=True)]
+        return [layer(x_SBD) for layer, x_SBD in zip(self.layers, x, strict=True)]
 
 
 class TrainingRouters:
@@ -59,12 +59,12 @@ class TrainingRouters:
         """Build the routers, and let the library shard them."""
         model = model_of(config)
         modelling = import_module(f"transformers.models.{model}.modeling_{model}")
-        asked = model_config(model, config)
-        asked.router_aux_loss_coef = config.losses.auxiliary
+        requested = model_config(model, config)
+        requested.router_aux_loss_coef = config.losses.auxiliary
         self._loss_of: Any = modelling.load_balancing_loss_func
         self._config, self._tp = config, placement.topology.group("tp")
-        routers = [getattr(modelling, MODELS[model][0])(asked) for _ in range(config.losses.layers)]
-        self._model: Any = _Routers(routers, asked).to(placement.device, config.dtype)
+        routers = [getattr(modelling, MODELS[model][0])(requested) for _ in range(config.losses.layers)]
+        self._model: Any = _Routers(routers, requested).to(placement.device, config.dtype)
         shard(self._model, placement)
 
     @property
@@ -83,7 +83,7 @@ class TrainingRouters:
         return Claims(loss_fractions="tokens")
 
     def named(self, read: Read) -> Iterator[Named]:
-        """Yield what this rank has of the weight of every router."""
+        """Yield this rank's part of the weight of every router."""
         for number, layer in enumerate(self._model.layers):
             for window in whole_window("router", layer.mlp.gate.weight, read):
                 yield Named(window.name, number, window.view, window.shard)
@@ -97,11 +97,11 @@ class TrainingRouters:
 
     def __call__(self, x: tuple[Tensor, ...], padding_mask_T: Tensor | None) -> Trained:
         """Route the tokens of the batch that tensor ranks share, and compute the loss where the model trains."""
-        rows = [each.reshape(-1, each.shape[-1]) for each in x]
+        rows = [x_SBD.reshape(-1, x_SBD.shape[-1]) for x_SBD in x]
         batch = SharedBatch(len(rows[0]), self._tp, rows[0].device) if self._tp.size() > 1 else None
         mask_T = None if padding_mask_T is None else ~padding_mask_T
         if batch is not None:
-            rows = [batch.of_all(each) for each in rows]
+            rows = [batch.of_all(x_RD) for x_RD in rows]
             mask_T = None if mask_T is None else batch.gather(mask_T.long())
         made = self._model(*rows)
         loss = None
@@ -110,12 +110,12 @@ class TrainingRouters:
             loss = self._model.config.router_aux_loss_coef * self._loss_of(
                 tuple(logits_TE for logits_TE, _, _ in made), E, K, mask_T
             )
-        return Trained(tuple(self._own(each, batch) for each in made), loss)
+        return Trained(tuple(self._own(routed, batch) for routed in made), loss)
 
     def _own(self, routed: tuple[Tensor, Tensor, Tensor], batch: SharedBatch | None) -> Routed:
         logits_TE, weights_TK, ids_TK = routed
         if batch is not None:
-            logits_TE, weights_TK, ids_TK = batch.take(logits_TE), batch.own(weights_TK), batch.take(ids_TK)
+            logits_TE, weights_TK, ids_TK = batch.take(logits_TE), batch.local_rows(weights_TK), batch.take(ids_TK)
         return Routed(Routing(ids_TK, weights_TK, self._config.experts), logits_TE)
 
     def finish(self, tokens: int) -> None:

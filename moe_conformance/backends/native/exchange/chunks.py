@@ -53,5 +53,5 @@ class ChunkedExchange:
         return self.exchange.combine(expert(delivery), handle)
 
     def _cut(self, x_TD: Tensor, routing: Routing) -> list[tuple[Tensor, Routing]]:
-        parts = (each.tensor_split(self.chunks) for each in (x_TD, routing.ids_TK, routing.weights_TK))
+        parts = (tensor.tensor_split(self.chunks) for tensor in (x_TD, routing.ids_TK, routing.weights_TK))
         return [(x, Routing(ids, weights, routing.experts)) for x, ids, weights in zip(*parts, strict=True)]

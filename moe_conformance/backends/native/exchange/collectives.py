@@ -201,9 +201,9 @@ def reduce_scatter(rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup)
     W = group.size()
     if W == 1:
         return rows
-    own = sizes[group.rank()]
-    parts = all_to_all(rows, sizes, [own] * W, group)
-    return parts.reshape(W, own, *rows.shape[1:]).sum(0)
+    count = sizes[group.rank()]
+    parts = all_to_all(rows, sizes, [count] * W, group)
+    return parts.reshape(W, count, *rows.shape[1:]).sum(0)
 
 
 def largest(number: int, group: dist.ProcessGroup, device: torch.device) -> int:

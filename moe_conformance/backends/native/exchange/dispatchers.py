@@ -222,8 +222,8 @@ class AllGatherExchange(LocalExchange):
 
     def _back(self, rows: Tensor, handle: Any) -> Tensor:
         everything = self._unpermute(rows, handle.permuted)
-        own = collectives.reduce_scatter(everything, handle.sizes_W, self.topology.group("ep_etp"))
-        return own.reshape(handle.shape)
+        local_rows = collectives.reduce_scatter(everything, handle.sizes_W, self.topology.group("ep_etp"))
+        return local_rows.reshape(handle.shape)
 
     def withdraw(self, device: torch.device) -> None:
         """Send `REFUSED` instead of a number of tokens."""

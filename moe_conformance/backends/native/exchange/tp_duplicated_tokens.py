@@ -42,10 +42,10 @@ class Shares:
         starts = [rank * self.tokens // W for rank in range(W + 1)]
         return [end - start for start, end in pairwise(starts)]
 
-    def own(self, rows: Tensor) -> Tensor:
+    def local_rows(self, rows: Tensor) -> Tensor:
         """Return a clone of this rank's share of the rows."""
-        own: Tensor = torch.split(rows, self.sizes_W)[self.group.rank()].clone()
-        return own
+        local_rows: Tensor = torch.split(rows, self.sizes_W)[self.group.rank()].clone()
+        return local_rows
 
     def whole(self, rows: Tensor) -> Tensor:
         """Gather the rows of all ranks."""
@@ -58,7 +58,7 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, shares: Shares) -> tuple[Tensor, Tensor]:
         ctx.shares = shares
-        return shares.own(x_TD), shares.own(weights_TK)
+        return shares.local_rows(x_TD), shares.local_rows(weights_TK)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -78,7 +78,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.shares.own(gradients[0]), None
+        return ctx.shares.local_rows(gradients[0]), None
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class TokenCopies:
         x_TD = x.reshape(-1, x.shape[-1])
         shares = Shares(len(x_TD), self.group)
         x_SD, weights_SK = self._cut(x_TD, routing.weights_TK, shares)
-        share = Routing(shares.own(routing.ids_TK), weights_SK, routing.experts)
+        share = Routing(shares.local_rows(routing.ids_TK), weights_SK, routing.experts)
         delivery, handle = self.inner.dispatch(x_SD, share)
         return delivery, Shared(handle, shares, tuple(x.shape))
 
@@ -167,16 +167,16 @@ class TokenCopies:
         Implements: EXCH-37.
         """
         if problem:
-            own = torch.full((3,), collectives.REFUSED, device=device)  # as no T
+            local = torch.full((3,), collectives.REFUSED, device=device)  # as no T
         else:
-            own = torch.cat([torch.tensor(ids_TK.shape, device=device), self._checksum(ids_TK)[None]])
-        told_WX = collectives.all_gather(own[None], [1] * self.group.size(), self.group)
-        if bool((told_WX[:, 0] == collectives.REFUSED).any()):
+            local = torch.cat([torch.tensor(ids_TK.shape, device=device), self._checksum(ids_TK)[None]])
+        gathered_WX = collectives.all_gather(local[None], [1] * self.group.size(), self.group)
+        if bool((gathered_WX[:, 0] == collectives.REFUSED).any()):
             self.inner.withdraw(device)
             if problem:
                 raise ValueError(problem)
-            collectives.check_not_refused(told_WX[:, 0])
-        odd = (told_WX != told_WX[0]).any(1).nonzero().flatten().tolist()
+            collectives.check_not_refused(gathered_WX[:, 0])
+        odd = (gathered_WX != gathered_WX[0]).any(1).nonzero().flatten().tolist()
         if odd:
             self.inner.withdraw(device)
             raise RoutingDiffers(f"ranks {odd} of the tp group have another routing than rank 0 for the same tokens")

@@ -109,8 +109,11 @@ class FlexExchange:
     @property
     def claims(self) -> Claims:
         """That a token is sent once to a rank and in which format, what the experts receive and who applies weights."""
-        wire, own = self.manager.exchange.wire, Claims(wire="tokens", handed=self.manager.handed, weights_at="expert")
-        return own if wire is None else own.joined(wire.claims)
+        wire, claims = (
+            self.manager.exchange.wire,
+            Claims(wire="tokens", handed=self.manager.handed, weights_at="expert"),
+        )
+        return claims if wire is None else claims.joined(wire.claims)
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Flight]:
         """Return what this rank's experts receive, and the handle; x is (*lead, D) with prod(lead) == T.

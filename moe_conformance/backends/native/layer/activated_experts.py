@@ -133,7 +133,7 @@ class ActivatedExperts(nn.Module):
         """
         pairs = sort_pairs(delivery.ids_RJ, self.placement.held)
         rows = permute(delivery.rows_RD, pairs).split(pairs.counts_E.tolist())
-        out_PD = torch.cat([self.answer(each, n) for n, each in enumerate(rows)])
+        out_PD = torch.cat([self.answer(of_expert, n) for n, of_expert in enumerate(rows)])
         if delivery.weights_RJ is not None:
             out_PD = weigh(out_PD, delivery.weights_RJ[pairs.token_P, pairs.slot_P])
         return unpermute(out_PD, pairs).reshape(delivery.shape)

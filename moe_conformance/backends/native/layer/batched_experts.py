@@ -108,7 +108,7 @@ class DerivedWeights:
         """Whether the weights are those of which the derived ones were made, with the same values."""
         if any(weight.is_inference() for weight in weights):
             return False
-        return all(each.holds(weight) for each, weight in zip(seen, weights, strict=True))
+        return all(known.holds(weight) for known, weight in zip(seen, weights, strict=True))
 
     def _derive(self, gate_NFD: Tensor, up_NFD: Tensor, down_NDF: Tensor) -> Derived:
         w2_t_NFD = down_NDF.detach().transpose(1, 2).clone(memory_format=torch.contiguous_format)

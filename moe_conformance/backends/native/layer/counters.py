@@ -1,4 +1,4 @@
-"""Counters of what shortcuts do, for whoever wants to know whether they are taken."""
+"""Counters of shortcuts, which show whether they are taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to gradients between the last backward and the step.
+"""Finishes gradients between the last backward and the step.
 
 The loss is the sum of the ranks' losses. An exchange sends an expert the gradients of all tokens of its
 ep_etp group, so its replicas (edp) sum theirs and divide by nothing; a dense parameter saw this rank's tokens

@@ -31,11 +31,11 @@ class Piece:
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs, cut from the graph."""
-        self._inputs = tuple(each.detach().requires_grad_() for each in inputs)
+        self._inputs = tuple(tensor.detach().requires_grad_() for tensor in inputs)
         with torch.enable_grad():  # where it runs again, too: experts may compute otherwise without
             outputs = self._call(*self._inputs)
         self._outputs = () if self._again else outputs
-        return tuple(each.detach() for each in outputs)
+        return tuple(tensor.detach() for tensor in outputs)
 
     def backward(self, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs, given those of the outputs; None for what does not matter."""
@@ -44,7 +44,7 @@ class Piece:
                 self._outputs = self._call(*self._inputs)
         given = [pair for pair in zip(self._outputs, gradients, strict=True) if pair[1] is not None]
         torch.autograd.backward([output for output, _ in given], [gradient for _, gradient in given])
-        found = tuple(each.grad for each in self._inputs)
+        found = tuple(tensor.grad for tensor in self._inputs)
         self._inputs = self._outputs = ()
         return found
 

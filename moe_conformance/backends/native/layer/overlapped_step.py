@@ -75,16 +75,16 @@ class OverlappedStep:
 
     def _passes_of_all(self) -> list[LayerPass]:
         again = self.config.overlap.recompute_experts
-        return [self._passes(*each, again=again) for each in zip(self.layers, self.queues, strict=True)]
+        return [self._passes(layer, queue, again=again) for layer, queue in zip(self.layers, self.queues, strict=True)]
 
     def _forward(self, x_TD: Tensor, passes: Sequence[LayerPass]) -> Pass:
-        for each in passes:
-            x_TD = yield from each.forward(x_TD)
+        for layer_pass in passes:
+            x_TD = yield from layer_pass.forward(x_TD)
         return x_TD
 
     def _backward(self, x_TD: Tensor, gradient_TD: Tensor, passes: Sequence[LayerPass]) -> Pass:
-        for each in reversed(passes):
-            gradient_TD = yield from each.backward(gradient_TD)
+        for layer_pass in reversed(passes):
+            gradient_TD = yield from layer_pass.backward(gradient_TD)
         x_TD.grad = gradient_TD if x_TD.grad is None else x_TD.grad + gradient_TD
         return gradient_TD
 
@@ -93,12 +93,12 @@ class OverlappedStep:
         results: dict[Pass, Tensor] = {}
         going = [first] if second is None else [first, second]
         while going:
-            for each in tuple(going):
+            for going_pass in tuple(going):
                 try:
-                    next(each)
+                    next(going_pass)
                 except StopIteration as end:
-                    results[each] = end.value
-                    going.remove(each)
+                    results[going_pass] = end.value
+                    going.remove(going_pass)
         return results[first]
 
     @contextmanager

@@ -21,7 +21,7 @@ _UNITS = (1, 1, 2)  # the dimension of gate, up and down (N, F, D), (N, F, D), (
 
 
 class _Sharded(Experts):
-    """What both have in common."""
+    """The common base of sharded gradients and sharded parameters."""
 
     def __init__(self, config: Config, topology: Topology, device: torch.device) -> None:
         """Make whole parameters.
@@ -109,7 +109,7 @@ class ShardedParameters(_Sharded):
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         gate_NFD, up_NFD, down_NDF = (
-            self._gathered(each, dim) for each, dim in zip(super()._weights(), _UNITS, strict=True)
+            self._gathered(weight, dim) for weight, dim in zip(super()._weights(), _UNITS, strict=True)
         )
         return gate_NFD, up_NFD, down_NDF
 
@@ -117,11 +117,11 @@ class ShardedParameters(_Sharded):
         """Run the loop: nothing is kept that was gathered."""
         return self._loop(rows_PD, counts_N)
 
-    def _gathered(self, own: Tensor, dim: int) -> Tensor:
+    def _gathered(self, local_shard: Tensor, dim: int) -> Tensor:
         """Return the parts of all replicas, one behind the other; one replica has the whole."""
         if self.of == 1:
-            return own
-        whole: Tensor = _Gather.apply(own, dim, self)  # type: ignore[no-untyped-call]
+            return local_shard
+        whole: Tensor = _Gather.apply(local_shard, dim, self)  # type: ignore[no-untyped-call]
         return whole
 
     def scattered(self, gradient: Tensor, dim: int) -> Tensor:
@@ -135,10 +135,10 @@ class _Gather(torch.autograd.Function):
     """All parts of a parameter; its gradient goes back to them as a sum."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, dim: int, experts: ShardedParameters) -> Tensor:
+    def forward(ctx: Any, local_shard: Tensor, dim: int, experts: ShardedParameters) -> Tensor:
         ctx.dim, ctx.experts = dim, experts
-        parts = [torch.empty_like(own) for _ in range(experts.of)]
-        dist.all_gather(parts, own.contiguous(), group=experts.group)
+        parts = [torch.empty_like(local_shard) for _ in range(experts.of)]
+        dist.all_gather(parts, local_shard.contiguous(), group=experts.group)
         return torch.cat(parts, dim)
 
     @staticmethod

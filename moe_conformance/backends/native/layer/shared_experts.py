@@ -117,8 +117,8 @@ class SharedExperts(Replicated):
 
     def _sizes(self, x_TD: Tensor) -> Sequence[int]:
         """Return how many tokens every rank of tp has."""
-        own = torch.tensor([len(x_TD)], device=x_TD.device)
-        sizes: list[int] = collectives.all_gather(own, [1] * self.group.size(), self.group).tolist()
+        local_size = torch.tensor([len(x_TD)], device=x_TD.device)
+        sizes: list[int] = collectives.all_gather(local_size, [1] * self.group.size(), self.group).tolist()
         return sizes
 
     def _gather(self, x_TD: Tensor, sizes_W: Sequence[int]) -> Tensor:

@@ -55,7 +55,7 @@ class BalancingRouters(Replicated):
 
     def forward(self, x: tuple[Tensor, ...], padding_mask_T: Tensor | None) -> tuple[Routed, ...]:
         """Route every layer's tokens, and count them."""
-        return tuple(self._one(number, each, padding_mask_T) for number, each in enumerate(x))
+        return tuple(self._one(number, x_SBD, padding_mask_T) for number, x_SBD in enumerate(x))
 
     def _one(self, number: int, x: Tensor, padding_mask_T: Tensor | None) -> Routed:
         """Count once, whether the forward runs again in the backward or not.

@@ -1,4 +1,4 @@
-"""Which experts a hot spot gives to tokens: of each token some slots go to the hot experts, the rest to the others.
+"""The routes of a hot spot: some slots of each token go to the hot experts, the rest to the others.
 
 Both lists of experts are dealt in turn, so that the loads of each differ by at most one. No token has an expert twice,
 since no token takes more of a list than it holds.

@@ -55,9 +55,9 @@ class ReplayRouters(Replicated):
 
         Implements: ROUTE-17.
         """
-        routed = tuple(router(each) for router, each in zip(self.routers, x, strict=True))
-        for layer, each in zip(self.config.replay.layers, routed, strict=True):
-            self.kept[layer, microbatch] = each.routing.ids_TK.clone()
+        routed = tuple(router(x_SBD) for router, x_SBD in zip(self.routers, x, strict=True))
+        for layer, of_layer in zip(self.config.replay.layers, routed, strict=True):
+            self.kept[layer, microbatch] = of_layer.routing.ids_TK.clone()
         return routed
 
     def records(self) -> Mapping[Place, Tensor]:
@@ -70,7 +70,7 @@ class ReplayRouters(Replicated):
 
     def replay(self, microbatch: int, x: tuple[Tensor, ...]) -> tuple[Routed, ...]:
         """Route to what was recorded."""
-        return tuple(self._one(number, microbatch, each) for number, each in enumerate(x))
+        return tuple(self._one(number, microbatch, x_SBD) for number, x_SBD in enumerate(x))
 
     def _one(self, number: int, microbatch: int, x: Tensor) -> Routed:
         if self.config.replay.recompute:

@@ -99,10 +99,10 @@ class TrainingRouters(Replicated):
     def forward(self, x: tuple[Tensor, ...], padding_mask_T: Tensor | None) -> Trained:
         """Route every layer's tokens, and charge for them where there is something to train."""
         if not self.charges():
-            routed = [self._route(number, each, padding_mask_T) for number, each in enumerate(x)]
+            routed = [self._route(number, x_SBD, padding_mask_T) for number, x_SBD in enumerate(x)]
             return Trained(tuple(routed))
         self.charged += 1
-        return Trained(tuple(self._train(number, each, padding_mask_T) for number, each in enumerate(x)))
+        return Trained(tuple(self._train(number, x_SBD, padding_mask_T) for number, x_SBD in enumerate(x)))
 
     def charges(self) -> bool:
         """Whether this forward is one of training.

@@ -1,1 +1,1 @@
-"""What one rank does to rows by itself: permute, reorder, index, pack."""
+"""Operations on rows that need no communication: permute, reorder, index, pack."""

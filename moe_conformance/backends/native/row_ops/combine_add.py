@@ -45,7 +45,7 @@ class CombineAdd(Offered):
             return False
         if out_ND.is_inference() and not torch.is_inference_mode_enabled():
             return False
-        return out_ND.is_contiguous() and not any(may_overlap(out_ND, each) for each in kept)
+        return out_ND.is_contiguous() and not any(may_overlap(out_ND, tensor) for tensor in kept)
 
 
 def may_overlap(out_ND: Tensor, other: Tensor) -> bool:
