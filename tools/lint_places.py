@@ -36,15 +36,10 @@ def problems(places: Places, requirements: Mapping[str, Requirement]) -> Iterato
 def _missing(places: Places, requirement: Requirement) -> Iterator[str]:
     id, oracles = requirement.id, places.oracles(requirement.id)
     absent = f"{id}: no oracle whose result its checks compare says `Decides: {id}`"
-    waiting = places.unconfirmed.get(id, ())
-    if oracles or not waiting:
-        yield from _either("without_oracle", requirement.without_oracle, oracles, id, absent)
-    for name, place in places.claims(id).items():
-        if place not in oracles and name not in waiting:
+    yield from _either("without_oracle", requirement.without_oracle, oracles, id, absent)
+    for place in places.claims(id).values():
+        if place not in oracles:
             yield f"{id}: {place} says `Decides: {id}`, and was not seen to; {_AGAIN}"
-    for name in waiting:
-        if name not in places.claims(id) or places.claims(id)[name] in oracles:
-            yield f"{id}: {name} is in unconfirmed.toml, and is seen to decide or says so no more: take it out"
     absent = f"{id}: no line of native says `Implements: {id}`"
     yield from _either("without_native", requirement.without_native, places.native(id), id, absent)
     if not places.plants(id):

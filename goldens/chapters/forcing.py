@@ -5,7 +5,7 @@ Hot blocks are in `forcing_hot.py`, random and biased draws in `forcing_draws.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import inf
 from typing import Any
 
@@ -29,12 +29,6 @@ _SCORES: Mapping[str, Mapping[str, Any]] = {
     "sqrtsoftplus": {"score": "sqrtsoftplus"},
     "no-tokens": {"score": "sigmoid"},
 }
-_ASKED: Sequence[Sequence[tuple[str, float | None]]] = (
-    (), (("random", None), ("none", None)), (("random", None),) * 2, (("biased", 0.0),), (("biased", None),),
-    (("ratio", 2.0), ("ratio", 3.0)), (("ratio", 2.0),) * 2, (("hottest", None),),
-    (("one_node", None), ("random", None)),
-)  # fmt: skip
-_VERDICTS = ("legal", "refused", "free")
 
 
 def draw(rng: np.random.Generator) -> dict[str, Tensor]:
@@ -72,7 +66,6 @@ def work_out(inputs: Mapping[str, Tensor], oracle: Oracle) -> dict[str, Tensor]:
     even_NW = [[oracle.balanced(loads_E) for loads_E in loads_WE] for loads_WE in loads_NWE]
     sums = [oracle.balanced_sum(list(loads_WE)) for loads_WE in loads_NWE]
     found |= named("balance", "out", {"balanced_NW": even_NW, "balanced_sum_N": sums})
-    found |= named("asked", "out", {"verdict_N": [_VERDICTS.index(oracle.verdict(asked)) for asked in _ASKED]})
     for case, settings in _SCORES.items():
         found |= named(case, "out", _weighed(given(inputs, case), settings, oracle))
     return found | forcing_hot.work_out(inputs, oracle) | forcing_draws.work_out(inputs, oracle)
@@ -96,7 +89,7 @@ def _weighed(drawn: Mapping[str, Tensor], settings: Mapping[str, Any], oracle: O
     return found
 
 
-_REQUIREMENTS = tuple(f"FORCE-{number:02}" for number in (*range(2, 12), *range(13, 19), 21, 22))
+_REQUIREMENTS = tuple(f"FORCE-{number:02}" for number in (*range(2, 12), *range(13, 17), 18, 21, 22))
 
 _ORACLE = functions(routes, scores, hot, imbalance, draws, limits)
 

@@ -46,8 +46,6 @@ def explain(id: str, places: Places) -> Iterator[str]:
     yield f"  source:     {requirement.source}"
     yield from _part("checks", places.checks(id), "no check yet")
     yield from _part("oracles", places.oracles(id), requirement.without_oracle or "none whose result a check compares")
-    if waiting := places.unconfirmed.get(id):
-        yield f"  claimed, and not seen to decide yet: {', '.join(waiting)}"
     yield from _part("native", places.native(id), requirement.without_native or "no line says `Implements:`")
     yield from _part("planted bugs", places.plants(id), "none")
     yield from _part("judged in real libraries", libraries(id), "in none yet")

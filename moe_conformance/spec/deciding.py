@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 FILE = Path(__file__).with_suffix(".toml")
-UNCONFIRMED = Path(__file__).with_name("unconfirmed.toml")
 WAITING = Path(__file__).with_name("waiting.toml")
 
 _HEAD = "# By requirement: its oracles, and the case on which each decides. Written by tools/deciding_oracles.py."
@@ -20,15 +19,6 @@ _HEAD = "# By requirement: its oracles, and the case on which each decides. Writ
 
 def read(file: Path = FILE) -> Mapping[str, Mapping[str, str]]:
     """Return by requirement and oracle the case on which it decides; nothing if there is no file."""
-    return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-
-def unconfirmed(file: Path = UNCONFIRMED) -> Mapping[str, Sequence[str]]:
-    """Return by requirement the oracles that claim to decide it without a stored case; nothing if there is no file.
-
-    The list may only shrink: lint refuses a claim that is neither stored nor listed, and an entry that is stored or
-    claimed no longer.
-    """
     return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 

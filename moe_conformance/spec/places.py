@@ -23,7 +23,6 @@ _ID = re.compile(r"\b[A-Z]+-\d\d\b")
 _CHECKS, _ORACLES = "moe_conformance/distributed_tests", "moe_conformance/reference"
 _NATIVE, _PLANTS = "moe_conformance/backends/native", ("self_tests/chapters", "self_tests/planted_bugs")
 _DECIDING = "moe_conformance/spec/deciding.toml"
-_UNCONFIRMED = "moe_conformance/spec/unconfirmed.toml"
 
 
 @dataclass(frozen=True)
@@ -98,11 +97,6 @@ class Places:
     def decided(self) -> Mapping[str, Mapping[str, str]]:
         """By requirement and oracle: the stored case on which the oracle decides."""
         return deciding.read(self.root / _DECIDING)
-
-    @cached_property
-    def unconfirmed(self) -> Mapping[str, Sequence[str]]:
-        """By requirement: the oracles that claim to decide it, without a stored case."""
-        return deciding.unconfirmed(self.root / _UNCONFIRMED)
 
     @cached_property
     def implemented(self) -> dict[str, tuple[Place, ...]]:

@@ -112,7 +112,7 @@ def fits(ids_TK: Tensor, experts: int, capacity: int) -> Tensor:
     Rule: min(n_e, C), whatever the policy and however the ids came about. Degenerate: C >= max n_e drops
     nothing (DROP-04), C = 0 keeps nothing. Raises on a negative capacity.
 
-    Decides: DROP-03, DROP-04, FORCE-19. Source: GShard section 2.2.
+    Decides: DROP-03, FORCE-19. Source: GShard section 2.2.
 
     >>> fits(torch.tensor([[2, 0], [-1, 2], [2, 3]]), 5, 2).tolist()
     [1, 0, 2, 1, 0]

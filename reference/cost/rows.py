@@ -103,7 +103,7 @@ def ratio(moved: int, smallest: int) -> float:
     Raises:
         ValueError: fewer moved than necessary, negative numbers.
 
-    Decides: COST-03. Source: arithmetic.
+    Source: arithmetic.
 
     >>> ratio(6, 4), ratio(5, 0)
     (1.5, 1.0)

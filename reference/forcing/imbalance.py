@@ -20,7 +20,7 @@ def overload(top_k: int, experts: int, block: int) -> float:
     Rule: S min(K, B) rows over K S B / E, so E / B if K <= B, else E / K. Degenerate: one block, or K = E,
     gives 1.
 
-    Decides: FORCE-09 (B = N: ep or E / K), FORCE-13 (B = 1: E / K), FORCE-14 (B = q N). Source: arithmetic.
+    A hot rank has B = N (ep or E / K), a hot expert B = 1 (E / K), a hot node of q ranks B = q N. Source: arithmetic.
 
     >>> overload(2, 12, 3), overload(6, 12, 3), overload(2, 12, 1)
     (4.0, 2.0, 6.0)

@@ -1,6 +1,6 @@
 """Forcing: routes that a strategy decides instead of the scores, for benchmarks.
 
-Here: what is a route at all, balanced routes, and which strategies may be asked for. Hot ranks, nodes and
+Here: what is a route at all, balanced routes, and the names of strategies. Hot ranks, nodes and
 experts are in `forcing_hot.py`, random ones in `forcing_draws.py`, weights and gradients in
 `forcing_scores.py`; the loads are `capacity.loads` of the forced ids.
 
@@ -10,13 +10,11 @@ Sources: behaviour of torchtitan's forced load balance and Megatron-Core's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 STRATEGIES = "random", "biased", "round_robin", "worst_rank", "one_expert", "one_node", "alternating", "ratio"
-WITH_PARAMETER = "biased", "ratio"
 
 
 def legal_ids(ids_TK: Tensor, experts: int, *, padding_T: Tensor | None = None) -> Tensor:
@@ -87,25 +85,3 @@ def groups_used(ids_TK: Tensor, experts: int, groups: int) -> Tensor:
         raise ValueError(f"a token's ids are not different experts of {experts}")
     used = [len({e // (experts // groups) for e in ids_K}) for ids_K in ids_TK.tolist()]
     return torch.tensor(used, dtype=torch.int64)  # (T,)
-
-
-def verdict(strategies: Sequence[tuple[str, float | None]]) -> Literal["legal", "refused", "free"]:
-    """Return whether a layer that is asked for these strategies, (name, parameter) each, may be built.
-
-    Rule: at most one. Refused: two different ones, an unknown name, no parameter where one is needed. A
-    parameter of 0.0 is one. Free: the same one twice. "none" asks for nothing.
-
-    Decides: FORCE-17. Source: arithmetic, the later override would undo the earlier in silence.
-
-    >>> verdict([("random", None), ("none", None)]), verdict([("biased", 0.0), ("random", None)])
-    ('legal', 'refused')
-    >>> verdict([("biased", 0.5)] * 2), verdict([("biased", None)])
-    ('free', 'refused')
-    """
-    asked = [(name, parameter) for name, parameter in strategies if name != "none"]
-    for name, parameter in asked:
-        if name not in STRATEGIES or (name in WITH_PARAMETER and parameter is None):
-            return "refused"
-    if len(set(asked)) > 1:
-        return "refused"
-    return "free" if len(asked) > 1 else "legal"

@@ -30,7 +30,7 @@ class LossView(NamedTuple):
 def undecided_weights(logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
     """Mark the tokens whose forced logits are all -inf, bool (T,): there any finite weights are allowed.
 
-    Decides: FORCE-05. Source: arithmetic, 0 / 0.
+    Source: arithmetic, 0 / 0.
 
     >>> undecided_weights(torch.tensor([[0.0, -torch.inf]] * 2), torch.tensor([[0], [1]])).tolist()
     [False, True]

@@ -84,7 +84,7 @@ def routing_calls(schedule: str, router_layers: Sequence[int], *, recompute: boo
         ValueError: another word in the schedule, a pass twice, a backward before its forward, layers that do
             not ascend or are negative.
 
-    Decides: ROUTE-17. Source: definition of a schedule.
+    Source: definition of a schedule.
 
     >>> routing_calls("F0 F1 B1 B0", [1, 3])
     ((1, 0), (3, 0), (1, 1), (3, 1))

@@ -99,7 +99,7 @@ def weights(logits_TE: Tensor, ids_TK: Tensor, *, score: Score, normalise: bool 
     library that does not divide at K = 1 means `normalise=False` there. An empty slot (-1) is an error:
     weigh first, drop afterwards.
 
-    Decides: ROUTE-02, ROUTE-03, ROUTE-05, ROUTE-06, ROUTE-07, ROUTE-08. Source: definition; chain rule.
+    Decides: DROP-04, ROUTE-02, ROUTE-03, ROUTE-05, ROUTE-06, ROUTE-07, ROUTE-08. Source: definition; chain rule.
 
     >>> logits, ids = torch.tensor([[0.0, 9.0, 0.0]]), torch.tensor([[0, 2]])
     >>> weights(logits, ids, score="sigmoid", normalise=True, scale=3.0).tolist()

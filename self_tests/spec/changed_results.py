@@ -7,6 +7,7 @@ both would not be seen: so it grows from call to call.
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Mapping, Set
 from dataclasses import fields, is_dataclass
@@ -39,6 +40,8 @@ def changed(value: Any, way: Way, hint: Any = None, by: int = 1) -> Any:
     ((4, 998.5, False, 'a, changed'), {'a': (2, 1)}, ())
     >>> changed(((1, 2), (3,)), "hollow"), changed((), "larger", tuple[int, ...]), changed(None, "larger", str | None)
     (((), ()), (0,), 'changed')
+    >>> changed("a", "larger", str | None), changed("a", "none", str | None)
+    ('a, changed', None)
     >>> changed(torch.tensor([2, 0]), "larger").tolist(), changed(torch.tensor([2.0, 0.0]), "larger").tolist()
     ([3, 1], [1002.0, 2000.0])
     """
@@ -49,7 +52,11 @@ def changed(value: Any, way: Way, hint: Any = None, by: int = 1) -> Any:
     if isinstance(value, int | float | Fraction):
         return _number(value, way, by)
     if isinstance(value, str):
+        if way == "none" and type(None) in get_args(hint):
+            return None
         others = [each for each in _parts_of(hint, Literal) if each != value]
+        if way == "larger":
+            value = re.sub(r"\d+", lambda number: str(int(number[0]) + by), value)
         return others[0] if others else f"{value}, changed"
     if value is None:
         return example(hint)

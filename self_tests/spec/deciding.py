@@ -1,4 +1,4 @@
-"""Whether an oracle decides: where its result is changed, a check must come to another verdict on the same run.
+"""Whether an oracle decides: where its result is changed, or refused, a check must come to another verdict on a run.
 
 A run is taken once and judged again for every change. Nothing that a judgement keeps is used by the next one: each has
 copies of the outcome and of the runs of twins, and the caches of functions are emptied.
@@ -99,7 +99,7 @@ class Judgement:
         return isinstance(before, Mismatch) and any(not each.vacuous for each in passed)
 
     def _changed(self, oracle: str) -> Iterator[Verdict]:
-        for way in WAYS:
+        for way in (*WAYS, None):
             with ExitStack() as stack:
                 for function in oracles()[oracle]:
                     change = partial(_changed, way=way, hint=get_type_hints(function).get("return"), calls=count(1))
@@ -139,7 +139,9 @@ def _noted(result: Any, name: str, found: set[str]) -> Any:
     return result
 
 
-def _changed(result: Any, way: Way, hint: Any, calls: Iterator[int]) -> Any:
+def _changed(result: Any, way: Way | None, hint: Any, calls: Iterator[int]) -> Any:
+    if way is None:
+        raise ValueError("the oracle refuses what it is asked")  # which some judges make a verdict of
     return changed(result, way, hint, next(calls))
 
 

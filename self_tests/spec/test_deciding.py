@@ -42,9 +42,9 @@ class TestStored:
             assert set() == set(stored.values()) - deciding_cases.cases()[id].keys()
 
     def test_every_requirement_with_a_check_is_in_it(self) -> None:
-        """Or among those that wait to be seen, or the spec says why there is no right answer to compute."""
+        """Or the spec says why there is no right answer to compute."""
         without = {id for id in checked() if spec.load()[id].without_oracle}
-        assert checked() - without == {*STORED, *deciding.unconfirmed()}
+        assert checked() - without == STORED.keys()
 
     def test_a_verdict_is_not_lost_for_want_of_an_explanation(self, bench: deciding_cases.Bench) -> None:
         """Slots that the oracle calls illegal fail, also where the judge finds none that is overtaken by another."""
@@ -107,6 +107,18 @@ class TestDecidedBy:
         """An error that is no mismatch says nothing."""
         assert not judgement(lambda: [True, True, True][int(loads(IDS, 3)[1])]).decided_by(LOADS)
 
+    def test_a_refusal_that_a_judge_makes_a_verdict_of(self) -> None:
+        """An oracle that judges by raising decides, though its result is not compared."""
+
+        def accepted() -> bool:
+            try:
+                loads(IDS, 3)
+            except ValueError:
+                return False
+            return True
+
+        assert judgement(accepted).decided_by(LOADS)
+
     def test_a_result_on_both_sides(self) -> None:
         """It is compared with that of another call."""
         assert judgement(lambda: torch.equal(loads(IDS, 3), loads(IDS.flip(0), 3))).decided_by(LOADS)
@@ -153,6 +165,7 @@ class TestChanged:
                 [[-1.0, -3.0]],
             ),
             (torch.tensor([True, False]), *[[False, True]] * 3, [False, False], [False, True]),
+            ("3 of 4", "5 of 6, changed", *["3 of 4, changed"] * 4),
             (
                 Pair(0, 1, 2, 3, 4),
                 Pair(2, 3, 4, 5, 6),

@@ -123,29 +123,6 @@ class TestMissingPlaces:
         assert [] == _problems(tree)
 
 
-class TestClaimsThatWait:
-    """Claims of oracles that nobody has seen to decide, as unconfirmed.toml lists them."""
-
-    WAITING = "moe_conformance/spec/unconfirmed.toml"
-    ENTRY = 'EXCH-01 = ["exchange.deliveries:deliveries"]\n'
-
-    def test_a_listed_claim_is_no_problem_until_it_is_seen(self, tree: Path) -> None:
-        """It passes while nothing is stored of it; once it is seen to decide, the entry has to go."""
-        seen = (
-            "EXCH-01: exchange.deliveries:deliveries is in unconfirmed.toml, and is seen to decide or says so no more"
-        )
-        _write(tree, self.WAITING, self.ENTRY)
-        assert [f"{seen}: take it out"] == _problems(tree)
-        _write(tree, DECIDING, "")
-        assert [] == _problems(tree)
-
-    def test_a_listed_claim_that_is_gone_is_a_problem(self, tree: Path) -> None:
-        """An entry for an oracle without that claim excuses nothing."""
-        _write(tree, self.WAITING, 'EXCH-01 = ["exchange.deliveries:others"]\n')
-        gone = "EXCH-01: exchange.deliveries:others is in unconfirmed.toml, and is seen to decide or says so no more"
-        assert [f"{gone}: take it out"] == _problems(tree)
-
-
 class TestWhatShouldNotBeThere:
     def test_what_is_stored_of_an_oracle_that_is_gone(self, tree: Path) -> None:
         """It has another name, or claims the requirement no more; or no check is left."""

@@ -288,7 +288,7 @@ def _tell_refusals(
     group: Sequence[int], tokens: Sequence[int], refused: Sequence[bool], errors: Sequence[str], bound: int
 ) -> None:
     largest = max(tokens[rank] for rank in group)
-    ranks = tuple(rank for rank in group if refused[rank] is (largest <= bound))
+    ranks = tuple(rank for rank in group if refused[rank] is (largest <= bound)) or tuple(group)
     if largest <= bound:
         sentence = (
             f"rank {ranks[0]} raises, although no rank of {group_words(tuple(group))} has more than {bound} tokens"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -176,20 +175,6 @@ class TestLossViews:
             assert one.chosen == [set(row) for row in other.ids_TK.tolist()]
 
 
-class TestVerdict:
-    ASKED: Sequence[tuple[str, float | None]] = [
-        ("none", None), ("random", None), ("biased", 0.0), ("biased", -0.5), ("biased", None), ("round_robin", None),
-        ("ratio", 2.0), ("ratio", None), ("worst_rank", None), ("one_expert", None), ("one_node", None),
-        ("alternating", None), ("worst rank", None), ("", None),
-    ]  # fmt: skip
-
-    @settings(pairs_agree, max_examples=200)
-    @given(st.lists(st.sampled_from(ASKED), max_size=3))
-    def test_verdicts_agree(self, asked: list[tuple[str, float | None]]) -> None:
-        """Both let the same layers be built."""
-        assert second.verdict(asked) == first.verdict(asked)
-
-
 ONE_ID, LOGITS, HALVES = np.array([[0]]), np.zeros((1, 3)), np.array([[0.5, -2.0]])
 IDS_63 = np.array([[2, 0], [1, 1], [3, 0], [0, -1], [-1, -1], [-2, -2]])
 POWERS = np.log(np.array([[1.0, 2.0, 5.0, 1e-300]]))  # shares 1/8, 2/8, 5/8 and, masked, none
@@ -298,15 +283,5 @@ test_by_hand = by_hand(
                 ("id -1", {"forced_ids_TK": ONE_ID - 1}),
             ]
         ),
-    ),
-    *rows(first.verdict, second.verdict,
-        ("no strategy", ([],), "legal"),
-        ("the strategy none", ([("none", None)],), "legal"),
-        *((f"{name} with a number", ([(name, 1.5)],), "legal") for name in second.STRATEGIES),
-        ("a deviation of 0 is one", ([("biased", 0.0)],), "legal"),
-        ("a ratio is needed", ([("ratio", None)],), "refused"),
-        ("two deviations", ([("biased", 0.5), ("biased", -0.5)],), "refused"),
-        ("one strategy twice, with none between", ([("biased", 0.5), ("none", None), ("biased", 0.5)],), "free"),
-        ("a misspelt strategy", ([("radnom", None)],), "refused"),
     ),
 )  # fmt: skip

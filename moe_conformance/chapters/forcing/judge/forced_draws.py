@@ -177,9 +177,10 @@ def _split(router: RouterExpected) -> list[Finding]:
     findings = []
     for (m, rank), ids_TK in router.ids.items():
         if not one_choice([ids_TK]):
+            first = sorted(ids_TK[:1].flatten().tolist())
             sentence = (
-                f"tokens of rank {rank} select {sorted(ids_TK[0].tolist())} and others in forward {m}; expected the "
-                "same experts for all tokens, as the forced bias, one per expert for all tokens, dominates the logits"
+                f"tokens of rank {rank} select {first} and others in forward {m}; expected the same experts "
+                "for all tokens, as the forced bias, one per expert for all tokens, dominates the logits"
             )
             findings.append(Finding("split", sentence, (rank,)))
     return findings

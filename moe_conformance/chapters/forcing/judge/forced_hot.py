@@ -30,7 +30,6 @@ from moe_conformance.reference.forcing.hot import (
     hot_experts,
 )
 from moe_conformance.reference.forcing.imbalance import overload
-from moe_conformance.reference.forcing.routes import verdict
 from moe_conformance.scenarios.outcome import Outcome
 
 
@@ -145,7 +144,6 @@ def judge_strategies_refused(outcome: Outcome, tally: Tally) -> None:
         if by_adapter[number]:
             continue
         forced = call.given[0]["config"].routing.forced
-        assert verdict(forced) == "refused", forced  # other calls are not in the workloads
         asked = f"a router forced by {' and '.join(f'{name} ({value})' for name, value in forced)}"
         judge_refused(outcome, number, tally, stage="run", asked=asked)
 

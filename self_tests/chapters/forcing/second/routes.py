@@ -19,8 +19,6 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-STRATEGIES = ["random", "biased", "round_robin", "worst_rank", "one_expert", "one_node", "alternating", "ratio"]
-
 
 class LossView(NamedTuple):
     """What a balance loss may be told: the logits (T, E) of its scores, and each token's counted experts."""
@@ -136,14 +134,3 @@ def groups_used(ids_TK: Ints, experts: int, groups: int) -> list[int]:
         members = [range(group * size, (group + 1) * size) for group in range(groups)]
         used.append(sum(any(expert in row for expert in group) for group in members))
     return used
-
-
-def verdict(strategies: Sequence[tuple[str, float | None]]) -> str:
-    """What becomes of asking for these strategies with their parameters: "legal", "refused" or "free"."""
-    asked = [(name, parameter) for name, parameter in strategies if name != "none"]
-    for name, parameter in asked:
-        if name not in STRATEGIES or (name in ("biased", "ratio") and parameter is None):
-            return "refused"
-    if any(one != other for one in asked for other in asked):
-        return "refused"
-    return "free" if len(asked) > 1 else "legal"
