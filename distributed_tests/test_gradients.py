@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from moe_conformance.chapters.determinism.workloads import cleared, with_deterministic
 from moe_conformance.chapters.gradients.judge.finite_differences import judge_differences
 from moe_conformance.chapters.gradients.judge.gradient_accumulation import (
@@ -12,6 +14,10 @@ from moe_conformance.chapters.gradients.judge.gradient_accumulation import (
     large_and_small_alone,
 )
 from moe_conformance.chapters.gradients.judge.hooked import judge_hooked
+from moe_conformance.chapters.gradients.judge.second_derivatives import (
+    differentiated_twice,
+    judge_second_derivatives,
+)
 from moe_conformance.chapters.gradients.judge.sharding import judge_sharded_gradients
 from moe_conformance.chapters.gradients.workloads.gradients import ACCUMULATES
 from moe_conformance.judging.observed.aliasing import judge_kept_gradients
@@ -51,6 +57,11 @@ from moe_conformance.workloads.records.workload import Workload
 def fills_up_or_likened(workload: Workload) -> bool:
     """Whether experts are padded to capacity, or runs are compared with it anyway."""
     return workload.config.capacity.padded or likened_once(workload)
+
+
+def in_every_library(workload: Workload) -> bool:
+    """Whether equivalent runs are compared in bfloat16, which all libraries' experts have, or in float64."""
+    return differentiated(workload) or (likened(workload) and workload.config.dtype == torch.bfloat16)
 
 
 class TestExchange:
@@ -114,6 +125,11 @@ class TestExchange:
     )
     """A gradient keeps its bytes while other microbatches run."""
 
+    test_gradients_can_be_differentiated = Row(
+        "GRAD-20", ExchangeStep(), judge_second_derivatives, when=likened, twins=differentiated_twice
+    )
+    """Derivatives of tokens' gradients by upstream gradients and weights are right, or refused on every rank."""
+
 
 class TestOwnExperts:
     test_tokens_and_weights_get_the_dense_gradients = Row(
@@ -159,6 +175,11 @@ class TestOwnExperts:
         "GRAD-19", ExpertsStep(), judge_with_a_graph, when=likened_once, twins=laws.with_a_graph
     )
     """With create_graph tokens, weights and experts receive the gradients that they receive without."""
+
+    test_gradients_behind_experts_can_be_differentiated = Row(
+        "GRAD-20", ExpertsStep(), judge_second_derivatives, when=in_every_library, twins=differentiated_twice
+    )
+    """With the backend's experts, which are not linear, they are right too, or refused on every rank."""
 
     test_gradients_of_padding_reach_no_parameter = Row(
         "GRAD-09", ExpertsStep(), judge_padding_gradients, when=fills_up_or_likened, twins=laws.padding_gradients

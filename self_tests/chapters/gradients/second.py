@@ -158,3 +158,50 @@ def accumulated(parts: Sequence[Fraction], ranks: int, tokens: int, narrow: bool
         without += largest / 2**8
         rounded += size / 2**8
     return total, without, rounded + ranks * size / 2**8
+
+
+def swiglu_along(gate_FD: Floats, up_FD: Floats, down_DF: Floats, x_D: Floats, v_D: Floats) -> list[float]:
+    """How fast the answer of a SwiGLU expert changes as its row x moves along v: the product rule, number by number.
+
+    With a = <gate_f, x>, p = <up_f, x> and their changes a' = <gate_f, v>, p' = <up_f, v>: of h = a s p, where
+    s = 1 / (1 + exp(-a)) changes by s (1 - s) a', the change is a' s p + a s (1 - s) a' p + a s p'.
+    """
+    F, D = gate_FD.shape
+    changes = []
+    for f in range(F):
+        a, da = (math.fsum(float(gate_FD[f, d]) * float(row_D[d]) for d in range(D)) for row_D in (x_D, v_D))
+        p, dp = (math.fsum(float(up_FD[f, d]) * float(row_D[d]) for d in range(D)) for row_D in (x_D, v_D))
+        s = 1.0 / (1.0 + math.exp(-a))
+        changes.append(da * s * p + a * s * (1.0 - s) * da * p + a * s * dp)
+    return [math.fsum(float(down_DF[d, f]) * changes[f] for f in range(F)) for d in range(D)]
+
+
+def second_derivatives(
+    x_TD: Floats,
+    ids_TK: Ints,
+    weights_TK: Floats,
+    upstream_TD: Floats,
+    directions_TD: Floats,
+    experts: Sequence[tuple[Floats, Floats, Floats]],
+    weights_at: str = "output",
+) -> tuple[Floats, Floats | None]:
+    """Of s = sum_t <dL/dx_t, v_t>: the derivative by every upstream gradient (T, D), and by every weight (T, K).
+
+    dL/dx_td = sum_k w_tk sum_c u_tc df_c/dx_d, so that u_tc is multiplied in s by sum_k w_tk sum_d df_c/dx_d v_td, the
+    change of the weighted answer c along v, and w_tk by sum_c u_tc times the change of the answer c. With weights at
+    the input f is taken at w_tk x_t, and s is no longer linear in them: no derivative by weights is given.
+    """
+    T, D = x_TD.shape
+    K = ids_TK.shape[1]
+    by_upstream, by_weights = np.zeros((T, D)), np.zeros((T, K))
+    for t in range(T):
+        for k in range(K):
+            if ids_TK[t, k] < 0:
+                continue
+            w = float(weights_TK[t, k])
+            row_D = x_TD[t] * (w if weights_at == "input" else 1.0)
+            along_D = swiglu_along(*experts[int(ids_TK[t, k])], row_D, directions_TD[t])
+            for c in range(D):
+                by_upstream[t, c] += w * along_D[c]
+                by_weights[t, k] += along_D[c] * upstream_TD[t, c]
+    return by_upstream, by_weights if weights_at == "output" else None

@@ -55,9 +55,9 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """Send the gradient of each received row back to its source.
+        """Send the gradient of each received row back to its source, so that autograd records it.
 
-        Implements: COST-05.
+        Implements: COST-05, GRAD-20.
         """
         return all_to_all(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
