@@ -20,8 +20,7 @@ from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters
 from moe_conformance.scenarios.outcome import Grad, RankOutcome
 from moe_conformance.scenarios.sessions import opened
-from moe_conformance.scenarios.step import TrainingStep
-from moe_conformance.scenarios.step_parts import go_back
+from moe_conformance.scenarios.step import TrainingStep, go_back
 from moe_conformance.scenarios.tensors import to_cpu
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep

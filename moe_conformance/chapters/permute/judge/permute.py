@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Routing
-from moe_conformance.judging.compare.exact import wrong
-from moe_conformance.judging.compare.tensors import judge_tensor
+from moe_conformance.judging.compare.tensors import judge_tensor, wrong
 from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.script import answers, values
