@@ -44,7 +44,7 @@ from self_tests.workloads.second_cases import declared, expectations, second
 from tools.select_cases import place_of, reported
 
 MATRIX = Path(__file__).parents[1] / "self_tests" / "workloads" / "power.toml"
-SMOKE_S = 10.0
+SMOKE_S = 6.0  # by the figures below; measured, with judging and the drawing of workloads, it is ten
 _DEADLINE_S = 20.0
 _CASES = 10  # beyond those that are known, for one bug
 _RUN_S, _RUN_OF_FOUR_S = {"single": 0.015, "ep2": 0.022}, 0.036  # by layout
