@@ -146,9 +146,8 @@ def judge_present(outcome: Outcome, tally: Tally) -> None:
         allowed = Target(target.expected, target.allowed * scale[forward.rank])
         if not (worst := compare(y_RD, *allowed)).holds:
             tally.beyond = max(tally.beyond, worst.size)
-            sentence = (
-                f"{_called(forward)} behind {forward.way} gives {worst}{_cause_of_values(forward, y_RD, allowed)}"
-            )
+            changed = f"{_called(forward)}, after parameters were changed by {forward.way},"
+            sentence = f"{changed} gives {worst}{_cause_of_values(forward, y_RD, allowed)}"
             findings.append(Finding(forward.way, f"rank {forward.rank}: {sentence}", (forward.rank,), worst.size))
             continue
         old = forward.solved(forward.before).y_TD
@@ -236,7 +235,7 @@ def judge_gradients(outcome: Outcome, tally: Tally) -> None:
         found = _gradients_of(outcome, forward)
         targets = {name: target for name, target in forward.gradient_targets().items() if name in found}
         for name, (expected, allowed) in targets.items():
-            what, value = f"the gradient of {name or 'the rows'} behind {_called(forward)}", found[name]
+            what, value = f"the gradient of {name or 'the rows'} of {_called(forward)}", found[name]
             if value is None:
                 absent.append(
                     Finding(
@@ -333,9 +332,8 @@ def _scale(forward: Forward, worst: Worst, tally: Tally) -> float:
         if roundoff >= of_rows and worst.ratio <= roundoff / of_rows:
             return roundoff / of_rows
     tally.beyond = max(tally.beyond, worst.size)
-    raise WrongOutput(
-        "experts", f"rank {forward.rank}: {_called(forward)}, the first, gives {worst}", ranks=(forward.rank,)
-    )
+    sentence = f"rank {forward.rank}: {_called(forward)}, before any change, gives {worst}"
+    raise WrongOutput("experts", sentence, ranks=(forward.rank,))
 
 
 def _called(forward: Forward) -> str:

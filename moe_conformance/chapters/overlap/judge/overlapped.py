@@ -151,7 +151,7 @@ def _compared(reading: Reading, step: int, finished: bool) -> Iterator[_Compared
         if before is None or after is None:
             raise NotOffered("the backend finishes no gradients")
         if before.keys() != after.keys():
-            raise Uncovered("gradient", f"'named' yields other parameters behind a step on rank {rank.rank}")
+            raise Uncovered("gradient", f"'named' yields other parameters after a step on rank {rank.rank}")
         for key, grad in after.items():
             added = [gradients[key] for gradients in seen(rank).added if key in gradients]
             yield _Compared(rank.rank, key, grad, before[key], added)
@@ -176,7 +176,7 @@ def _same(gradient: _Compared, bound: Tensor, step: str, finished: bool) -> Comp
     right = torch.zeros_like(gradient.actual.value) if right is None and gradient.actual.value is not None else right
     assert right is not None
     if gradient.actual.value is None and bool(right.any()):
-        raise AbsentGradient("gradient", f"{what} is None, and not in the sequential step", ranks=(gradient.rank,))
+        raise AbsentGradient("gradient", f"{what} is None; the sequential step has a gradient", ranks=(gradient.rank,))
     actual = torch.zeros_like(right) if gradient.actual.value is None else gradient.actual.value
     if actual.shape != right.shape:
         shapes = f"{tuple(actual.shape)} instead of {tuple(right.shape)}"

@@ -202,10 +202,8 @@ def judge_spoilt_routes(outcome: Outcome, tally: Tally) -> None:
     if all(rank.status == "raised" and rank.reached == "forward:1" for rank in outcome.ranks):
         for of_rank in outcome.ranks:
             if f"builtins.{(of_rank.error or '').partition(':')[0]}" in SLIPS:
-                sentence = (
-                    f"the router of rank {of_rank.rank} stumbled over a logit instead of refusing it: {of_rank.error}"
-                )
-                raise Raised("run", sentence, ranks=(of_rank.rank,))
+                error = f"raised an internal error instead of refusing a logit: {of_rank.error}"
+                raise Raised("run", f"the router of rank {of_rank.rank} {error}", ranks=(of_rank.rank,))
             tally.add(pairs=1, rank=of_rank.rank)
         return
     require_finished(outcome)

@@ -52,8 +52,10 @@ class _ById(_Keeps):
 
 
 @planted(
-    Expectation("FAST-06", "weights-recorded", "experts", "behind copy_", "gate, up, down are those of before"),
-    Expectation("FAST-06", "weights-loaded", "experts", "behind load_state_dict", "gate, up, down are those of before"),
+    Expectation("FAST-06", "weights-recorded", "experts", "changed by copy_,", "gate, up, down are those of before"),
+    Expectation(
+        "FAST-06", "weights-loaded", "experts", "changed by load_state_dict,", "gate, up, down are those of before"
+    ),
     real=_PR,
     layout=SINGLE,
 )
@@ -79,7 +81,9 @@ class GateAloneIsWatched(_Keeping):
 
 
 @planted(
-    Expectation("FAST-07", "weights-unrecorded", "experts", "behind .data.copy_", "gate, up, down are those of before"),
+    Expectation(
+        "FAST-07", "weights-unrecorded", "experts", "changed by .data.copy_,", "gate, up, down are those of before"
+    ),
     layout=SINGLE,
 )
 class AnnouncementIgnored(Experts):
@@ -111,7 +115,7 @@ class _ByVersionAlone(_Keeps):
 
 @planted(
     Expectation(
-        "FAST-08", "weights-replaced", "experts", "behind a new Parameter", "gate, up, down are those of before"
+        "FAST-08", "weights-replaced", "experts", "changed by a new Parameter,", "gate, up, down are those of before"
     ),
     layout=SINGLE,
 )
@@ -127,7 +131,7 @@ class _ByAddress(_Keeps):
 
 
 @planted(
-    Expectation("FAST-08", "weights-gathered-again", "experts", "behind gathered again", "are those of before"),
+    Expectation("FAST-08", "weights-gathered-again", "experts", "changed by gathered again,", "are those of before"),
     layout=SINGLE,
 )
 class DerivedByAddress(_Keeping):

@@ -82,7 +82,11 @@ class RefusesAll(Router):
         raise ValueError("there is no router here")
 
 
-@planted(Expectation("ROUTE-15", "spoilt-nan-softmax", "run", "stumbled over a logit", "AttributeError"))
+@planted(
+    Expectation(
+        "ROUTE-15", "spoilt-nan-softmax", "run", "an internal error instead of refusing a logit", "AttributeError"
+    )
+)
 class StumblesOverNaN(Router):
     """A table of the largest scores has no entry for NaN, and what it returns is used all the same."""
 
