@@ -154,14 +154,20 @@ class Plan:
     @cached_property
     def cases(self) -> tuple[Case, ...]:
         """Every case that runs, in running order."""
-        numbers = range(len(self._sources))
-        return tuple(case for cell in self.cells for number in numbers for case in self._cases(number, cell))
+        found: list[Case] = []
+        for cell in self.cells:
+            for number in range(len(self._sources)):
+                found += self._cases(number, cell)
+        return tuple(found)
 
     @cached_property
     def pool(self) -> tuple[Case, ...]:
         """Every workload in every cell, in running order: what a profile selects from."""
-        numbers = range(len(self._sources))
-        return tuple(case for cell in self.cells for number in numbers for case in self._pool_of(number, cell))
+        found: list[Case] = []
+        for cell in self.cells:
+            for number in range(len(self._sources)):
+                found += self._pool_of(number, cell)
+        return tuple(found)
 
     @cached_property
     def _selection(self) -> stored.Selection:
@@ -356,10 +362,14 @@ class Plan:
 
     def find(self, run: RunSpec, variant: str, layout: str, name: str) -> Case | None:
         """Return the case of a workload by names, selected or not; None if there is none."""
-        cells = [cell for cell in self.cells if (cell.variant, cell.layout.name) == (variant, layout)]
         numbers = [number for number, source in enumerate(self._sources) if run in source.runs]
-        pool = (case for cell in cells for number in numbers for case in self._pool_of(number, cell))
-        return next((case for case in pool if (case.workload.run, case.workload.name) == (run, name)), None)
+        for cell in self.cells:
+            if (cell.variant, cell.layout.name) != (variant, layout):
+                continue
+            pool = (case for number in numbers for case in self._pool_of(number, cell))
+            if found := next((case for case in pool if (case.workload.run, case.workload.name) == (run, name)), None):
+                return found
+        return None
 
     def drawing(self, run: DrawnStep) -> tuple[Cell, ...]:
         """Return the cells for which Hypothesis draws workloads of a run.

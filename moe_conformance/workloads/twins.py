@@ -52,10 +52,11 @@ class Twin:
 
 def the_same(workload: Workload) -> Origin:
     """Return the origin of a twin with the inputs of its original."""
-    return tuple(
-        tuple(rows_of([(m, rank, t) for t in range(len(batch.x_TD))], workload) for rank, batch in enumerate(ranks))
-        for m, ranks in enumerate(workload.batches)
-    )
+
+    def of_rank(m: int, rank: int) -> Rows:
+        return rows_of([(m, rank, t) for t in range(len(workload.batches[m][rank].x_TD))], workload)
+
+    return tuple(tuple(of_rank(m, rank) for rank in range(len(ranks))) for m, ranks in enumerate(workload.batches))
 
 
 def twin(

@@ -32,14 +32,11 @@ def lawful_build(asked: Settings, ran: Settings) -> bool:
     >>> lawful_build(asked, asked), lawful_build(asked, replace(asked, overlap=False))
     (True, False)
     """
-    open_changes = [
-        change
-        for rule in RULES
-        if rule.breaks(asked)
-        for change in rule.changes
-        if all(getattr(ran, option) == value for option, value in change.items())
-    ]
-    warranted = {option for change in open_changes for option in change}
+    warranted: set[str] = set()
+    for rule in RULES:
+        for change in rule.changes if rule.breaks(asked) else ():
+            if all(getattr(ran, option) == value for option, value in change.items()):
+                warranted.update(change)
     differ = {field.name for field in fields(asked) if getattr(asked, field.name) != getattr(ran, field.name)}
     return differ - FACTS <= warranted and all(rule.honoured for rule in RULES if rule.breaks(ran))
 

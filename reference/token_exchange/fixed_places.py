@@ -72,7 +72,7 @@ def _wanted(ids_by_source: Sequence[Tensor], local_experts: Sequence[int]) -> li
         raise ValueError(f"local experts {list(local_experts)} are not different ids from 0 up")
     if any(bool((ids_TK < -1).any()) for ids_TK in ids_by_source):
         raise ValueError("an id is below -1; ids are experts, or -1 for an empty slot")
+    # A slot is a row of (t, k), in the order of tokens, so that a token is listed once for each of its slots.
     return [
-        [[t for t, ids_K in enumerate(ids_TK.tolist()) for e in ids_K if e == expert] for ids_TK in ids_by_source]
-        for expert in local_experts
+        [[t for t, _ in (ids_TK == expert).nonzero().tolist()] for ids_TK in ids_by_source] for expert in local_experts
     ]

@@ -187,11 +187,12 @@ def halves_in_flight(schedule: str) -> int:
 
 def _uneven_in_tp(workload: Workload) -> bool:
     """Return whether the ranks of some tp group hold different numbers of tokens in some microbatch."""
-    return any(
-        len({tokens[rank] for rank in ranks}) > 1
-        for tokens in workload.tokens
-        for ranks in workload.layout.groups()["tp"]
-    )
+    groups = workload.layout.groups()["tp"]
+    for tokens in workload.tokens:
+        for ranks in groups:
+            if len({tokens[rank] for rank in ranks}) > 1:
+                return True
+    return False
 
 
 # Their calls take tokens and ids without batches.

@@ -240,15 +240,13 @@ class Workload:
         if self.config.variant == variant:  # already
             return self
 
-        def named(config: Any) -> Any:
-            return replace(config, variant=variant) if isinstance(config, Config) else config
+        def through(given: Mapping[str, Any]) -> dict[str, Any]:
+            configs = {name: value for name, value in given.items() if isinstance(value, Config)}
+            return {**given, **{name: replace(config, variant=variant) for name, config in configs.items()}}
 
-        calls = tuple(
-            replace(call, given=tuple({name: named(value) for name, value in given.items()} for given in call.given))
-            for call in self.calls
-        )
+        calls = tuple(replace(call, given=tuple(map(through, call.given))) for call in self.calls)
         twist = replace(self.twist, beside=tuple(other.through(variant) for other in self.twist.beside))
-        return replace(self, config=named(self.config), calls=calls, twist=twist)
+        return replace(self, config=replace(self.config, variant=variant), calls=calls, twist=twist)
 
     def __repr__(self) -> str:
         """Return one line, since pytest prints arguments and tensors would fill pages."""

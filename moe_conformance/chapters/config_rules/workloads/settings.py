@@ -171,11 +171,11 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
 
 def _calls(by_rank: Sequence[tuple[Settings, ...]]) -> tuple[Call, ...]:
     """Return calls for the limits of settings, each followed by one that resolves them."""
-    return tuple(
-        Call(method, tuple({"asked": settings} for settings in ranks), may_raise=True)
-        for ranks in by_rank
-        for method in ("limits", "resolve")
-    )
+    found: list[Call] = []
+    for ranks in by_rank:
+        given = tuple({"asked": settings} for settings in ranks)
+        found += [Call(method, given, may_raise=True) for method in ("limits", "resolve")]
+    return tuple(found)
 
 
 CHAPTERS = (Chapter((ON_CONFIG_RULES,), names(), draw, quick=_LAYOUTS),)
