@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from typing import cast
 
 import torch
@@ -154,20 +155,14 @@ class Plan:
     @cached_property
     def cases(self) -> tuple[Case, ...]:
         """Every case that runs, in running order."""
-        found: list[Case] = []
-        for cell in self.cells:
-            for number in range(len(self._sources)):
-                found += self._cases(number, cell)
-        return tuple(found)
+        places = product(self.cells, range(len(self._sources)))
+        return tuple(case for cell, number in places for case in self._cases(number, cell))
 
     @cached_property
     def pool(self) -> tuple[Case, ...]:
         """Every workload in every cell, in running order: what a profile selects from."""
-        found: list[Case] = []
-        for cell in self.cells:
-            for number in range(len(self._sources)):
-                found += self._pool_of(number, cell)
-        return tuple(found)
+        places = product(self.cells, range(len(self._sources)))
+        return tuple(case for cell, number in places for case in self._pool_of(number, cell))
 
     @cached_property
     def _selection(self) -> stored.Selection:
@@ -355,21 +350,16 @@ class Plan:
 
     def of_cell(self, case: Case, cell: Cell) -> list[Case]:
         """Return what has the name and the run of a case in another cell of this plan, selected or not."""
-        numbers = [number for number, source in enumerate(self._sources) if case.workload.run in source.runs]
-        pool = (other for number in numbers for other in self._pool_of(number, cell))
-        asked = (case.workload.run, case.workload.name)
-        return [other for other in pool if (other.workload.run, other.workload.name) == asked]
+        return self._of_name(case.workload.run, case.workload.name, cell)
 
     def find(self, run: RunSpec, variant: str, layout: str, name: str) -> Case | None:
         """Return the case of a workload by names, selected or not; None if there is none."""
-        numbers = [number for number, source in enumerate(self._sources) if run in source.runs]
-        for cell in self.cells:
-            if (cell.variant, cell.layout.name) != (variant, layout):
-                continue
-            pool = (case for number in numbers for case in self._pool_of(number, cell))
-            if found := next((case for case in pool if (case.workload.run, case.workload.name) == (run, name)), None):
-                return found
-        return None
+        cells = (cell for cell in self.cells if (cell.variant, cell.layout.name) == (variant, layout))
+        return next((case for cell in cells for case in self._of_name(run, name, cell)), None)
+
+    def _of_name(self, run: RunSpec, name: str, cell: Cell) -> list[Case]:
+        pools = [self._pool_of(number, cell) for number, source in enumerate(self._sources) if run in source.runs]
+        return [case for pool in pools for case in pool if (case.workload.run, case.workload.name) == (run, name)]
 
     def drawing(self, run: DrawnStep) -> tuple[Cell, ...]:
         """Return the cells for which Hypothesis draws workloads of a run.
