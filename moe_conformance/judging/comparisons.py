@@ -1,4 +1,6 @@
-"""A judge yields comparisons, and `judge` makes of it a function that counts them, joins what is wrong and fails.
+"""The decorator `judge`: makes a judge of a function that yields comparisons.
+
+The judge counts what is right, and raises if anything is wrong.
 
     @judge(Costly, "run")
     def judge_no_calls(reading: Reading) -> Comparisons:
@@ -6,8 +8,8 @@
             calls = ...
             yield Comparison(rank.rank, f"rank {rank.rank} calls {len(calls)} collectives" if calls else "", pairs=1)
 
-It is called as `judge_no_calls(reading, tally)`. It yields a `Comparison` of what was compared, right or wrong, the
-`Finding` of a fault alone, and what begins and ends the message.
+The judge is called as `judge_no_calls(reading, tally)`. The function may yield a `Comparison` (of what was compared,
+right or wrong), a `Finding` (a fault, without a count), a `Start` and a `Note` (the beginning and end of the message).
 """
 
 from __future__ import annotations
@@ -19,12 +21,10 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 from moe_conformance.judging.findings import Finding, fail, likeliest
-from moe_conformance.judging.verdict import Mismatch, NotOffered, Stage, Tally
+from moe_conformance.judging.verdict import MOST, Mismatch, NotOffered, Stage, Tally
 
 Subject = TypeVar("Subject")  # what is judged: an outcome, or its reading
 Given = ParamSpec("Given")
-
-_MOST = 1e300  # of `Tally.beyond`
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Comparison:
     wrong: str | Finding | Sequence[Finding] = ""
     pairs: int = 0  # (token, slot) pairs or rows that were compared
     elements: int = 0  # elements that were compared
-    worst: float = 0.0  # largest observed/allowed error of a bounded comparison, whether it holds or not
+    # Of a bounded comparison, right or wrong, `Worst.counted`: the largest observed/allowed error. Else 0.
+    worst: float = 0.0
     kind: str = ""  # of the finding, if `wrong` is a sentence
 
     def findings(self) -> Sequence[Finding]:
@@ -76,8 +77,11 @@ def judge(
 
     The judge counts in its second argument, the tally, what is right. It raises `error` in `stage` if anything is
     wrong, with the findings of all comparisons and the ranks to blame; a function may raise other errors itself.
-    `NotOffered` that it raises after a wrong comparison is ignored. `by_kind` has the errors that take the place of
-    `error` if the first finding is of such a kind.
+    `by_kind` has the errors that take the place of `error` if the first finding is of such a kind.
+
+    `NotOffered` that it raises after a wrong comparison is ignored. If nothing can be concluded, neither from what was
+    compared, it has to be raised before the first comparison. A judge that is called for its errors alone gets a tally
+    by `tally.uncounted()`, or a new one if it compares nothing within bounds.
     """
 
     def decorate(
@@ -88,11 +92,11 @@ def judge(
             faults, starts, notes = _count(compare(subject, *given, **named), tally)
             if faults:
                 findings = likeliest(faults)
-                start = "".join(each.words for each in starts)
-                fail(by_kind.get(findings[0].kind, error), stage, findings, start=start, note="".join(map(str, notes)))
+                beginning, note = "".join(start.words for start in starts), "".join(map(str, notes))
+                fail(by_kind.get(findings[0].kind, error), stage, findings, start=beginning, note=note)
 
         first, *rest = inspect.signature(compare).parameters.values()
-        tally = inspect.Parameter("tally", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        tally = inspect.Parameter("tally", first.kind)
         judged.__signature__ = inspect.Signature([first, tally, *rest])  # type: ignore[attr-defined]
         return judged
 
@@ -117,7 +121,7 @@ def _count(comparisons: Comparisons, tally: Tally) -> tuple[list[Sequence[Findin
                 faults.append((compared,))
             elif findings := compared.findings():
                 faults.append(findings)
-                tally.beyond = max(tally.beyond, min(compared.worst, _MOST))
+                tally.beyond = max(tally.beyond, min(compared.worst, MOST))
             else:
                 tally.add(elements=compared.elements, pairs=compared.pairs, rank=compared.rank, worst=compared.worst)
     except NotOffered:

@@ -20,7 +20,7 @@ from moe_conformance.judging.verdict import Mismatch, Stage
 class Finding:
     """One fault, in words. A message has the first and the worst finding of each kind, and counts the others."""
 
-    kind: str  # "" if it is to be listed with others
+    kind: str  # a message sums findings of one kind up; of the kind "" it lists the first three
     sentence: str
     ranks: tuple[int, ...]  # at which the fault is
     size: float = 0.0  # the size of the error in any unit, only used to choose the worst of a kind

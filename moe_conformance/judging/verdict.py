@@ -16,6 +16,9 @@ from moe_conformance.scenarios.outcome import Outcome
 Stage = Literal["route", "dispatch", "experts", "combine", "gradient", "finish", "groups", "run", "loss"]
 
 
+MOST = 1e300  # the largest size of a finding, and of `Tally.beyond`
+
+
 @dataclass
 class Tally:
     """The numbers of compared elements and pairs so far. A check that compared nothing fails (vacuous)."""

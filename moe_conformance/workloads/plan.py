@@ -181,7 +181,9 @@ class Plan:
         if self.virtual or case.id in self.kept or cell_limits(cell.limits, cell.layout):
             return True
         bfloat16 = case.workload.config.dtype == torch.bfloat16 and cell.layout in profiles.quick_layouts()
-        if (self._selection.borrowed and bfloat16) or self._selection.holds(cell.variant, cell.layout.name, name):
+        if (name in self._selection.borrowed and bfloat16) or self._selection.holds(
+            cell.variant, cell.layout.name, name
+        ):
             return True
         if self.profile == "full":
             return name in self._in_turn(case.place[0], cell)

@@ -46,7 +46,7 @@ def deterministic(workload: Workload) -> Twin:
 
 
 def with_deterministic(twins: Callable[[Workload], Sequence[Twin]]) -> Callable[[Workload], Sequence[Twin]]:
-    """Return what returns the twin with deterministic algorithms, and then those that are compared with it."""
+    """Return a function of a workload: it gives the twin with deterministic algorithms, and then `twins(workload)`."""
     return lambda workload: [deterministic(workload), *twins(workload)]
 
 
@@ -137,7 +137,7 @@ def _twice(workload: Workload) -> str:
 
 
 def cleared(workload: Workload) -> list[Twin]:
-    """Return each microbatch alone, and then one twin of separate steps, with gradients set to zero in between."""
+    """Return one twin for each microbatch alone, and one of separate steps with gradients set to zero in between."""
     schedule = " Z ".join(f"F{m} B{m}" for m in range(len(workload.batches)))
     steps = twin(workload, "with every microbatch a step of its own", finals=False, schedule=schedule)
     return [*laws.alone(workload), steps]

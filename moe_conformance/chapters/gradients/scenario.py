@@ -1,9 +1,9 @@
 """Training steps on one rank whose gradients are differentiated once more, and the runs that have them.
 
 With g = dL/dx, of a backward that keeps its graph, every rank differentiates its s = sum_t <g_t, v_t> by its upstream
-gradient and its routing weights, a rank without tokens as well: the second backward has collectives too. Ranks may
-refuse with an exception in either backward, which ends the run: after the second one, once all ranks are at its end.
-Gradients of parameters are not finished.
+gradient and its routing weights, a rank without tokens as well: the second backward has collectives too. A rank may
+refuse by an exception. In the first backward it ends at once, in the second one only after a barrier, so that no rank
+is stopped by another one's refusal. Gradients of parameters are not finished.
 """
 
 from __future__ import annotations

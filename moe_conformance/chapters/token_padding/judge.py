@@ -92,9 +92,10 @@ def judge_stated_padding(reading: Reading) -> Comparisons:
             ("alignment", claims.alignment, config.padding.alignment),
             ("padding", claims.padding, config.padding.tokens),
         ):
-            claim = f"the exchange of rank {rank.rank} claims {name} = {claimed!r}"
-            wrong = f"{claim} instead of the configured {configured!r}" if claimed != configured else ""
-            yield Comparison(rank.rank, wrong, pairs=1)
+            if claimed != configured:
+                claim = f"the exchange of rank {rank.rank} claims {name} = {claimed!r}"
+                yield Comparison(rank.rank, f"{claim} instead of the configured {configured!r}")
+        yield Comparison(rank.rank, pairs=1)
 
 
 @judge(WrongCount, "dispatch")
@@ -288,7 +289,7 @@ def _tell_refusals(
     group: Sequence[int], tokens: Sequence[int], refused: Sequence[bool], errors: Sequence[str], bound: int
 ) -> None:
     largest = max(tokens[rank] for rank in group)
-    ranks = tuple(rank for rank in group if refused[rank] is (largest <= bound)) or tuple(group)
+    ranks = tuple(rank for rank in group if refused[rank] is (largest <= bound))
     if largest <= bound:
         sentence = (
             f"rank {ranks[0]} raises, although no rank of {group_words(tuple(group))} has more than {bound} tokens"

@@ -184,10 +184,10 @@ def _where(one: torch.Tensor, other: torch.Tensor) -> str:
     if one.shape != other.shape or one.dtype != other.dtype:
         return f": {tuple(other.shape)} of {other.dtype} instead of {tuple(one.shape)} of {one.dtype}"
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
-    differ = (one.contiguous().view(bits) != other.contiguous().view(bits)).nonzero().tolist()
-    if not differ:
-        return ""
-    t, d = differ[0]
+    differ = (one.contiguous().view(bits) != other.contiguous().view(bits)).nonzero()
+    if not len(differ):
+        return ""  # a change of the oracle of equal bytes, by which it is seen to decide, may bring two equal tensors
+    t, d = differ[0].tolist()
     return f": token {t} has {float(other[t, d])!r} instead of {float(one[t, d])!r} in column {d}"
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_conformance.judging.compare import bounds
 from moe_conformance.judging.comparisons import Comparison
 from moe_conformance.judging.findings import Finding, common_ratio
-from moe_conformance.judging.verdict import Tally
+from moe_conformance.judging.verdict import MOST, Tally
 
 
 class Target(NamedTuple):
@@ -42,11 +42,11 @@ class Worst:
     @property
     def size(self) -> float:
         """The ratio of error to bound as a finite number, for sorting findings."""
-        return min(self.ratio, 1e300)
+        return min(self.ratio, MOST)
 
     @property
     def counted(self) -> float:
-        """The ratio as `Tally` has it: as a finite number, 0 for a finite element where no error is allowed at all."""
+        """The ratio as `Tally` has it: a finite number, 0 if no error was allowed and the wrong element is finite."""
         return 0.0 if self.exact and isfinite(self.actual) else self.size
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ def compare(
 def compared(rank: int, worst: Worst, kind: str, wrong: str, elements: int) -> Comparison:
     """Return the comparison of a number of elements on a rank, with a finding if the worst is out of its bound."""
     found = () if worst.holds else (Finding(kind, wrong, (rank,), worst.size),)
-    return Comparison(rank, found, elements=elements, worst=worst.ratio)
+    return Comparison(rank, found, elements=elements, worst=worst.counted)
 
 
 def note_beyond(tally: Tally, actual: Tensor, expected: Tensor, allowed: Tensor) -> None:

@@ -31,7 +31,8 @@ class Selection:
 
     layouts: Stored
     known: frozenset[str]  # workloads for which layouts have been selected
-    borrowed: bool = False  # from native, for a backend without a file that has other variants
+    # Workloads whose layouts are native's, for a backend with other variants: the layouts of its own are not known.
+    borrowed: frozenset[str] = frozenset()
 
     def holds(self, variant: str, layout: str, workload: str) -> bool:
         """Return whether a case is selected; False for a workload that is not known."""
@@ -49,14 +50,15 @@ def of(backend: str, variants: Sequence[str]) -> Selection:
     known = _workloads(general) | _workloads(stored)
     alike = set(variants) <= set(general)
     layouts = general if alike else _borrowed(general, variants)
-    if not stored:
-        return Selection(layouts, known, borrowed=not alike)
     mentioned = _workloads(stored)
+    borrowed = frozenset[str]() if alike else known - mentioned
+    if not stored:
+        return Selection(layouts, known, borrowed)
     rest = {
         variant: {name: where for name, where in row.items() if name not in mentioned}
         for variant, row in layouts.items()
     }
-    return Selection({variant: {**rest[variant], **stored.get(variant, {})} for variant in variants}, known)
+    return Selection({variant: {**rest[variant], **stored.get(variant, {})} for variant in variants}, known, borrowed)
 
 
 def _borrowed(general: Stored, variants: Sequence[str]) -> Stored:

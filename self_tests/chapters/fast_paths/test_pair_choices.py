@@ -15,8 +15,6 @@ from self_tests.oracles.by_hand import REFUSED, by_hand, rows
 
 pairs_agree = settings(max_examples=60, deadline=None, derandomize=True)
 
-# Every (offset, top_k, experts, ep) with up to 8 experts, starting anywhere in the first two rounds.
-
 
 class TestCountsPair:
     @pairs_agree

@@ -16,6 +16,7 @@ from moe_conformance.chapters.forcing.judge.forced_routing import (
     judge_forced_weights,
     judge_straight_through,
 )
+from moe_conformance.chapters.forcing.workloads.hot import REFUSED
 from moe_conformance.contract import Config
 from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.verdict import (
@@ -198,3 +199,9 @@ class TestForcedIds:
 
         error = detected(WrongWeight, judge_forced_weights, forced(replace(DEALING, weigh=weigh), DEALT))
         assert "the experts that the router would have selected without forcing" in error.sentence
+
+
+@pytest.mark.parametrize("forced", [forced for kind in REFUSED.values() for forced in kind], ids=str)
+def test_what_must_be_refused_is_two_strategies_or_lacks_a_parameter(forced: Any) -> None:
+    """FORCE-17 allows to accept the same strategy with the same parameter twice, and every single complete one."""
+    assert 2 == len(set(forced)) or forced[0] in (("biased", None), ("ratio", None))

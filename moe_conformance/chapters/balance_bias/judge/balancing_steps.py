@@ -118,14 +118,25 @@ class History:
 
     def choice(self, call: int, place: int, layer: int, rank: int) -> tuple[Tensor, Tensor]:
         """Return the ids (T, K) that scores and bias select, and the margins of the selection, (T,)."""
-        config, batch = self.workload.config, self.batches(call, rank)[place]
-        logits_TE = self.seen(call, "forwards")[rank][place]["logits"][layer]
-        if logits_TE is None:
-            router_ED = self.workload.parameters["router", layer].double()
-            logits_TE = batch.x[layer].reshape(-1, config.hidden).double() @ router_ED.T
+        config, logits_TE = self.workload.config, self.logits(call, place, layer, rank)
         how: dict[str, Any] = {"top_k": config.top_k, "score": config.routing.score}
         how["bias_E"] = self.bias(call, rank, layer)
-        return routes.route(logits_TE.double(), **how).ids_TK, routes.margins(logits_TE.double(), **how)
+        return routes.route(logits_TE, **how).ids_TK, routes.margins(logits_TE, **how)
+
+    def logits(self, call: int, place: int, layer: int, rank: int) -> Tensor:
+        """Return the logits of a forward (T, E) that the router reports, or else those of its weights, float64.
+
+        Raises:
+            WrongForm: a reported logit is NaN or +inf, which has no score.
+        """
+        logits_TE: Tensor | None = self.seen(call, "forwards")[rank][place]["logits"][layer]
+        if logits_TE is None:
+            router_ED, x = self.workload.parameters["router", layer], self.batches(call, rank)[place].x[layer]
+            return x.reshape(-1, x.shape[-1]).double() @ router_ED.double().T
+        if bool((logits_TE.isnan() | (logits_TE == torch.inf)).any()):
+            where = f"of router {layer} in step {call}"
+            raise WrongForm("route", f"rank {rank} reports logits {where} that are NaN or +inf", ranks=(rank,))
+        return logits_TE.double()
 
     def load(self, call: int, place: int, layer: int, rank: int, rule: Rule) -> Tensor:
         """Return the load of one forward on one rank, int64 (E,)."""

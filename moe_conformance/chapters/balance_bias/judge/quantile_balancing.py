@@ -66,8 +66,8 @@ def _of_router(history: History, ranks: Sequence[int], rank: int, layer: int) ->
         if off <= allowed:
             yield Comparison(rank, elements=len(bias_E), worst=off / allowed)
             continue
-        said = f"rank {rank}: after step {call} the balance biases of router {layer} are {off:.3g} outside"
-        said += f" the quantiles of the step's scores that give all experts equal loads; allowed {allowed:.3g}"
+        said = f"rank {rank}: after step {call} a balance bias of router {layer} is {off:.3g} outside the"
+        said += f" two quantiles of the step's scores between which all loads are equal; allowed {allowed:.3g}"
         found = [words for words, how in _MISTAKES.items() if _off(history, ranks, rank, (call, layer), how) <= allowed]
         cause = f"; likely cause: {found[0]}" if found else ""
         yield Comparison(rank, Finding("quantile", said + cause, (rank,), off))
@@ -108,9 +108,4 @@ def _parts(
 
 
 def _scores(history: History, call: int, place: int, layer: int, rank: int) -> Tensor:
-    logits_TE = history.seen(call, "forwards")[rank][place]["logits"][layer]
-    if logits_TE is None:
-        x = history.batches(call, rank)[place].x[layer]
-        router_ED = history.workload.parameters["router", layer].double()
-        logits_TE = x.reshape(-1, x.shape[-1]).double() @ router_ED.T
-    return scores(logits_TE, history.workload.config.routing.score)
+    return scores(history.logits(call, place, layer, rank), history.workload.config.routing.score)

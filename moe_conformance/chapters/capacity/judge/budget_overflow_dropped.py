@@ -42,7 +42,8 @@ def judge_flags(reading: Reading) -> Comparisons:
                 continue
             dropped = count(lost[m, rank], "row") if lost[m, rank] else "nothing"
             says = "reports an overflow" if flagged else "reports no overflow"
-            wants = f"it would receive {_rows_words(reading, rows)}; the receive buffer has {_budget(reading)}"
+            wanted = rows_words(rows, reading.claims.multiple)
+            wants = f"it would receive {wanted}; the receive buffer has {_budget(reading)}"
             cause = _earlier_overflow(reading, m, rank) if flagged else ""
             wrong = f"rank {rank} {says} in microbatch {m} and drops {dropped}: {wants}{cause}"
             yield Comparison(rank, Finding(says, wrong, (rank,)))
@@ -135,7 +136,7 @@ def _too_many(reading: Reading) -> Iterator[Finding]:
         for rank in reading.ranks:
             rows_N = [handed[m, rank.rank, expert] for expert in rank.local_experts]
             if _over(reading, rows_N):
-                sentence = f"rank {rank.rank} receives {_rows_words(reading, rows_N)} in microbatch {m}"
+                sentence = f"rank {rank.rank} receives {rows_words(rows_N, reading.claims.multiple)} in microbatch {m}"
                 yield Finding("too many", f"{sentence}; its receive buffer has {_budget(reading)}", (rank.rank,))
 
 
@@ -158,7 +159,9 @@ def _without_need(reading: Reading) -> Iterator[Finding]:
             over = any(_over(reading, rows[rank]) for rank in ranks)
             if not reached[slot] and not over:
                 dropped = f"{_name(m, *slot)} is dropped, but the receive buffer of rank {ranks[0]} is not exceeded"
-                received = f"it would receive {_rows_words(reading, rows[ranks[0]])} of {_budget(reading)}"
+                received = (
+                    f"it would receive {rows_words(rows[ranks[0]], reading.claims.multiple)} of {_budget(reading)}"
+                )
                 yield Finding("needless", f"{dropped}: {received}", ranks)
 
 
@@ -187,10 +190,6 @@ def _budgets(reading: Reading) -> list[int]:
 def _over(reading: Reading, rows_N: Sequence[int]) -> bool:
     """Return whether the rows of a rank's experts, with padding, exceed its receive buffer."""
     return receive_budget.over_budget(rows_N, _budget(reading), alignment=reading.claims.multiple)
-
-
-def _rows_words(reading: Reading, rows_N: Sequence[int]) -> str:
-    return rows_words(rows_N, reading.claims.multiple)
 
 
 def _earlier_overflow(reading: Reading, microbatch: int, rank: int) -> str:

@@ -19,6 +19,7 @@ from moe_conformance.judging.observed.traffic import carries_rows, dispatches, p
 from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.shared.exchange.outputs import judge_outputs
 from moe_conformance.judging.verdict import (
+    MOST,
     AbsentGradient,
     Tally,
     WrongCollectives,
@@ -178,12 +179,13 @@ def judge_lost_tokens(reading: Reading) -> Comparisons:
                 yield Comparison(rank, Finding("missing", missing, (rank,)))
                 continue
             for t in (batch.ids_TK < 0).all(1).nonzero().flatten().tolist():
-                columns, wrong = (y[t] != 0).nonzero().flatten().tolist(), list[Finding]()
+                columns = (y[t] != 0).nonzero().flatten().tolist()
+                wrong: str | Finding = ""
                 if columns:
                     value = float(y[t, columns[0]])
                     dropped = f"rank {rank} token {t}{_of(reading, m)} had all slots dropped"
                     sentence = f"{dropped}; its output is {value:g} instead of 0 in column {columns[0]}"
-                    wrong = [Finding("output", sentence, (rank,), min(abs(value), 1e300))]
+                    wrong = Finding("output", sentence, (rank,), min(abs(value), MOST))
                 yield Comparison(rank, wrong, elements=batch.x_TD.shape[1])
 
 
@@ -221,7 +223,7 @@ def _judge_dropped_slots(reading: Reading) -> Comparisons:
                 value = float(dweights[t, k])
                 whose = f"the gradient of the routing weight of rank {rank} token {t} slot {k}{_of(reading, m)}"
                 wrong = f"{whose} is {value:g} instead of 0; the slot was dropped"
-                yield Comparison(rank, Finding("dropped slot", wrong, (rank,), min(abs(value), 1e300)))
+                yield Comparison(rank, Finding("dropped slot", wrong, (rank,), min(abs(value), MOST)))
 
 
 def _of(reading: Reading, microbatch: int) -> str:

@@ -22,9 +22,10 @@ def judge_fixed_size(reading: Reading) -> Comparisons:
     """
     first: dict[int, int] = {}
     for rank, m, rows in _sizes(reading):
-        sizes = f"{first.setdefault(rank, rows)} rows in microbatch 0 and {rows} in microbatch {m}"
-        wrong = Finding("size", f"the receive buffer of rank {rank} has {sizes}; expected one size", (rank,))
-        yield Comparison(rank, wrong if first[rank] != rows else "", pairs=1)
+        size = first.setdefault(rank, rows)
+        sizes = f"{size} rows in microbatch 0 and {rows} in microbatch {m}"
+        wrong = f"the receive buffer of rank {rank} has {sizes}; expected one size"
+        yield Comparison(rank, wrong if rows != size else "", pairs=1, kind="size")
 
 
 @judge(WrongForm, "dispatch")

@@ -89,7 +89,7 @@ def judge_rule(outcome: Outcome, rule: str, tally: Tally) -> None:
         NotOffered: the adapter has no settings that break the rule, or no valid settings were accepted.
         Unrefused: they were built on some ranks without an error.
         WrongForm: they were built with a change that the rule does not allow, or without a warning.
-        Refused: valid settings were refused, or built otherwise than asked.
+        Refused: valid settings were refused, or built otherwise than requested.
     """
     examples, reasons = _examples(outcome)
     usual = _usual_warnings(examples)
@@ -111,9 +111,9 @@ def judge_rule(outcome: Outcome, rule: str, tally: Tally) -> None:
         kinds = {finding.kind for finding in findings}
         fail(next((error for kind, error in _ERRORS.items() if kind in kinds), WrongForm), "run", findings)
     if not judged:
-        raise NotOffered(reasons[0] if reasons else f"nothing that breaks {rule} could be asked for")
+        raise NotOffered(reasons[0] if reasons else f"nothing that breaks {rule} could be requested")
     if not accepted:
-        raise NotOffered(f"nothing is accepted beside what breaks {rule}, so that a refusal proves nothing")
+        raise NotOffered(f"nothing else is accepted than what breaks {rule}, so that a refusal proves nothing")
 
 
 def judge_refusals(outcome: Outcome, tally: Tally) -> None:
@@ -157,7 +157,7 @@ def judge_changes(outcome: Outcome) -> Comparisons:
         for rank, number in enumerate(numbers):
             yield Comparison(rank, pairs=number)
     if not changed:
-        raise NotOffered("no option runs with another value than asked")
+        raise NotOffered("no option runs with another value than requested")
 
 
 @judge(WrongForm, "run")
@@ -175,7 +175,7 @@ def judge_shown(outcome: Outcome) -> Comparisons:
         for rank in range(len(example.answers)):
             yield Comparison(rank, elements=len(_DEFAULTS))
     if not built:
-        raise NotOffered(reasons[0] if reasons else "no settings could be asked for")
+        raise NotOffered(reasons[0] if reasons else "no settings could be requested")
 
 
 @judge(Unrefused, "run")
@@ -196,7 +196,7 @@ def judge_unknown(outcome: Outcome) -> Comparisons:
         for rank in range(len(example.answers)):
             yield Comparison(rank, pairs=1)
     if not examples:
-        raise NotOffered(reasons[0] if reasons else "no unknown option could be asked for")
+        raise NotOffered(reasons[0] if reasons else "no unknown option could be requested")
 
 
 def _unknown(settings: Settings) -> tuple[str, ...]:

@@ -93,7 +93,8 @@ def _judge_halves(reading: Reading) -> Comparisons:
     for half in halves(reading):
         allowed = half.times * needed_rows(reading, half.m)
         wrong = _excess(reading, half, allowed) if half.rows > allowed else ""
-        yield Comparison(None, wrong, pairs=len(reading.ranks), worst=half.rows / allowed if allowed else 0.0)
+        share = 0.0 if wrong or not allowed else half.rows / allowed  # a wrong number of rows is no error within bounds
+        yield Comparison(None, wrong, pairs=len(reading.ranks), worst=share)
 
 
 def _excess(reading: Reading, half: Half, allowed: int) -> str:
@@ -168,7 +169,7 @@ def judge_other_bytes(reading: Reading) -> Comparisons:
             sent = f"{moved.beside} bytes in addition to {moved.dispatch} rows"
             what = f"{allowed}, whole maps and counts" if maps else allowed
             wrong = f"rank {rank} sends {sent} in forward:{m}; allowed: {what}" if moved.beside > allowed else ""
-            yield Comparison(rank, wrong, pairs=1, worst=moved.beside / allowed)
+            yield Comparison(rank, wrong, pairs=1, worst=0.0 if wrong else moved.beside / allowed)
 
 
 @judge(Costly, "dispatch")
@@ -189,8 +190,8 @@ def judge_handed(reading: Reading) -> Comparisons:
         raise NotOffered("the backend claims handed = 'static', a fixed number of delivered rows")
     excess = []
     for delivered in _handed(reading, handed):
-        if over := delivered.rows > delivered.allowed:
-            excess.append(delivered)
+        over = delivered.rows > delivered.allowed
+        excess += [delivered] if over else []
         yield Comparison(delivered.rank, delivered.sentence if over else "", pairs=1)
     if excess:
         yield Note(_by_design(reading, excess))

@@ -81,7 +81,9 @@ def _compare_gathered(reading: Reading) -> Comparisons:
         pairs = int(cost.pair_rows(ids, groups["ep_etp"], held).sum())
         reduced = 2 * int(cost.all_gather_rows([len(member) for member in ids], groups["ep_etp"]).sum())
         allowed = pairs + max(pairs, reduced)
-        wrong = f"microbatch {m} moves {sent:g} rows beside the gather over tp; allowed: {allowed}, for dispatch"
+        wrong = (
+            f"microbatch {m} sends {sent:g} rows in addition to the gather over tp; allowed: {allowed}, for dispatch"
+        )
         yield Comparison(None, f"{wrong} and combine of the gathered tokens" if sent > allowed else "")
 
 

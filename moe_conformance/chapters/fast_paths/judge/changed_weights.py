@@ -270,11 +270,11 @@ def judge_strided(outcome: Outcome, tally: Tally) -> None:
 def _gradients_of(outcome: Outcome, forward: Forward) -> dict[str, Tensor | None]:
     """Return the gradients of the rows, under "", and of the parameters that have a window on this rank."""
     answer = answers(outcome, forward.number)[forward.rank]
-    read_later = values(outcome, forward.number + 1)[forward.rank] if _unreduced(outcome, forward) else {}
+    read_later = values(outcome, forward.number + 1)[forward.rank] if _unreduced(outcome) else {}
     return {"": answer.gradients["rows_RD"], **read_later}
 
 
-def _unreduced(outcome: Outcome, forward: Forward) -> bool:
+def _unreduced(outcome: Outcome) -> bool:
     """Return whether the parameter gradients are of this rank's tokens only, not reduced over replicas in backward."""
     return outcome.workload.layout.edp == 1
 
@@ -322,7 +322,7 @@ def _formed(outcome: Outcome, forward: Forward) -> Tensor:
 
 
 def _scale(forward: Forward, worst: Worst, tally: Tally) -> float:
-    """Return the factor of the bounds in the precision that explains the first forward.
+    """Return the factor of the bounds in the precision that explains the forward by which later ones are measured.
 
     Raises:
         WrongOutput: no precision explains it.
@@ -332,7 +332,7 @@ def _scale(forward: Forward, worst: Worst, tally: Tally) -> float:
         if roundoff >= of_rows and worst.ratio <= roundoff / of_rows:
             return roundoff / of_rows
     tally.beyond = max(tally.beyond, worst.size)
-    sentence = f"rank {forward.rank}: {_called(forward)}, before any change, gives {worst}"
+    sentence = f"rank {forward.rank}: {_called(forward)}, by whose error the others are bounded, gives {worst}"
     raise WrongOutput("experts", sentence, ranks=(forward.rank,))
 
 

@@ -1,4 +1,4 @@
-"""Judges of what a backend claims: the optional dependencies in use, and at which expert its round robin begins."""
+"""The judge of optional dependencies that a backend reports; and what leaves out round robins that it does not make."""
 
 from __future__ import annotations
 

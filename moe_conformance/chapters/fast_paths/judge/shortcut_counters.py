@@ -58,7 +58,7 @@ def judge_counts(outcome: Outcome) -> Comparisons:
     for segment in _segments(outcome):
         decisions: Mapping[str, Pair] = values(outcome, segment.number, "decisions")[segment.rank]
         look_ups: Mapping[str, Pair] = values(outcome, segment.number, "look_ups")[segment.rank]
-        for said in (*_of_decisions(segment, decisions), *_of_look_ups(segment, look_ups, decisions)):
+        for said in (*_of_decisions(segment, decisions), *_of_look_ups(segment, look_ups)):
             yield Comparison(segment.rank, f"rank {segment.rank}: {segment.words} {said}", kind="counts")
         yield Comparison(segment.rank, pairs=1)
 
@@ -82,7 +82,7 @@ def _of_decisions(segment: _Segment, decisions: Mapping[str, Pair]) -> Iterator[
         yield "no decision was counted; expected one for each shortcut"
 
 
-def _of_look_ups(segment: _Segment, look_ups: Mapping[str, Pair], decisions: Mapping[str, Pair]) -> Iterator[str]:
+def _of_look_ups(segment: _Segment, look_ups: Mapping[str, Pair]) -> Iterator[str]:
     """Yield what is wrong with the counted look-ups.
 
     A forward with gradients or with other counts may drop the cache; the next look-up is then a miss.

@@ -89,8 +89,7 @@ def _judge_limit(reading: Reading) -> Comparisons:
 
 def compared_routes(router: RouterExpected, findings: Iterable[Finding]) -> Comparisons:
     """Yield the findings, and a comparison of the routes of every rank and forward."""
-    for finding in findings:
-        yield Comparison(None, finding)
+    yield from findings
     for place in router.places:
         yield Comparison(place[1], pairs=router.ids[place].numel())
 

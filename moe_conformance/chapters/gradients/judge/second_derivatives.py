@@ -16,7 +16,7 @@ from moe_conformance.chapters.gradients.scenario import (
     SecondSeen,
     direction,
 )
-from moe_conformance.judging.compare.bounded import compare
+from moe_conformance.judging.compare.bounded import Target, compare
 from moe_conformance.judging.compare.bounds import unit_roundoff
 from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.observed.run import Reading
@@ -32,6 +32,7 @@ from moe_conformance.workloads.twins import Twin, rows_of, the_same, twin
 # Of the size of a derivative, in unit roundoffs of float32 or of the tokens' narrower dtype: more than there are
 # operations from x to a derivative. What is not differentiated is missing as a whole. The probe rounds nothing.
 _ROUNDINGS = 64
+_BACKWARDS = (f"{BACKWARD}:", f"{SECOND_BACKWARD}:")
 
 
 def differentiated_twice(workload: Workload) -> list[Twin]:
@@ -41,15 +42,15 @@ def differentiated_twice(workload: Workload) -> list[Twin]:
     if workload.layout.world > 1:
         kept = tuple((*ranks[:-1], rows_of([], workload)) for ranks in the_same(workload))
         made.append(twin(workload, f"{how} and no token on the last rank", kept, finals=False))
-    return [replace(each, workload=replace(each.workload, run=run)) for each in made]
+    return [replace(one, workload=replace(one.workload, run=run)) for one in made]
 
 
 @judge(WrongGradient, "gradient")
 def judge_second_derivatives(ran: Sequence[Ran]) -> Comparisons:
     """Decide whether <dL/dx, v> has the right derivatives, by the upstream gradient and by the routing weights.
 
-    An error counts as a refusal if every rank raised it in a backward, the first or the second. Derivatives by weights
-    that are applied before the experts are not compared.
+    An error of any type counts as a refusal if every rank raised one in a backward, the first or the second.
+    Derivatives by weights that are applied before the experts are not compared.
 
     Raises:
         NotOffered: the backend refused every run on every rank, or ran none.
@@ -68,14 +69,16 @@ def judge_second_derivatives(ran: Sequence[Ran]) -> Comparisons:
 def _or_refused(ran: Ran) -> Ran:
     """Return a run as not run if every rank raised an error in one of its backwards."""
     ranks = () if ran.outcome is None else ran.outcome.ranks
-    phases = tuple(f"{phase}:" for phase in (BACKWARD, SECOND_BACKWARD))
-    if not ranks or not all(rank.status == "raised" and rank.reached.startswith(phases) for rank in ranks):
+    if not ranks or not all(rank.status == "raised" and rank.reached.startswith(_BACKWARDS) for rank in ranks):
         return ran
     return replace(ran, outcome=None, why_not=f"refused on every rank with {ranks[0].error}")
 
 
 def _finished(ran: Ran) -> Reading:
-    """Return the reading of a run; a hang is given its likely cause, since a rank that raised waits for the others."""
+    """Return the reading of a run; a hang gets its likely cause.
+
+    The same case has finished without a second backward.
+    """
     try:
         return read_twin(ran)
     except Hung as error:
@@ -100,29 +103,27 @@ def _compared(reading: Reading, m: int, rank: int, seen: SecondSeen) -> Iterator
     )
     found = seen.upstream_TD.value, seen.weights_TK.value
     unit = _ROUNDINGS * max(unit_roundoff(workload.config.dtype), unit_roundoff(torch.float32))
-    yield _comparison(
-        rank, seen, "the upstream gradient", found[0], expected.upstream_TD, unit * expected.upstream_size_T1
-    )
+    place = f"rank {rank}" + (f" in microbatch {m}" if len(reading.batches) > 1 else "")
+    by_upstream = Target(expected.upstream_TD, unit * expected.upstream_size_T1)
+    yield _comparison(rank, seen, f"the upstream gradient of {place}", found[0], by_upstream)
     if expected.weights_TK is not None:
-        yield _comparison(
-            rank, seen, "the routing weights", found[1], expected.weights_TK, unit * expected.weights_size_TK
-        )
+        by_weights = Target(expected.weights_TK, unit * expected.weights_size_TK)
+        yield _comparison(rank, seen, f"the routing weights of {place}", found[1], by_weights)
 
 
-def _comparison(
-    rank: int, seen: SecondSeen, by: str, actual: Tensor | None, expected: Tensor, allowed: Tensor
-) -> Comparison:
+def _comparison(rank: int, seen: SecondSeen, by: str, actual: Tensor | None, target: Target) -> Comparison:
     """Compare one derivative of a rank; where nothing is expected but zeros it may be None."""
-    whose = f"the derivative of <dL/dx, v> by {by} of rank {rank}"
+    expected, whose = target.expected, f"the derivative of <dL/dx, v> by {by}"
     if actual is None:
         if not bool(expected.any()):
             return Comparison(rank, elements=expected.numel())
         cause = "" if seen.recorded else ", which asks for no gradient: its backward was not recorded"
         return Comparison(rank, f"{whose} is None{cause}; expected a tensor, or an error on every rank")
-    worst = compare(actual.reshape(expected.shape), expected, allowed.expand(expected.shape))
+    worst = compare(actual.reshape(expected.shape), expected, target.allowed.expand(expected.shape))
     if worst.holds:
         return Comparison(rank, elements=expected.numel(), worst=worst.ratio)
-    at = f"token {worst.at[0]}" + (f" slot {worst.at[1]}" if by == "the routing weights" else f" column {worst.at[1]}")
+    at = f"token {worst.at[0]} {'slot' if by.startswith('the routing weights') else 'column'} {worst.at[1]}"
+    wrong = f"is {worst.actual:.6g} instead of {worst.expected:.6g} at {at}"
     if bool(expected.any()) and not bool(actual.any()):
-        return Comparison(rank, f"{whose} is zero; expected {worst.expected:.6g} at {at}, or an error on every rank")
-    return Comparison(rank, f"{whose} is {worst.actual:.6g} instead of {worst.expected:.6g} at {at}")
+        wrong = f"is zero; expected {worst.expected:.6g} at {at}, or an error on every rank"
+    return Comparison(rank, f"{whose} {wrong}", worst=worst.counted)

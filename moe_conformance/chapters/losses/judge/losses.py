@@ -252,6 +252,7 @@ def _of_layer(outcome: Outcome, step: Step, layer: int) -> list[Comparison]:
         if not any(comparison.findings() for comparison in found):
             return found
         first = first or found
+    assert first, "no rule is legal"
     return first
 
 

@@ -64,7 +64,11 @@ def _compare_tokens(
     for rank in reading.ranks:
         expected = tokens(seen(rank).sequential)
         for step, words in zip(seen(rank).overlapped, STEPS, strict=True):
-            for m, actual in enumerate(tokens(step)):
+            results = tokens(step)
+            if len(results) != len(expected):
+                returned = f"rank {rank.rank} returns {name} of {len(results)} microbatches in {words}"
+                raise WrongForm("combine", f"{returned} instead of {len(expected)}", ranks=(rank.rank,))
+            for m, actual in enumerate(results):
                 what = f"{name} of microbatch {m} on rank {rank.rank} in {words}"
                 yield _same_tokens(what, rank.rank, actual, expected, m)
 
@@ -105,11 +109,12 @@ class _Compared(NamedTuple):
     added: list[Tensor]  # by microbatch
 
 
-def judge_step_gradients(reading: Reading, tally: Tally, *which: Which, finished: bool) -> None:
+def judge_step_gradients(reading: Reading, tally: Tally, which: Which, *more: Which, finished: bool) -> None:
     """Decide whether parameters have the same gradients as in the sequential step.
 
-    `which` are the first or the second overlapped step; gradients are compared as a step leaves them, or `finished`.
-    With one or two microbatches they are equal bit for bit, with more within the errors of another order of summation.
+    `which`, and `more`, are the first or the second overlapped step; gradients are compared as a step leaves them, or
+    `finished`. With one or two microbatches they are equal bit for bit, with more within the errors of another order of
+    summation.
 
     Raises:
         NotOffered: the backend finishes no gradients.
@@ -119,8 +124,8 @@ def judge_step_gradients(reading: Reading, tally: Tally, *which: Which, finished
     """
     _require_covered(reading)
     stage: Stage = "finish" if finished else "gradient"
-    for each in which:
-        judge(WrongGradient, stage)(_compare_gradients)(reading, tally, ("first", "second").index(each), finished)
+    for step in (which, *more):
+        judge(WrongGradient, stage)(_compare_gradients)(reading, tally, ("first", "second").index(step), finished)
 
 
 def _compare_gradients(reading: Reading, step: int, finished: bool) -> Comparisons:

@@ -41,8 +41,19 @@ def judge_same_results(outcome: Outcome, tally: Tally) -> None:
         WrongOutput, WrongGradient: a bit or the shape differs.
         NotOffered: two runs without the meter differ, so that the meter's effect is unknown.
     """
+    for field, what in (("outputs", "y of forward"), ("gradients", "gradient")):
+        _require_repeated(outcome, field, what)
     judge(WrongOutput, "combine")(_compare_results)(outcome, tally, "outputs", "y of forward")
     judge(WrongGradient, "gradient")(_compare_results)(outcome, tally, "gradients", "gradient")
+
+
+def _require_repeated(outcome: Outcome, field: str, what: str) -> None:
+    """Raise `NotOffered` if two runs without the meter differ in a bit."""
+    _, *without_meter = _same_runs(outcome)
+    for rank, (first, second) in enumerate(zip(*(values(outcome, call, field) for call in without_meter), strict=True)):
+        for number, (without, repetition) in enumerate(zip(first, second, strict=False)):
+            if not _same_bits(without, repetition):
+                raise NotOffered(f"{what} {number} on rank {rank} differs between two runs without the meter")
 
 
 def _compare_results(outcome: Outcome, field: str, what: str) -> Comparisons:
@@ -52,9 +63,7 @@ def _compare_results(outcome: Outcome, field: str, what: str) -> Comparisons:
             counts = " and ".join(str(len(of_run)) for of_run in results)
             yield Comparison(rank, f"rank {rank} returned {counts} {field} for the same passes", kind="number")
             continue
-        for number, (with_meter, without, repetition) in enumerate(zip(*results, strict=True)):
-            if not _same_bits(without, repetition):
-                raise NotOffered(f"{what} {number} on rank {rank} differs between two runs without the meter")
+        for number, (with_meter, without, _) in enumerate(zip(*results, strict=True)):
             same = _same_bits(with_meter, without)
             wrong = "" if same else _differs(what, number, rank, with_meter, without)
             yield Comparison(rank, wrong, elements=without.numel(), kind=field)

@@ -177,7 +177,7 @@ def judge_extreme_dx(reading: Reading) -> Comparisons:
             d = int(wrong_TD[t].nonzero()[0])
             has = f"rank {rank} token {t} has the gradient {float(dx_TD[t, d]):g} in column {d}"
             wrong = f"{has}, expected {float(right_TD[t, d]):g}; {_logits_words(logits_TE[t])}"
-            yield Comparison(rank, Finding("dx", wrong, (rank,)), worst=worst.ratio)
+            yield Comparison(rank, wrong, worst=worst.counted, kind="dx")
         yield Comparison(rank, elements=int(decided_T.sum()) * dx_TD.shape[1])
 
 

@@ -132,11 +132,13 @@ def _refused(outcome: Outcome) -> dict[int, str]:
 
 
 def _require_offered(outcome: Outcome) -> None:
+    """Raise `NotOffered` if some calls were refused, once all others have been compared."""
     if refused := _refused(outcome):
         raise NotOffered(f"{len(refused)} calls are refused; call {min(refused)}: {refused[min(refused)]}")
 
 
 def _offered(outcome: Outcome) -> Iterator[tuple[int, Call]]:
+    """Return the calls that no rank refused, each with its number."""
     refused = _refused(outcome)
     return ((number, call) for number, call in enumerate(outcome.workload.calls) if number not in refused)
 

@@ -68,15 +68,18 @@ def judge_float8_bytes(outcome: Outcome) -> Comparisons:
     script = Rounded(outcome)
     D, K = outcome.workload.config.hidden, outcome.workload.config.top_k
     row = row_bytes(D, 8, script.block, top_k=K, alignment=16)
+    sent: list[tuple[float, float]] = []  # by rank: the bytes of a dispatch without tokens, and with them
     for rank, seen in enumerate(sorted(outcome.ranks, key=lambda seen: seen.rank)):
-        phases = by_phase(seen)
+        phases, moved = by_phase(seen), script.moved(rank)
         empty, full = (
             sum(bytes_leaving(entry, rank) for entry in phases[f"dispatch:{call}"]) for call in (EMPTY, FULL)
         )
-        moved = script.moved(rank)
         if full < moved * D:
             sentence = f"the ledger has {full:g} bytes sent by rank {rank} in dispatch; {moved} rows have to be sent"
             raise NotOffered(sentence)
+        sent.append((empty, full))
+    for rank, (empty, full) in enumerate(sent):
+        moved = script.moved(rank)
         spent = full - empty if full - empty >= moved * D else full  # messages of one size, with or without tokens
         of_row = spent / moved if moved else math.inf
         sentence = f"rank {rank} sends {spent:g} bytes in dispatch for {moved} rows, {of_row:g} per row"

@@ -215,7 +215,7 @@ class Script:
         return _slots_finding(number, rank, token, expected, got) if expected != got else ""
 
     def compare_counts(self, number: int) -> Comparisons:
-        """Yield whether ranks report the numbers of slots that are routed to their experts."""
+        """Yield a fault for every rank that reports other numbers of slots than are routed to its experts."""
         for rank, counts in enumerate(values(self.outcome, number, "counts_N")):
             slots = [int(e) for s in self.group_of[rank] for e in self.ids(number)[s].flatten()]
             true = [slots.count(e) for e in self.held[rank]]

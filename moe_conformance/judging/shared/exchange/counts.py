@@ -38,7 +38,7 @@ def judge_counts(reading: Reading) -> Comparisons:
             if isinstance(claimed, Finding):
                 yield claimed
                 continue
-            for expert, claim in zip(rank.local_experts, claimed, strict=bool(claimed)):
+            for expert, claim in zip(rank.local_experts if claimed else (), claimed, strict=True):
                 rows, padding = handed[m, rank.rank, expert, False], handed[m, rank.rank, expert, True]
                 if wrong := wrong_count(claim, rows, padding, routed[m][rank.rank, expert]):
                     sentence = f"rank {rank.rank} reports {count(claim, 'row')} for expert {expert}{_of(m)}{wrong}"

@@ -111,7 +111,7 @@ def _judge_absent(reading: Reading) -> Comparisons:
             seen = reading.seen(m, rank)
             for name, grad in (("x", seen.dx_TD), ("weights", seen.dweights_TK)):
                 if name in reading.outcome.workload.twist.unasked and grad.value is not None:
-                    sentence = f"rank {rank} microbatch {m}: {name} asks for no gradient and has one"
+                    sentence = f"rank {rank} microbatch {m}: {name} does not require a gradient and has one"
                     yield Finding("not required", sentence, (rank,))
 
 

@@ -179,12 +179,8 @@ def judge_expert_gradients(reading: Reading, tally: Tally, *, free: frozenset[in
         fail(WrongGradient, stage_of(reading, expected_of(reading), wrong), findings, ratio=ratio)
 
 
-OWN_RESULTS = (
-    judge_expert_outputs,
-    judge_expert_dx,
-    judge_expert_dweights,
-    judge_expert_gradients,
-)  # of a step with experts
+# The judges of all results of a step with experts.
+EXPERT_RESULTS = (judge_expert_outputs, judge_expert_dx, judge_expert_dweights, judge_expert_gradients)
 
 
 def judge_idle_expert_gradients(reading: Reading, tally: Tally) -> None:

@@ -162,7 +162,7 @@ class LayersTogether(BalancingRouters):
         return super().over_ranks(loads_LE).sum(0, keepdim=True).expand_as(loads_LE)
 
 
-_OUTSIDE = "outside the quantiles of the step's scores"
+_OUTSIDE = "outside the two quantiles of the step's scores"
 
 
 @planted(

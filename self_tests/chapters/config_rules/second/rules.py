@@ -42,8 +42,6 @@ class Settings(NamedTuple):
 # What neither user nor backend chooses: how the kernel is made, where it is installed, what versions there are.
 FACTS = ("kernel_frees_input", "kernel_present", "versions")
 
-# Which options a refusal may name, by rule; a version is not chosen among the options.
-
 
 def captured(asked: Settings, *parts: str) -> bool:
     """Does the captured scope take in one of the parts? A scope without names is everything."""

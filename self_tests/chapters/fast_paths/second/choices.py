@@ -1,4 +1,7 @@
-"""When the shortcut for equal counts is right, and counters one event at a time."""
+"""When the shortcut for equal counts is right, counters one event at a time, and the expert of each row.
+
+Source of the last: Shazeer et al. 2017, equation 1 (a row's output is that of its expert, so that it has one).
+"""
 
 from __future__ import annotations
 

@@ -106,8 +106,8 @@ class _Negated(torch.autograd.Function):
 @planted(
     Expectation("GRAD-20", "even", "run", _WORDS, "rank 0 hung", "likely cause: another rank raised"),
 )
-class RefusedWhereThereAreTokens(AllToAllExchange):
-    """A rank refuses a second backward of its dispatch, and the other rank waits for it in the collective."""
+class RefusedOnOddRanks(AllToAllExchange):
+    """Odd ranks refuse a second backward of their dispatch, and the others wait for them in the collective."""
 
     def dispatch(self, x: Tensor, routing: Routing) -> Any:
         refuses = self.topology.rank % 2 == 1

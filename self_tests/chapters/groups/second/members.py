@@ -1,9 +1,7 @@
 """Process groups by hand: decode every rank into coordinates, then bucket the ranks that share the others.
 
-Rules about layouts: deal experts out one by one, compare every two ranks.
-
 Two readings of one rank number, the fastest coordinate first: dense (tp, cp, dp, pp) and expert
-(etp, ep, edp, pp).
+(etp, ep, edp, pp). Below them the rules about layouts: experts dealt out one by one, and every two ranks compared.
 """
 
 from __future__ import annotations

@@ -31,6 +31,25 @@ class UpstreamOfTheForward(OverlappedStep):
 
 
 @planted(
+    Expectation(
+        "OVLP-04",
+        "overlap-even",
+        "combine",
+        "returns y of",
+        "in the overlapped step behind another microbatch instead of",
+    ),
+)
+class LastForwardMissing(OverlappedStep):
+    """From the second step on, y of the last microbatch is missing, whose forward another pass is to return."""
+
+    steps = 0
+
+    def run(self, xs: Sequence[Tensor], upstreams: Sequence[Tensor]) -> Sequence[Tensor]:
+        self.steps += 1
+        return super().run(xs, upstreams)[: None if self.steps == 1 else -1]
+
+
+@planted(
     Expectation("OVLP-04", "overlap-uneven", "gradient", "dL/dx of microbatch 0 on rank 0", "differs"),
     Expectation("OVLP-05", "overlap-uneven", "finish", "router of layer 0", "it was never computed"),
     real="NVIDIA/Megatron-LM commit 3b1521e29c (#4500)",
