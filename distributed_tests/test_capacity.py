@@ -1,4 +1,4 @@
-"""DROP: token drop: how many slots of a rank an expert keeps, which ones, and the effect on outputs and gradients."""
+"""DROP and EXCH: which slots experts drop, with the effect on outputs and gradients; receive buffers of fixed size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moe_conformance.chapters.capacity.workloads.budget_overflow import by_facto
 from moe_conformance.chapters.capacity.workloads.routers import fits_all, others_change
 from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries, judge_rows
 from moe_conformance.judging.shared.exchange.gradients import RESULTS
-from moe_conformance.judging.shared.experts.experts import OWN_RESULTS, judge_expert_gradients
+from moe_conformance.judging.shared.experts.experts import EXPERT_RESULTS, judge_expert_gradients
 from moe_conformance.judging.shared.router.capacity import (
     judge_capacity,
     judge_filled_load,
@@ -103,7 +103,7 @@ class TestFilledUp:
     """With capacity.padded every expert receives capacity rows; the padding changes no output and no gradient."""
 
     test_experts_do_not_learn_from_rows_that_fill_up = Row(
-        "DROP-12", ExpertsStep(), OWN_RESULTS, when=lambda workload: workload.config.capacity.padded
+        "DROP-12", ExpertsStep(), EXPERT_RESULTS, when=lambda workload: workload.config.capacity.padded
     )
     """With the backend's experts, padding to capacity changes no output and no gradient."""
 
@@ -145,13 +145,13 @@ class TestBudget:
     test_a_full_buffer_is_full = Row("DROP-16", ExchangeStep(option="receive budget"), judge_room_left, when=drops)
     """No row is dropped while the receive buffer has room for it."""
 
-    # The size comes last: where there is none to see, all else is judged.
+    # judge_fixed_size is last: it raises NotOffered if no size is visible, when all else has been judged.
     test_a_fixed_buffer_changes_nothing = Row(
         "EXCH-22", ExchangeStep(), (judge_deliveries, judge_rows, *RESULTS, judge_fixed_size), when=has_budget
     )
     """The receive buffer keeps its size; deliveries, outputs and gradients are those of a buffer of exact size."""
 
-    test_a_fixed_buffer_changes_nothing_for_experts = Row("EXCH-22", ExpertsStep(), OWN_RESULTS, when=has_budget)
+    test_a_fixed_buffer_changes_nothing_for_experts = Row("EXCH-22", ExpertsStep(), EXPERT_RESULTS, when=has_budget)
     """With the backend's experts too; rows of no token change no gradient of a parameter."""
 
     test_a_budget_holds_the_load_that_it_states = Row(

@@ -8,7 +8,7 @@ from moe_conformance.judging.observed.aliasing import judge_kept_outputs, judge_
 from moe_conformance.judging.shared.equivalence.runs import judge_same_answers
 from moe_conformance.judging.shared.exchange.outputs import judge_form, judge_inputs
 from moe_conformance.judging.shared.experts.experts import (
-    OWN_RESULTS,
+    EXPERT_RESULTS,
     judge_expert_outputs,
     judge_idle_expert_gradients,
     judge_weight_place,
@@ -49,7 +49,7 @@ class TestOwnExperts:
     )
     """The output of own experts holds its bytes until its own backward has ended."""
 
-    test_uninitialised_memory_reaches_nothing = Row("EXCH-39", ExpertsStep(), OWN_RESULTS, when=has_filled_memory)
+    test_uninitialised_memory_reaches_nothing = Row("EXCH-39", ExpertsStep(), EXPERT_RESULTS, when=has_filled_memory)
     """Outputs and gradients are right where uninitialised memory is full of NaN."""
 
     test_an_answer_does_not_depend_on_other_rows = Row(
@@ -66,14 +66,14 @@ class TestOwnExperts:
     """The etp ranks of an expert hold the same part of gate, up and down; their outputs add up to its output."""
 
     test_biases_are_added_once = Row(
-        "EXPT-06", ExpertsStep(option="biases"), (*OWN_RESULTS, judge_idle_expert_gradients)
+        "EXPT-06", ExpertsStep(option="biases"), (*EXPERT_RESULTS, judge_idle_expert_gradients)
     )
     """Biases are added once in all, the output bias behind down and times the weight of that place; gradients too.
 
     Every expert has its own, also in gradients: idle experts get zeros, and padding adds nothing.
     """
 
-    test_the_activation_is_that_which_is_asked_for = Row("EXPT-07", ExpertsStep(option="activation"), OWN_RESULTS)
+    test_the_activation_is_that_which_is_asked_for = Row("EXPT-07", ExpertsStep(option="activation"), EXPERT_RESULTS)
     """Outputs and gradients are those of the activation, its limit, slope and offset; what is cut passes none."""
 
     test_weights_are_applied_where_asked = Row("EXPT-03", ExpertsStep(), judge_weight_place, when=says_where_weights_go)

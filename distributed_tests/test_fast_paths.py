@@ -16,7 +16,7 @@ from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries
 from moe_conformance.judging.shared.exchange.gradients import RESULTS, judge_dweights, judge_dx
 from moe_conformance.judging.shared.exchange.outputs import judge_outputs
 from moe_conformance.judging.shared.exchange.row_gradients import judge_rows_gradients
-from moe_conformance.judging.shared.experts.experts import OWN_RESULTS
+from moe_conformance.judging.shared.experts.experts import EXPERT_RESULTS
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.runs import ON_COUNTED_EXPERTS, ExchangeStep, ExpertsStep, Script
 from moe_conformance.workloads.records.workload import Workload
@@ -64,7 +64,7 @@ class TestCounters:
 
 class TestOptional:
     test_results_are_the_same_without_what_is_optional = Row(
-        "FAST-15", ExpertsStep(option="optional"), (*OWN_RESULTS, judge_optional_named)
+        "FAST-15", ExpertsStep(option="optional"), (*EXPERT_RESULTS, judge_optional_named)
     )
     """With what is optional and without it, outputs and gradients are right, and what is used is named."""
 

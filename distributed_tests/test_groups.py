@@ -1,4 +1,4 @@
-"""GROUP and EXPT: process groups, and which rank holds which experts."""
+"""GROUP and EXPT: process groups, which rank holds which experts, and a model that is divided over them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ALIAS: rows added back into an output, in place or not."""
+"""ALIAS: rows added back into an output, in place or not, under grad modes and compilers, and in shared memory."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from moe_conformance.chapters.token_padding.workloads import EMPTY_SEQUENCES, LE
 from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries
 from moe_conformance.judging.shared.exchange.gradients import RESULTS
 from moe_conformance.judging.shared.exchange.outputs import judge_outputs
-from moe_conformance.judging.shared.experts.experts import OWN_RESULTS
+from moe_conformance.judging.shared.experts.experts import EXPERT_RESULTS
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import has_lost_tokens, shows
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, Script
@@ -62,5 +62,5 @@ class TestSequences:
 
 
 class TestOwnExperts:
-    test_gaps_give_nothing_to_experts = Row("PACK-08", ExpertsStep(), OWN_RESULTS, when=has_lost_tokens)
+    test_gaps_give_nothing_to_experts = Row("PACK-08", ExpertsStep(), EXPERT_RESULTS, when=has_lost_tokens)
     """With the backend's experts, outputs and all gradients are those of the tokens alone."""

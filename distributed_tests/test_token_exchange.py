@@ -1,4 +1,4 @@
-"""EXCH: fused token exchanges: handles that are reused or of another dispatch, and the sum of combine."""
+"""EXCH: fused token exchanges: handles that are reused or of another dispatch, sums of combine, dispatch layouts."""
 
 from __future__ import annotations
 

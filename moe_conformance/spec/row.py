@@ -28,7 +28,8 @@ class Row:
             test_rows_arrive_unchanged = Row("EXCH-02", ExchangeStep(), judge_rows)
             '''Every row that an expert receives is the hidden state of one token.'''
 
-    Several judges are called in turn, up to the first that finds something wrong; what is given is for the last.
+    Several judges are called in turn. The first that raises ends the check, also by `NotOffered`: a judge whose subject
+    may not be offered comes last. What is given is for the last.
 
     Class and name are those of the check in node ids, so that rows stand in classes.
     """

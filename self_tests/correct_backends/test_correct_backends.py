@@ -64,7 +64,7 @@ class TestDiscovery:
         """A backend that is wrong on purpose, and derives from a correct one, is not run as a correct one."""
         folder = correct_backends.__name__
         assert f"{folder}.gathered_tokens:Gathered" in discovered()
-        assert f"{folder}.uneven_experts:FewerParameters" not in discovered()
+        assert f"{folder}.gathered_tokens:FewerParameters" not in discovered()
 
 
 class TestRotation:

@@ -28,10 +28,10 @@ def changed(value: Any, way: Way, hint: Any = None, by: int = 1) -> Any:
 
     Args:
         value: What an oracle returned.
-        way: "larger" adds to numbers, to the later elements of a row the more; "smaller" takes away; "turned"
-            reverses orders, gives the values of a mapping to the next keys, and replaces a set by the other names
-            that it may hold; "none" leaves collections empty and tensors zero; "hollow" does so within a collection,
-            and is otherwise "smaller". Truth values are negated.
+        way: "larger" adds to numbers, also within text, to the later elements of a row the more; "smaller" takes away;
+            "turned" reverses orders, gives the values of a mapping to the next keys, and replaces a set by the other
+            names that it may hold; "none" leaves collections empty and tensors zero, and makes None of text that may be
+            None; "hollow" does so within a collection, and is otherwise "smaller". Truth values are negated.
         hint: The type that the oracle says it returns: where the value is None, or is empty and is to be larger or
             smaller, an example of it is made.
         by: How much "larger" adds to integers, and a thousandth of what it adds to other numbers; 1 or more.

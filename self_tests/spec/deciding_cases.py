@@ -59,8 +59,8 @@ class Case:
         return next(workload for workload in drawn if workload.name == self.workload)
 
 
-# Where an oracle decides for what others do than native, which refuses overlap with what may be honoured; or on other
-# workloads than those of planted bugs.
+# Cases beyond those of planted bugs: of backends whose claims differ from native's, or that honour what native refuses,
+# and of other workloads.
 _HONOURED = ("08", "09", "10", "11", "12", "13", "14", "16", "17", "18", "20", "21", "22")
 _HONOURING = "self_tests.correct_backends.unusual_configuration:Honouring"
 CLAIMED = (
@@ -88,6 +88,7 @@ def cases() -> dict[str, dict[str, Case]]:
             case = Case(backend, variant_for(plant, expected), plant.layout, expected.workload)
             found.setdefault(expected.requirement, {})[str(case)] = case
     for id, case in CLAIMED:
+        assert id in checks(), id
         found.setdefault(id, {})[str(case)] = case
     return found
 
@@ -106,7 +107,7 @@ class Bench:
         engine = self.virtual if case.layout == MANY else self.engine
         workload, step = case.drawn(), partial(moe_step, engine, case.path, deadline_s=DEADLINE_S)
         stored, backend = pickle.dumps({"outcome": step(workload)}), registry.load(case.path)
-        twins = KeptTwins(Twins(backend, "cpu", lambda some: [step(each) for each in some], self.engine.renew))
+        twins = KeptTwins(Twins(backend, "cpu", lambda some: [step(each) for each in some], engine.renew))
         return {
             each: [Judgement(check, stored, twins) for check in checks()[each] if check.reads(workload)]
             for each in requirements

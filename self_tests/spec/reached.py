@@ -1,4 +1,4 @@
-"""Which oracles a check reaches, by the imports and names of the source text: nothing is imported."""
+"""Which oracles code outside of reference/ names, by the imports and names of the source text: nothing is imported."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ class Oracles:
 
     @cached_property
     def checked(self) -> frozenset[str]:
-        """Those that a check reaches: code outside of reference/ and the goldens names them, or leads there."""
+        """Those that code outside of reference/ and the goldens names, and those behind them.
+
+        Whether a check calls that code is held by `test_no_judge_is_idle`.
+        """
         named = set[str]()
         for path in (path for folder in _CHECKS for path in (self.root / folder).rglob("*.py")):
             if not path.relative_to(self.root).as_posix().startswith(_OTHERS):

@@ -21,6 +21,7 @@ from moe_conformance.spec import deciding
 from moe_conformance.spec.places import checked
 from moe_conformance.workloads.records.runs import ExchangeStep
 from self_tests.checks import Check
+from self_tests.spec import deciding as judged_again
 from self_tests.spec import deciding_cases
 from self_tests.spec.changed_results import WAYS, changed, example
 from self_tests.spec.deciding import Judgement, oracles
@@ -107,8 +108,9 @@ class TestDecidedBy:
         """An error that is no mismatch says nothing."""
         assert not judgement(lambda: [True, True, True][int(loads(IDS, 3)[1])]).decided_by(LOADS)
 
-    def test_a_refusal_that_a_judge_makes_a_verdict_of(self) -> None:
-        """An oracle that judges by raising decides, though its result is not compared."""
+    def test_a_refusal_that_a_judge_makes_a_verdict_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An oracle whose errors a judge makes a verdict of decides, though its result is not compared."""
+        monkeypatch.setattr(judged_again, "_REFUSING", {LOADS})
 
         def accepted() -> bool:
             try:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 
 from moe_conformance import spec
 from moe_conformance.spec import deciding
-from moe_conformance.spec.places import Places, checked
+from moe_conformance.spec.places import ROOT, Places, checked
 from self_tests.spec.reached import Oracles
 
 WAITING = deciding.waiting()
+PACKAGE, CALLING = ROOT / "moe_conformance", ("judging", "chapters", "distributed_tests")
 TREE = {
     "moe_conformance/reference/exchange/layer.py": """
         from moe_conformance.reference.experts import swiglu
@@ -48,8 +50,24 @@ class TestReached:
         assert {"exchange.layer:idle", "experts:experts", "experts:gelu"} == tree.public - tree.checked
 
 
+def _read(node: ast.AST) -> set[str]:
+    """Return the names that a definition reads."""
+    loaded = {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Load)}
+    return loaded | {found.attr for found in ast.walk(node) if isinstance(found, ast.Attribute)}
+
+
 class TestHere:
     oracles = Oracles()
+
+    def test_no_judge_is_idle(self) -> None:
+        """A check or another definition names each: the first of those that only idle judges call is named by none."""
+        judges, named = set[str](), set[str]()
+        for path in (path for folder in CALLING for path in (PACKAGE / folder).rglob("*.py")):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                name = node.name if isinstance(node, ast.FunctionDef) else ""
+                judges |= {name} if name.startswith(("judge_", "require_")) else set()
+                named |= _read(node) - {name}
+        assert set() == judges - named
 
     def test_no_oracle_is_idle(self) -> None:
         """Each is reached by a check, or waits, or one that waits leads to it."""
