@@ -44,6 +44,7 @@ from self_tests.workloads.second_cases import declared, expectations, second
 from tools.select_cases import place_of, reported
 
 MATRIX = Path(__file__).parents[1] / "self_tests" / "workloads" / "power.toml"
+_NO_REPORT = "# 0.000: no report was read of the case; one run is assumed."
 SMOKE_S = 6.0  # by the figures below; measured, with judging and the drawing of workloads, it is ten
 _DEADLINE_S = 20.0
 _CASES = 10  # beyond those that are known, for one bug
@@ -76,7 +77,11 @@ class Matrix:
         """Write the file; rows hold the numbers of cases, counted from 0. Cases that no report tells of have 0.0 s."""
         places = sorted(_union(self.detected) | _union(self.missed))
         numbers = {place: number for number, place in enumerate(places)}
-        lines = ["# Which planted bugs cases detect: rows of numbers of cases. Written by tools/power.py.", ""]
+        lines = [
+            "# Which planted bugs cases detect: rows of numbers of cases. Written by tools/power.py.",
+            _NO_REPORT,
+            "",
+        ]
         lines += ["[seconds]", *(f'"{" ".join(each)}" = {self.seconds.get(each, 0.0):.3f}' for each in places)]
         for title, rows in (("detected", self.detected), ("missed", self.missed)):
             lines += ["", f"[{title}]"]

@@ -1,7 +1,7 @@
 """Makes one batch of the tokens of all tensor ranks, for libraries whose tensor ranks share a batch.
 
-The two steps are before and after a layer that needs whole activations, where these are split over tensor ranks: a
-gather, whose gradient is the rank's own part (such a library gives the whole gradient to every rank), and its opposite.
+`of_all` is called before a layer that needs whole activations, where these are split over tensor ranks: a gather, whose
+gradient is the rank's own part (such a library gives the whole gradient to every rank). `local_rows` follows the layer.
 The batch begins with the tokens of the second rank: where all have as many, no rank computes its own.
 """
 

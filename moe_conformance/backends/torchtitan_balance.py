@@ -89,7 +89,7 @@ class BalancingRouters:
         self._modules.train(mode)
 
     def __call__(self, x: tuple[Tensor, ...], padding_mask_T: Tensor | None) -> tuple[Routed, ...]:
-        """Route; the modules have counters. There is no mask."""
+        """Route; the modules count the tokens themselves. There is no mask."""
         assert padding_mask_T is None  # takes_mask
         return tuple(router(x_SBD) for router, x_SBD in zip(self._routers, x, strict=True))
 

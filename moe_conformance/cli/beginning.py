@@ -23,7 +23,7 @@ from moe_conformance.plugin import options
     help="only requirements that no real library was judged by: its floor and waivers do not name them",
 )
 def list_(what: str, importable: bool, native_only: bool) -> None:
-    """List requirements, checks, backends, or the surfaces that an adapter may offer."""
+    """List requirements, checks, backends, or the optional surfaces that an adapter may offer."""
     if importable and what != "backends":
         raise click.UsageError("--importable goes with `list backends`")
     if native_only and what != "requirements":

@@ -10,9 +10,14 @@ Every pytest run of an environment in which the suite is installed imports this 
     case_run.py   from a case to the verdicts of its checks
     agenda.py     the order of items, and which cases follow an item
     outcomes.py   runs cases on ranks, ahead of the judge
+    foreseeing.py the equivalent runs that checks will request
+    repeating.py  repeats failures on new ranks
     trial.py      the verdict of an item that ended
+    evidence.py   tracebacks, output and ledgers of a failed run
     recording.py  the record of a verdict, and what pytest shows of it
+    factors.py    the size that a wrong factor equals
     drawing.py    how Hypothesis draws
+    replay.py     runs a drawn example from a file
     launching.py  the processes of a launcher such as torchrun
     scheduling.py which cells run on which xdist worker
     roster.py     all selected items, so that those that never end are reported

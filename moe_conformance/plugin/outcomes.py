@@ -189,7 +189,7 @@ class Outcomes:
 
     @_ends_with_its_site
     def group_lists(self, wishes: tuple[Wish, ...]) -> list[GroupAnswer]:
-        """Return the groups of the backend, which a rank calls for them.
+        """Return the backend's answer to every wish; a rank calls its `groups`.
 
         Raises:
             NoAnswer: the rank did not answer.

@@ -72,8 +72,8 @@ def _kept_examples(run: Run, trial: Trial, ended: Ending) -> tuple[str, ...]:
         assert mismatch.outcome is not None  # those in `failed` have one
         name = "-".join(["drawn", trial.cell.id, mismatch.requirement or mismatch.stage])
         path = Path(run.options.report) / f"{name}{f'-{number}' if number else ''}.json"
-        failure = {"backend": run.target, "versions": dict(run.versions), "diagnosis": str(mismatch)}
-        content = {"said": failure, "workload": to_json(mismatch.outcome.workload)}
+        origin = {"backend": run.target, "versions": dict(run.versions), "diagnosis": str(mismatch)}
+        content = {"said": origin, "workload": to_json(mismatch.outcome.workload)}
         path.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
         commands.append(run.options.replay(path))
     return tuple(commands)

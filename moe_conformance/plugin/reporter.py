@@ -65,7 +65,7 @@ class Reporter:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
-        """Begin the report where workers collect; replace pytest's progress by files, as items come by case."""
+        """Begin the report where workers collect; show progress by case in place of pytest's, which is by file."""
         if self._config.option.collectonly:
             return
         self._open()

@@ -36,5 +36,5 @@ class Live:
             return ()
         lines = [words.Group((record,)).title, record.item, *words.failure(record, self._again, script).splitlines()]
         if len(self._seen) == MOST_SHOWN:
-            lines.append("further kinds of failure are told at the end")
+            lines.append("further kinds of failure are shown at the end")
         return tuple(lines)

@@ -69,9 +69,8 @@ def matrix(
     cells: dict[str, dict[str, Counter[Verdict]]] = {}
     for record in records:
         for requirement in record.requirements:
-            cells.setdefault(requirement, {}).setdefault(record.layout or "any", Counter())[record.verdict] += (
-                record.cases
-            )
+            count = cells.setdefault(requirement, {}).setdefault(record.layout or "any", Counter())
+            count[record.verdict] += record.cases
     layouts = [layout for layout in (*layouts, "any") if any(layout in row for row in cells.values())]
     rows = _of_requirements(requirements, layouts, cells) if whole else list(_of_chapters(requirements, cells))
     idle = [row.name for row in rows if row.idle]

@@ -137,7 +137,7 @@ def document(head: Mapping[str, Any], spec: Iterable[Requirement], records: Sequ
     for record in records:
         for requirement in record.requirements:
             citing.setdefault(requirement, []).append(record)
-    worst = [vars(moved) | {"ratio": moved.ratio} for moved in travelled.worst(records)]
+    worst = [vars(case) | {"ratio": case.ratio} for case in travelled.worst(records)]
     return {
         **head,
         "drawn": drawn.totals(records),

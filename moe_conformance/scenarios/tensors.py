@@ -7,6 +7,8 @@ from torch import Tensor
 
 from moe_conformance.workloads.records.workload import Stride
 
+NOBODYS_ID = 2**40  # an id of no expert, which fills the gaps between ids
+
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same dtype, shape and bytes: NaN equals itself, and 0 differs from -0."""
@@ -21,9 +23,6 @@ def to_cpu(tensor: Tensor | None, flat: int | None = None) -> Tensor | None:
         return None
     copied = tensor.detach().cpu().clone()
     return copied if flat is None else copied.reshape(-1, flat)
-
-
-NOBODYS_ID = 2**40  # an id of no expert, which fills the gaps between ids
 
 
 def laid_out(values: Tensor, stride: Stride | None) -> Tensor:

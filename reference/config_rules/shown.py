@@ -1,6 +1,6 @@
 """What a backend must show of its configuration: refusals, what was resolved, and changes.
 
-Where `config_rules.py` says which configurations are at fault, this says how a backend must speak about any.
+Where `rules.py` says which configurations are at fault, this says how a backend must speak about any.
 
 Sources: arithmetic: an error on some ranks leaves the others waiting, an option lost on the way leaves every
 result plausible; behaviour of Megatron-Core (versions of its libraries).

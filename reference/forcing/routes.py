@@ -1,8 +1,8 @@
 """Forcing: routes that a strategy decides instead of the scores, for benchmarks.
 
 Here: what is a route at all, balanced routes, and the names of strategies. Hot ranks, nodes and
-experts are in `forcing_hot.py`, random ones in `forcing_draws.py`, weights and gradients in
-`forcing_scores.py`; the loads are `capacity.loads` of the forced ids.
+experts are in `hot.py`, random routes in `draws.py`, weights and gradients in `scores.py`, the mean load of the
+busiest rank in `imbalance.py`; the loads are `capacity.loads` of the forced ids.
 
 Sources: behaviour of torchtitan's forced load balance and Megatron-Core's.
 """

@@ -1,7 +1,7 @@
 """Overload over time: how much of the load is held at once, when forward adds and backward takes away.
 
-A rank's passes in order of time become a timeline of events, +1 or -1 of an entry. Where the spec leaves it
-free when an event stands, or whether it stands at all, the allowed timelines are several.
+A rank's passes in order of time become a timeline of events, +1 or -1 of an entry. Where the spec leaves open when an
+event occurs, or whether it does, arguments of `timeline` choose.
 
 Sources: behaviour of Megatron-Core's overload factor log; Narayanan et al. 2021 (1F1B and interleaved
 schedules); Chen et al. 2016 (recomputation runs a forward twice); DeepSeek-V3, section 3.2.1 (a forward and

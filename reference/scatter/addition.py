@@ -1,6 +1,6 @@
 """Scatter-add: rows added back into an output row by row, and what that does to gradients.
 
-Whether it may be done in place is a question of memory: `scatter_memory.py`.
+Whether it may be done in place is a question of memory: `memory.py`.
 
 Sources: definition of index_add; Higham, Accuracy and Stability of Numerical Algorithms (summation); PyTorch
 documentation of autograd mechanics (grad modes).

@@ -16,7 +16,7 @@ CHECKS = str(PROJECT / "checks.py")
 RIGHT = "self_tests.plugin.project.backend:RightToy"
 DESERTER = "self_tests.plugin.project.deserter:Deserter"
 TOKEN = "a token of the test, and of no other"
-# So that cases are judged one by one: what travels with the case that ends a rank is lost with it.
+# One case at a time: cases that are sent together with the one that ends a rank would be lost with it.
 ALONE = ("-p", "self_tests.plugin.project.one_at_a_time")
 
 

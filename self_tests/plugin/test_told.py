@@ -121,7 +121,7 @@ class TestLive:
         live = Live("again")
         told = [live.lines(record(each, "fail", message="wrong")) for each in list(SPEC)[:12]]
         assert [True] * 10 + [False] * 2 == [bool(lines) for lines in told]
-        assert "further kinds of failure are told at the end" == told[9][-1]
+        assert "further kinds of failure are shown at the end" == told[9][-1]
         assert 10 == len(live.shown)
 
     def test_what_was_told_is_told_without_its_detail(self) -> None:

@@ -1,4 +1,4 @@
-"""What cannot run gets one sentence with the remedy, exit status 2 and no traceback."""
+"""What cannot run gets one sentence with the remedy, exit status 2 and no traceback; other runs are left alone."""
 
 from __future__ import annotations
 

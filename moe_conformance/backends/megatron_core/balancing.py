@@ -64,7 +64,7 @@ class BalancingRouters:
             router.chunk.train(mode)
 
     def __call__(self, x: tuple[Tensor, ...], padding_mask_T: Tensor | None) -> tuple[Routed, ...]:
-        """Route; the routers have counters."""
+        """Route; the routers count the tokens themselves."""
         return tuple(router(x_SBD, padding_mask_T) for router, x_SBD in zip(self._routers, x, strict=True))
 
     def update(self) -> None:

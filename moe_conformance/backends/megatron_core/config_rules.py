@@ -40,7 +40,7 @@ class ConfigRules:
         return [VersionLimit(name, least, _installed(name)) for name, least in needed]
 
     def resolve(self, asked: Settings) -> Settings:
-        """Build the config, and read it."""
+        """Build the config, and with ep = pp = 1 its MoE layer; return the settings of both."""
         if asked.versions:
             raise Unsupported("Megatron-Core reads the versions that are installed, and no others")
         built = library.TransformerConfig(**self._fields(asked))

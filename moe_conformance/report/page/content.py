@@ -97,7 +97,7 @@ def content(report: Report) -> Content:
         rows=rows,
         legend=tuple((SIGNS[verdict][0], verdict) for verdict in SIGNS if any(r.verdict == verdict for r in records)),
         stories={_key(*place): _story(of_place, head["again"]) for place, of_place in cells.items()},
-        variants=tuple(dict.fromkeys(moved.variant for moved in travelled.worst(records))),
+        variants=tuple(dict.fromkeys(worst.variant for worst in travelled.worst(records))),
         traffic=_traffic(records, layouts),
         errors=_errors(records),
         reasons=tuple(unjudged.lines(records, whole=True)),
@@ -184,18 +184,18 @@ def _judged(head: Mapping[str, Any], records: Iterable[Record], all_: int) -> tu
 
 
 def _traffic(records: Sequence[Record], layouts: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    found = {(moved.variant, moved.layout): moved for moved in travelled.worst(records)}
+    found = {(worst.variant, worst.layout): worst for worst in travelled.worst(records)}
     variants = tuple(dict.fromkeys(variant for variant, _ in found))
     lines = []
     for layout in layouts:
         if any(at == layout for _, at in found):
             of_layout = [found.get((variant, layout)) for variant in variants]
-            lines.append((layout, tuple(_moved(moved) if moved else "" for moved in of_layout)))
+            lines.append((layout, tuple(_traffic_words(worst) if worst else "" for worst in of_layout)))
     return tuple(lines)
 
 
-def _moved(moved: travelled.Worst) -> str:
-    return f"{moved.ratio:.2f} rows, {moved.bytes / moved.least_bytes:.2f} bytes, {moved.calls:g} calls"
+def _traffic_words(worst: travelled.Worst) -> str:
+    return f"{worst.ratio:.2f} rows, {worst.bytes / worst.least_bytes:.2f} bytes, {worst.calls:g} calls"
 
 
 def _errors(records: Iterable[Record]) -> tuple[Errors, ...]:

@@ -55,7 +55,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """Send the gradient of each received row back to its source, so that autograd records it.
+        """Send the gradient of each received row back to its source, by a collective that autograd records.
 
         Implements: COST-05, GRAD-20.
         """

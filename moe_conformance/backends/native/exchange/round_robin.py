@@ -71,11 +71,11 @@ class RoundRobinExchange(AllToAllExchange):
         """Return token and slot of every row; expert n of a rank is slot n - o, modulo N, of each of its tokens."""
         N, ep = self.placement.held, self.topology.sizes["ep"]
         tokens = [torch.arange(self._first(owner, start), max(T, ep), ep, device=device) for owner in range(ep)]
-        tokens = [of_slot[of_slot < T] for of_slot in tokens]
+        tokens = [of_owner[of_owner < T] for of_owner in tokens]
         slots_N = (torch.arange(N, device=device) - start) % N
         return Pairs(
-            torch.cat([of_slot.repeat(N) for of_slot in tokens]),
-            torch.cat([slots_N.repeat_interleave(len(of_slot)) for of_slot in tokens]),
-            torch.tensor([len(of_slot) for of_slot in tokens for _ in range(N)], device=device),
+            torch.cat([of_owner.repeat(N) for of_owner in tokens]),
+            torch.cat([slots_N.repeat_interleave(len(of_owner)) for of_owner in tokens]),
+            torch.tensor([len(of_owner) for of_owner in tokens for _ in range(N)], device=device),
             (T, K),
         )

@@ -109,10 +109,8 @@ class FlexExchange:
     @property
     def claims(self) -> Claims:
         """That a token is sent once to a rank and in which format, what the experts receive and who applies weights."""
-        wire, claims = (
-            self.manager.exchange.wire,
-            Claims(wire="tokens", handed=self.manager.handed, weights_at="expert"),
-        )
+        wire = self.manager.exchange.wire
+        claims = Claims(wire="tokens", handed=self.manager.handed, weights_at="expert")
         return claims if wire is None else claims.joined(wire.claims)
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Flight]:
