@@ -41,7 +41,7 @@ def run(rank: int, store: str, answers: Any) -> None:
         answers.put((rank, "works"))
     except RuntimeError as error:
         answers.put((rank, f"raises: {str(error).splitlines()[0]}"))
-    dist.barrier()
+    dist.all_reduce(torch.ones(1))  # ends together; gloo's barrier would wait for the work that failed, and raise again
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from moe_conformance.scenarios.outcome import Answer, RankOutcome
 from moe_conformance.scenarios.padding import large_beside_pairs, spoil_unfilled
 from moe_conformance.scenarios.proof import refused_by
 from moe_conformance.scenarios.reported import claims_of, shown_of, without_noise
-from moe_conformance.scenarios.sessions import Opened, build, opened
+from moe_conformance.scenarios.sessions import Opened, build, meet, opened
 from moe_conformance.scenarios.tensors import same_bytes, to_cpu
 from moe_conformance.workloads.records import runs
 from moe_conformance.workloads.records.memory import Laid, lay
@@ -101,7 +101,7 @@ class Script:
             self.answers.append(self._call(surface, call))
             if call.may_raise and self.workload.layout.world > 1:
                 # A rank that has raised waits here, so that a rank left behind hangs in any case, whatever comes next.
-                dist.barrier(world)
+                meet(self.context, world)
         for late in self.late:
             self._backward(*late)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from moe_conformance.backends.registry import load
 from moe_conformance.contract import Backend, Config, Session, Unsupported
@@ -71,6 +72,14 @@ def opened(context: RankContext, name: str, layout: Layout) -> Opened:
     kept = Opened(key, backend, backend.open(topology, context.device), topology)
     context.kept[_SESSION] = kept
     return kept
+
+
+def meet(context: RankContext, group: dist.ProcessGroup) -> None:
+    """Return once every rank of the group has called this, also after a collective that failed on some of them.
+
+    An all-reduce of one element: gloo's barrier waits for the work before it, so it would raise the same error again.
+    """
+    dist.all_reduce(torch.ones(1, device=context.device), group=group)
 
 
 class _Heard(logging.Handler):

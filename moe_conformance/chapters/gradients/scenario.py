@@ -2,8 +2,8 @@
 
 With g = dL/dx, of a backward that keeps its graph, every rank differentiates its s = sum_t <g_t, v_t> by its upstream
 gradient and its routing weights, a rank without tokens as well: the second backward has collectives too. A rank may
-refuse by an exception. In the first backward it ends at once, in the second one only after a barrier, so that no rank
-is stopped by another one's refusal. Gradients of parameters are not finished.
+refuse by an exception. In the first backward it ends at once, in the second one only after all ranks have met, so that
+no rank is stopped by another one's refusal. Gradients of parameters are not finished.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters
 from moe_conformance.scenarios.outcome import Grad, RankOutcome
-from moe_conformance.scenarios.sessions import opened
+from moe_conformance.scenarios.sessions import meet, opened
 from moe_conformance.scenarios.step import TrainingStep, go_back
 from moe_conformance.scenarios.tensors import to_cpu
 from moe_conformance.workloads.records import draw
@@ -90,7 +89,7 @@ class SecondDerivatives(TrainingStep):
         except Exception as error:
             refusal = error
         if self.workload.layout.world > 1:
-            dist.barrier(self.world)  # no rank ends because another one has raised, and a rank left behind hangs
+            meet(self.context, self.world)  # no rank ends because another one has raised, and a rank left behind hangs
         if refusal is not None:
             raise refusal
 
