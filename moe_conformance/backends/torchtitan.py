@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
+from moe_conformance.backends.library import Library
 from moe_conformance.backends.torchtitan_balance import BalancingRouters, require_balanced
 from moe_conformance.backends.torchtitan_config_rules import ConfigRules
 from moe_conformance.backends.torchtitan_layer import ROUND_ROBIN, Layer, expert_windows, require_placed
@@ -64,15 +65,18 @@ class TorchTitan:
         "torchtitan.models.common.token_dispatcher",
     )
     # torchao finds its permutation by a Triton kernel, which has no CPU target: Triton's interpreter runs it.
+    library: ClassVar[Library] = Library(
+        "torchtitan", "torchtitan", ">=0.2.2,<0.4", _INSTALL,
+        lambda folder: (folder / "assets" / "version.txt").read_text().strip(),
+    )  # fmt: skip
     environment: ClassVar[Mapping[str, str]] = {"TRITON_INTERPRET": "1"}
 
     def versions(self) -> Mapping[str, str]:
         """Versions of torchtitan and of what it computes with; torchao's only where it is installed."""
-        for package in ("torchtitan", "spmd_types"):
-            if find_spec(package) is None:
-                raise Unsupported(f"{package} is not installed: {_INSTALL}")
-        packages = ("torchtitan", "spmd_types", "torch", *(("torchao",) if find_spec("torchao") else ()))
-        return {package: version(package) for package in packages}
+        if find_spec("spmd_types") is None:
+            raise Unsupported(f"spmd_types is not installed: {_INSTALL}")
+        packages = ("spmd_types", "torch", *(("torchao",) if find_spec("torchao") else ()))
+        return {"torchtitan": self.library.version()} | {package: version(package) for package in packages}
 
     def limits(self, variant: str) -> Sequence[Limit]:
         """No variant has a value for an empty slot, or checks its input."""

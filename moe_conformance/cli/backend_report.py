@@ -1,4 +1,4 @@
-"""Lists what a backend offers and refuses, with the reasons; nothing is judged."""
+"""Lists what a backend offers and refuses, with the reasons, and runs one step of each surface; nothing is judged."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from moe_conformance.contract import Backend
 from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine, Job, JobResult
 from moe_conformance.plugin.run import engine_needs
+from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.offers import WITH_OPTIONS, Offer, OfferRequest
+from moe_conformance.workloads.plan import Case, Plan
+from moe_conformance.workloads.records.features import broken
 from moe_conformance.workloads.selection import profiles
 from moe_conformance.workloads.selection.profiles import fitting
 
 Say = Callable[[str], None]
 
+_TRIES = 5  # cases of one kind, until one is not refused
 _LACKS = "this backend offers no "  # begins the refusal of a method of Session that is not overridden
 
 
 def examine(target: str, backend: Backend, versions: dict[str, str], ranks: int, say: Say) -> int:
     """Print for each variant the surfaces that it builds, with their layouts, the options that it maps, and its limits.
+
+    What builds may still fail when it is called: of each kind of run one is made, on two ranks where that is possible.
 
     Returns:
         0; 1 if it offers nothing, or something failed with an exception that is no refusal.
@@ -27,6 +33,7 @@ def examine(target: str, backend: Backend, versions: dict[str, str], ranks: int,
     say(f"{backend.name} ({', '.join(f'{name} {version}' for name, version in versions.items())})")
     layouts = fitting(profiles.quick_layouts(), ranks)
     offered = failed = False
+    plan = Plan(backend, "cpu", "quick")
     with Engine(**engine_needs(backend)) as engine:
         for variant in backend.variants:
             say(f"variant {variant}:")
@@ -36,11 +43,42 @@ def examine(target: str, backend: Backend, versions: dict[str, str], ranks: int,
             every = [offer for offers in found.values() for offer in offers]
             offered |= any(offer.how == "offered" for offer in every)
             failed |= any(offer.how == "failed" for offer in every)
+            if any(offer.how == "offered" for offer in every):
+                ran, faults = _runs(engine, target, [case for case in plan.cases if _is_tried(case, variant, ranks)])
+                say(f"  one run of each: {', '.join(ran) or 'none could be made'}")
+                for fault in faults:
+                    say(f"    {fault}")
+                failed |= bool(faults)
             for limit in backend.limits(variant):
                 say(f"  limit on {limit.on}: only {', '.join(map(str, limit.allowed))} ({limit.reason})")
     if not offered:
         say("it offers no surface on any layout: no requirement can be judged")
     return int(failed or not offered)
+
+
+def _is_tried(case: Case, variant: str, ranks: int) -> bool:
+    layout = case.cell.layout
+    usual = layout.name == ("ep2" if ranks > 1 else "single") and case.workload.asynchrony == "plain"
+    return usual and case.cell.variant == variant and broken(case.cell.limits, case.workload, "cpu") is None
+
+
+def _runs(engine: Engine, target: str, cases: Sequence[Case]) -> tuple[list[str], list[str]]:
+    """Run the first case of each kind that is not refused; return the kinds that ran, and sentences about faults."""
+    by_kind: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        by_kind[str(case.workload.run).split(",")[0]].append(case)
+    ran, faults = [], []
+    for kind, some in by_kind.items():
+        for case in some[:_TRIES]:
+            outcome = moe_step(engine, target, case.workload)
+            if outcome.blamed:
+                rank = outcome.blamed[0]
+                faults.append(f"{kind} ({case.id}): rank {rank.rank} {rank.status} in {rank.reached}: {rank.error}")
+                break
+            if outcome.refusal is None:
+                ran.append(kind)
+                break
+    return ran, faults
 
 
 def lines(found: dict[Layout, Sequence[Offer]]) -> Iterator[str]:

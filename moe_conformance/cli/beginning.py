@@ -67,10 +67,15 @@ def explain_(ids: tuple[str, ...]) -> None:
 @main.command(name="doctor")
 @click.option("--ranks", metavar="N", help="the largest world that you mean to run (default: 4)")
 @click.option("--backend", metavar="NAME|pkg.mod:Class", help="say what a backend offers, maps and refuses")
+@click.option(
+    "--library", metavar="PATH", help="with --backend: a checkout of its library, in place of the installed one"
+)
 @click.option("--drill", is_flag=True, help="cause every kind of rank failure in the engine (--ranks 2,4: twice)")
 @click.option("--times", metavar="N", type=click.IntRange(1), default=1, help="how often, with --drill (default: 1)")
-def doctor_(ranks: str | None, backend: str | None, drill: bool, times: int) -> NoReturn:
+def doctor_(ranks: str | None, backend: str | None, library: str | None, drill: bool, times: int) -> NoReturn:
     """Say what this machine can run, and why not the rest; of a backend, which surfaces and options it offers.
+
+    Of a backend one run of each kind is made too, since what can be built may fail when it is called.
 
     Exit status: 2 if ranks or the backend cannot start, 1 if anything of the drill went wrong, or if the backend offers
     nothing or fails with what is no refusal.
@@ -78,6 +83,8 @@ def doctor_(ranks: str | None, backend: str | None, drill: bool, times: int) -> 
     require_torch()
     from moe_conformance.cli import doctor
 
+    if library and not backend:
+        raise click.UsageError("--library goes with --backend")
     if drill:
         sys.exit(doctor.drill(_worlds("2,4" if ranks is None else ranks), times, click.echo))
     try:
@@ -92,7 +99,7 @@ def doctor_(ranks: str | None, backend: str | None, drill: bool, times: int) -> 
 
     sys.path.append(os.getcwd())  # as in `run`
     try:
-        found, versions = open_backend(backend)
+        found, versions = open_backend(backend, library or "")
         sys.exit(backend_report.examine(backend, found, dict(versions), wanted, click.echo))
     except (options.Unusable, EngineError) as error:
         raise CannotRun(str(error)) from error

@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from moe_conformance import spec
 from moe_conformance.report import floor
@@ -56,40 +57,45 @@ def explain(id: str, places: Places) -> Iterator[str]:
 def libraries(id: str) -> tuple[Judged, ...]:
     """Return the real libraries that were judged by a requirement, from their floors and waivers."""
     return tuple(
-        judged for backend in _backends() if backend != _EMBEDDED and (judged := _judged(backend, id)) is not None
+        judged
+        for backend in floor.backends()
+        if backend != _EMBEDDED
+        for held in _floors(backend)
+        if (judged := _judged(backend, held, id)) is not None
     )
 
 
 def native_only() -> tuple[str, ...]:
     """Return the requirements that native passes and that no real library was judged by, in the spec's order."""
-    return tuple(id for id in spec.load() if _judged(_EMBEDDED, id) is not None and not libraries(id))
+    return tuple(id for id in spec.load() if _passed_by_native(id) and not libraries(id))
 
 
-def _judged(backend: str, id: str) -> Judged | None:
-    held = _floor(backend)
+def _passed_by_native(id: str) -> bool:
+    return any(_judged(_EMBEDDED, held, id) is not None for held in _floors(_EMBEDDED))
+
+
+def _judged(backend: str, held: floor.Floor, id: str) -> Judged | None:
     variants = tuple(sorted({variant for requirement, variant, _ in held.places if requirement == id}))
-    waived = tuple(waiver for waiver, patterns in _waived(backend) if fits(patterns, id))
+    waived = tuple(waiver for waiver, patterns in _waived(backend, held.path) if fits(patterns, id))
     if not variants and not waived:
         return None
     return Judged(backend, tuple(f"{name} {version}" for name, version in held.versions.items()), variants, waived)
 
 
 @cache
-def _backends() -> tuple[str, ...]:
-    return tuple(sorted(path.stem for path in floor.FOLDER.glob("*.toml")))
+def _floors(backend: str) -> tuple[floor.Floor, ...]:
+    return floor.of_backend(backend)
 
 
 @cache
-def _floor(backend: str) -> floor.Floor:
-    return floor.read(floor.FOLDER / f"{backend}.toml")
-
-
-@cache
-def _waived(backend: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return the ids of a backend's waivers with the requirements, or patterns of them, that they name."""
+def _waived(backend: str, path_of_floor: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the ids of a backend's waivers for the versions of a floor, with the requirements that they name."""
     path = waivers.path_for(backend, "")
     entries = tomllib.loads(path.read_text(encoding="utf-8"))["waiver"] if path is not None else ()
-    return tuple((entry["id"], tuple(entry["requirements"])) for entry in entries)
+    versions = floor.read(path_of_floor).versions
+    return tuple(
+        (entry["id"], tuple(entry["requirements"])) for entry in entries if waivers.is_of(entry["versions"], versions)
+    )
 
 
 def _part(title: str, found: Sequence[Place | Judged], absent: str) -> Iterator[str]:

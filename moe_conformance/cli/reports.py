@@ -104,7 +104,7 @@ def floor_(backend: str, report: Path | None) -> None:
     whole = not (head["filtered"] or head["shard"] or head["interrupted"]) and head["profile"] == "quick"
     if head["backend"] != backend or not whole or head["ranks"] != floor.RANKS:
         raise CannotRun(f"a floor needs the whole quick profile of {backend} on {floor.RANKS} ranks")
-    path = floor.FOLDER / f"{backend}.toml"
+    path = floor.path_to_write(backend, head["versions"])
     text = floor.text(standings(found.records), layout_names(), head["versions"])
     path.write_text(text, encoding="utf-8")
     click.echo(f"written: {path}; look at the difference before you commit it")

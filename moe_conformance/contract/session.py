@@ -106,6 +106,9 @@ class Backend(Protocol):
     Optional: `library_modules: tuple[str, ...]`, modules of the code under test, where these are the adapter's own: a
     file that holds both, say. `single_rank = True`: there is no expert parallelism, and no run has to judge any.
 
+    Optional: `library: Library` of `moe_conformance.backends.library`, for a backend that supports a range of versions:
+    `--library PATH` is refused where the library is not in that folder.
+
     Optional: `sampled: tuple[str, ...]`, variants that share most of what they do with others. The quick profile
     tries them on three layouts; the other profiles leave nothing out.
     """

@@ -11,7 +11,7 @@ from typing import Any
 from moe_conformance.workloads.selection import shards
 from moe_conformance.workloads.selection.shards import Shard
 
-REPLAYED = ("backend", "device", "plant", "profile")  # the options of `replay`
+REPLAYED = ("backend", "library", "device", "plant", "profile")  # the options of `replay`
 # Options that select a part of a run, or how it is reported; a command that repeats a failure has none of them.
 _OF_ONE_RUN = ("only", "against", "report", "matrix", "propose_waivers", "shard", "time_limit")
 MOST_RANKS = 64  # group construction is checked against its oracle up to here
@@ -37,6 +37,7 @@ class Option:
 
 OPTIONS = (
     Option("backend", "NAME|pkg.mod:Class", "the implementation under test (default: native)"),
+    Option("library", "PATH", "a checkout of the library under test, imported in place of the installed one"),
     Option("ranks", "N", f"the largest world, 1 to {MOST_RANKS}; larger layouts are not applicable (default: 4)"),
     Option("device", "cpu|cuda", "device of the ranks' tensors (default: cpu)", ("cpu", "cuda")),
     Option(
@@ -89,6 +90,7 @@ class Options:
     """The options of a run; requirement ids and paths are text that its users resolve."""
 
     backend: str = "native"
+    library: str = ""
     ranks: int = 4
     device: str = "cpu"
     profile: str = "quick"

@@ -21,7 +21,7 @@ from moe_conformance.plugin.scripts import Scripts
 from moe_conformance.plugin.stopping import Stopping
 from moe_conformance.report import not_run, problems, result, summary
 from moe_conformance.report.comparison import compare
-from moe_conformance.report.floor import sentence
+from moe_conformance.report.floor import of_backend, sentence
 from moe_conformance.report.journal import Journal
 from moe_conformance.report.live import Live
 from moe_conformance.report.progress import Progress
@@ -275,8 +275,20 @@ class Reporter:
             shown_kinds=self._live.shown,
             scripts=self._scripts.written,
         )
+        for line in self._of_other_versions():
+            terminalreporter.write_line(line)
         if self._written is not None:
             terminalreporter.write_line(f"report: {self._written}")
+
+    def _of_other_versions(self) -> Iterator[str]:
+        """Yield which waivers and floors are not applied, since they are of other versions of the library."""
+        if elsewhere := self._run.waivers.elsewhere:
+            yield f"{len(elsewhere)} waivers are of other versions, and not applied"
+        if self._run.options.plant or self._run.options.device != "cpu" or self._run.floor is not None:
+            return
+        if floors := of_backend(self._run.target):
+            versions = (" ".join(f"{name} {version}" for name, version in floor.versions.items()) for floor in floors)
+            yield f"held to no floor; there are floors of {', of '.join(versions)}"
 
     @property
     def _terminal(self) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
@@ -13,6 +14,7 @@ from typing import Any
 from moe_conformance import spec
 from moe_conformance import waiving as waivers
 from moe_conformance.backends import registry
+from moe_conformance.backends.library import Library
 from moe_conformance.contract import Backend, Unsupported
 from moe_conformance.engine.gpu.slices import Slice, share, visible
 from moe_conformance.engine.hosts import Cluster
@@ -58,7 +60,7 @@ def prepare(options: Options, site: Cluster | None = None) -> Run:
         why = spec.load()[unchecked[0]].without_check
         raise Unusable(f"{unchecked[0]} has no check yet" + (f": {why}" if why else ""))
     target = planted(options.plant) if options.plant else options.backend
-    backend, versions = open_backend(target)
+    backend, versions = open_backend(target, options.library)
     _require_device(options.device)
     if options.profile == "virtual" and getattr(backend, "process_per_rank", False):
         raise Unusable(f"{target} keeps per-rank state in module globals, which virtual ranks share")
@@ -80,20 +82,27 @@ def prepare(options: Options, site: Cluster | None = None) -> Run:
     if options.report:
         _require_writable(Path(options.report))
     try:
-        path = None if options.plant or options.device != "cpu" else floor.path_for(target)
-        lowest = None if path is None else floor.read(path)
+        floors = () if options.plant or options.device != "cpu" else floor.of_backend(target)
+        lowest = next((held for held in floors if held.is_of(versions)), None)
         against = result.read(Path(options.against)) if options.against else None
     except (floor.Unreadable, result.NoReport) as error:
         raise Unusable(str(error)) from error
     return Run(options, target, backend, versions, held, datetime.now(UTC), site, lowest, against)
 
 
-def open_backend(target: str) -> tuple[Backend, Mapping[str, str]]:
+def open_backend(target: str, checkout: str = "") -> tuple[Backend, Mapping[str, str]]:
     """Return a backend and its versions; the library under test is not imported here.
 
+    Args:
+        target: A registered name or pkg.mod:Class.
+        checkout: A folder that precedes all others from which modules are imported, here and on the ranks; "" is none.
+
     Raises:
-        Unusable: there is no such backend, it is none, it cannot be made, or its library is not installed.
+        Unusable: there is no such backend, it is none, it cannot be made, or its library is not installed; the checkout
+            is no folder, or the library is not in it.
     """
+    if checkout:
+        _put_in_front(checkout)
     try:
         backend = registry.load(target)
         versions = dict(backend.versions())
@@ -105,7 +114,19 @@ def open_backend(target: str) -> tuple[Backend, Mapping[str, str]]:
         raise Unusable(f"backend {target} cannot be created: {type(error).__name__}: {error}") from error
     if not backend.variants:
         raise Unusable(f"backend {target} has no variants; name at least one, such as 'default'")
+    library: Library | None = getattr(backend, "library", None)
+    if checkout and library is not None and library.folder() != Path(checkout).resolve():
+        raise Unusable(f"there is no {library.module} in {checkout}; give the folder from which it is imported")
     return backend, versions
+
+
+def _put_in_front(checkout: str) -> None:
+    """Make modules in a folder precede those of the same name elsewhere; ranks get `sys.path` from this process."""
+    folder = Path(checkout).resolve()
+    if not folder.is_dir():
+        raise Unusable(f"--library {checkout} is no folder; give a checkout of the library")
+    if str(folder) not in sys.path[:1]:
+        sys.path.insert(0, str(folder))
 
 
 def planted(name: str) -> str:

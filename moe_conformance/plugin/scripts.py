@@ -67,6 +67,8 @@ class Scripts:
         yield "from moe_conformance.reproducing import reproduce"
         yield ""
         yield f"sys.path.append({os.getcwd()!r})  # where the run was started: the adapter is found from there"
+        if options.library:
+            yield f"sys.path.insert(0, {str(Path(options.library).resolve())!r})  # the checkout of the library"
         yield "reproduce("
         values: dict[str, object] = {
             "backend": self._run.target,

@@ -1,7 +1,9 @@
 """The floor of a backend: what must pass, by requirement, variant and layout. A run that falls below it fails.
 
-One TOML file per backend, `floors/<name>.toml`: the versions of what was judged, and a table for each variant, in it a
-line for each requirement with the layouts on which it passes in the quick profile on 4 ranks.
+TOML files, `floors/<backend>.toml` and, for another version of its library, `floors/<backend>@<version>.toml`: the
+versions of what was judged, and a table for each variant, in it a line for each requirement with the layouts on which
+it passes in the quick profile on 4 ranks. A run is held to the floor of its library's release, such as 0.19; a checkout
+is held to none.
 
     versions = {"torchtitan" = "0.3.0", "torch" = "2.13.0"}
 
@@ -18,6 +20,8 @@ import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from packaging.version import Version
 
 from moe_conformance.report.records import CASE_CRASHED, FAILING, Record
 from moe_conformance.report.standing import Place, Standing, in_words, places, standings
@@ -40,6 +44,12 @@ class Floor:
     places: frozenset[Place]
     versions: Mapping[str, str] = field(default_factory=dict)  # empty if the file has none
 
+    def is_of(self, versions: Mapping[str, str]) -> bool:
+        """Whether a run of these versions is held to it: of all packages but torch they have the same minor release."""
+        return all(
+            _release(versions.get(name)) == _release(held) for name, held in self.versions.items() if name != "torch"
+        )
+
     def fallen(self, records: Iterable[Record], run: Collection[Place]) -> Iterator[tuple[Place, str]]:
         """Yield each place that no longer passes, with its verdict.
 
@@ -61,10 +71,37 @@ class Floor:
                 yield place, verdict
 
 
-def path_for(target: str) -> Path | None:
-    """Return the installed floor of a backend, None if it has none."""
-    path = FOLDER / f"{target}.toml"
-    return path if ":" not in target and path.is_file() else None
+def of_backend(target: str) -> tuple[Floor, ...]:
+    """Return the installed floors of a backend, that of its default versions first.
+
+    Raises:
+        Unreadable: one of them cannot be read or is none.
+    """
+    if ":" in target:
+        return ()
+    paths = [FOLDER / f"{target}.toml", *sorted(FOLDER.glob(f"{target}@*.toml"))]
+    return tuple(read(path) for path in paths if path.is_file())
+
+
+def backends() -> tuple[str, ...]:
+    """Return the names of the backends that have a floor, sorted."""
+    return tuple(sorted({path.stem.partition("@")[0] for path in FOLDER.glob("*.toml")}))
+
+
+def path_to_write(backend: str, versions: Mapping[str, str]) -> Path:
+    """Return the file of the floor of these versions: the one that there is, or a new one."""
+    held = of_backend(backend)
+    if found := next((each.path for each in held if each.is_of(versions)), None):
+        return found
+    library = next((version for name, version in versions.items() if name != "torch"), "")
+    return FOLDER / (f"{backend}@{library}.toml" if held else f"{backend}.toml")
+
+
+def _release(version: str | None) -> tuple[int, int] | None:
+    """Return major and minor of a published version; None for a checkout, which has a commit behind a plus sign."""
+    if version is None or Version(version).local:
+        return None
+    return Version(version).major, Version(version).minor
 
 
 def read(path: Path) -> Floor:

@@ -22,8 +22,8 @@ One TOML file per backend, `waivers/<name>.toml`, with one `[[waiver]]` table pe
 
 An item that fails in one of these ways, and in no other, is shown as waived and does not fail the run. A crash or a
 hang is a kind of its own ("Raised", "Died", "Hung"); it violates EXCH-09, and is waived under that id or under those of
-the checks that meet it. A waiver fails the run if it is expired, incomplete, misspelt,
-unused or outside its versions, or if an item that it matches passes.
+the checks that meet it. A waiver fails the run if it is expired, incomplete, misspelt or unused, or if an item that it
+matches passes. One of other versions than those installed is not applied.
 
 Checks that draw their batches have the workload "drawn". Where `workloads` names "drawn with float64", or with another
 feature of drawn batches, none with it is drawn, so that the search can find other faults.
@@ -97,16 +97,19 @@ def load(path: Path | None, names: Names, today: date) -> Waivers:
     if set(tables) - {"waiver"} or not isinstance(entries, list):
         raise Unreadable(f"the waivers {path} hold something else than [[waiver]] tables")
     held: list[Waiver] = []
+    elsewhere: list[str] = []
     problems: list[str] = []
     for position, entry in enumerate(entries):
         found = list(_problems(entry, names, today))
-        if entry.get("id") in [waiver.id for waiver in held]:
+        if entry.get("id") in (*(waiver.id for waiver in held), *elsewhere):
             found.append(Problem("id", "its id occurs twice"))
         name = entry.get("id", f"waiver {position + 1}")
         problems += [f"{path.name}, line {_line(text, position, field)}, {name}: {what}" for field, what in found]
-        if not found:
+        if not found and is_of(entry["versions"], names.versions):
             held.append(waiver_of(entry))
-    return Waivers(path, tuple(held), tuple(problems))
+        elif not found:
+            elsewhere.append(entry["id"])
+    return Waivers(path, tuple(held), tuple(problems), tuple(elsewhere))
 
 
 def waiver_of(entry: Mapping[str, Any]) -> Waiver:
@@ -235,21 +238,27 @@ def _texts(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(part, str) and part for part in value)
 
 
+def is_of(wanted: Iterable[str], versions: Mapping[str, str]) -> bool:
+    """Whether versions are within all bounds such as "torchtitan>=0.3,<0.4"; a checkout counts as what it declares."""
+    installed = {canonicalize_name(name): version for name, version in versions.items()}
+    bounds = map(Requirement, wanted)
+    return all(
+        bound.specifier.contains(installed.get(canonicalize_name(bound.name), "0"), prereleases=True)
+        for bound in bounds
+    )
+
+
 def _version_problem(wanted: str, versions: Mapping[str, str]) -> Iterator[str]:
-    """Yield why the waiver does not apply to the installed version."""
+    """Yield what is wrong with the bounds of a package's versions."""
     try:
         requirement = Requirement(wanted)
     except InvalidRequirement as error:
         yield f"versions: {wanted!r} is not of the form 'package>=1,<2' ({str(error).splitlines()[0]})"
         return
-    installed = {canonicalize_name(name): version for name, version in versions.items()}
-    found = installed.get(canonicalize_name(requirement.name))
-    if found is None:
+    if canonicalize_name(requirement.name) not in map(canonicalize_name, versions):
         yield f"versions: the backend reports no {requirement.name}, only {', '.join(sorted(versions))}"
     elif not requirement.specifier:
         yield f"versions: {wanted!r} sets no bounds"
-    elif not requirement.specifier.contains(found, prereleases=True):
-        yield f"holds for {wanted}, and {found} is installed; check it, then change its versions or delete it"
 
 
 def _some(names: Iterable[str]) -> str:

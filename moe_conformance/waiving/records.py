@@ -111,11 +111,15 @@ class Names:
 
 @dataclass(frozen=True)
 class Waivers:
-    """The valid waivers, and sentences about the others: each of these fails the run."""
+    """The valid waivers, and sentences about the others: each of these fails the run.
+
+    Those of other versions of the library are in neither: `elsewhere` has their ids.
+    """
 
     path: Path | None
     held: tuple[Waiver, ...] = ()
     problems: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()
 
     def leaves_out(self, item: Item, feature: str) -> bool:
         """Whether an item that draws batches must draw none with a feature."""

@@ -207,7 +207,6 @@ class TestProblems:
             ('["instead of", "y of rank"]', "[]", "words is a list of pieces of the message"),
             ("at_most = 100", "at_most = 0.5", "at_most is a number of allowed errors, 1 or more"),
             ("at_most = 100", "most = 100", "most is missing or unknown"),
-            (">=1.4,<2", ">=1.5,<2", "holds for some_library>=1.5,<2, and 1.4.2 is installed"),
             (">=1.4,<2", "", "sets no bounds"),
             (">=1.4,<2", "=?4", "is not of the form"),
             ("[alltoall-ep2-even]", "[alltoall-ep2-uneven]", "is no test_name[variant-layout-workload]"),
@@ -215,13 +214,30 @@ class TestProblems:
         ],
     )
     def test_a_wrong_waiver_does_not_hold_and_says_why(self, tmp_path: Path, old: str, new: str, sentence: str) -> None:
-        """Misspelt, expired or for other versions: it waives nothing, and a sentence names the file and the waiver."""
+        """Misspelt or expired, it waives nothing, and a sentence names the file and the waiver."""
         assert old in GOOD
         waivers = loaded(tmp_path, GOOD.replace(old, new))
         assert () == waivers.held
         problem = waivers.problems[0]
         assert sentence in problem
         assert re.match(r"some\.toml, line \d+, W-1: ", problem)
+
+    @pytest.mark.parametrize(
+        ("bounds", "held"), [(">=1.4,<2", ["W-1"]), (">=1.5,<2", []), ("<1.4.2", []), ("==1.4.2", ["W-1"])]
+    )
+    def test_one_of_other_versions_is_not_applied(self, tmp_path: Path, bounds: str, held: list[str]) -> None:
+        """It waives nothing and fails nothing; its id is known, and occurs once all the same."""
+        waivers = loaded(tmp_path, GOOD.replace(">=1.4,<2", bounds))
+        assert (held, ()) == ([waiver.id for waiver in waivers.held], waivers.problems)
+        assert {"W-1"} - set(held) == set(waivers.elsewhere)
+        assert 1 == len(loaded(tmp_path, GOOD.replace(">=1.4,<2", bounds) + GOOD).problems)
+
+    def test_a_checkout_counts_as_the_version_that_it_declares(self, tmp_path: Path) -> None:
+        """A commit behind the version, or a release candidate, does not take it out of the bounds."""
+        for version in ("1.4.2+d98e8a64ddf3", "1.5rc1"):
+            names = replace(NAMES, versions={**NAMES.versions, "some-library": version})
+            (tmp_path / "some.toml").write_text(GOOD)
+            assert ["W-1"] == [waiver.id for waiver in load(tmp_path / "some.toml", names, TODAY).held]
 
     def test_an_id_occurs_once(self, tmp_path: Path) -> None:
         """The second waiver of the same id does not hold."""

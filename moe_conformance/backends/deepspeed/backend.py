@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import ClassVar
 
 import torch
 
-from moe_conformance.contract import Limit, Session, Topology, Unsupported
+from moe_conformance.backends.library import Library
+from moe_conformance.contract import Limit, Session, Topology
 
 _INSTALL = "pip install --no-deps deepspeed, and einops hjson msgpack ninja psutil py-cpuinfo pydantic tqdm"
 _TRUST = "nothing is checked: what one rank raises leaves the others waiting, and other sizes abort the process"
@@ -21,6 +21,13 @@ class DeepSpeed:
     name: ClassVar[str] = "deepspeed"
     variants: ClassVar[tuple[str, ...]] = ("moe",)
     process_per_rank: ClassVar[bool] = True  # deepspeed.utils.groups
+    library: ClassVar[Library] = Library(
+        "deepspeed",
+        "deepspeed",
+        ">=0.19.6,<0.20",
+        _INSTALL,
+        lambda folder: (folder / "version.txt").read_text().strip(),
+    )
     preload: ClassVar[tuple[str, ...]] = ("moe_conformance.backends.deepspeed.library",)
     environment: ClassVar[Mapping[str, str]] = {
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the preload asks for a GPU, and must not start CUDA before the fork
@@ -28,9 +35,7 @@ class DeepSpeed:
 
     def versions(self) -> Mapping[str, str]:
         """Versions of DeepSpeed and of torch."""
-        if find_spec("deepspeed") is None:
-            raise Unsupported(f"deepspeed is not installed: {_INSTALL}")
-        return {package: version(package) for package in ("deepspeed", "torch")}
+        return {"deepspeed": self.library.version(), "torch": version("torch")}
 
     def limits(self, variant: str) -> Sequence[Limit]:
         """Nothing checks input."""

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import re
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 
-from moe_conformance.contract import Limit, Session, Topology, Unsupported
+from moe_conformance.backends.library import Library
+from moe_conformance.contract import Limit, Session, Topology
 
 _STATE = "the dispatcher keeps the splits, the map and the shapes of the last dispatch on itself"
 _TRUST = "nothing is checked: what one rank raises leaves the others waiting, and other sizes abort the process"
 _MAP = "the dispatcher takes a boolean map (T, E), in which a token has an expert once or not at all"
 _EVEN = "all_gather_into_tensor and reduce_scatter_tensor take equal sizes: other sizes abort or hang on gloo"
 _SEQUENCE = "sequence parallelism gathers equal numbers of tokens from the ranks of tp for a shared expert"
+
+
+def _declared(folder: Path) -> str:
+    """Return the version that a checkout declares, in four constants."""
+    text = (folder / "megatron" / "core" / "package_info.py").read_text()
+    parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = '?(\w*)'?$", text, re.MULTILINE))
+    return f"{parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}{parts['PRE_RELEASE']}"
 
 
 class MegatronCore:
@@ -24,6 +34,9 @@ class MegatronCore:
     variants: ClassVar[tuple[str, ...]] = ("alltoall", "allgather")
     orders: ClassVar[tuple[str, ...]] = ("tp-cp-ep-pp-dp", "pp-tp-cp-ep-dp", "tp-pp-cp-ep-dp", "dp-ep-cp-tp-pp")
     process_per_rank: ClassVar[bool] = True  # parallel_state
+    library: ClassVar[Library] = Library(
+        "megatron-core", "megatron.core", ">=0.16,<0.21", "pip install --no-deps megatron-core", _declared
+    )
     preload: ClassVar[tuple[str, ...]] = ("moe_conformance.backends.megatron_core.library",)
     environment: ClassVar[Mapping[str, str]] = {
         "TORCH_COMPILE_DISABLE": "1",  # else its decorators compile while it is imported, and then once per shape
@@ -32,13 +45,7 @@ class MegatronCore:
 
     def versions(self) -> Mapping[str, str]:
         """Versions of Megatron-Core and torch."""
-        found = {}
-        for package in ("megatron-core", "torch"):
-            try:
-                found[package] = importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError as error:
-                raise Unsupported(f"{package} is not installed: pip install --no-deps megatron-core") from error
-        return found
+        return {"megatron-core": self.library.version(), "torch": version("torch")}
 
     def limits(self, variant: str) -> Sequence[Limit]:
         """What the dispatchers' interfaces exclude."""

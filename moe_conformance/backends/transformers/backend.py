@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from importlib.util import find_spec
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 
+from moe_conformance.backends.library import Library
 from moe_conformance.backends.transformers.exchange import SharedExchange
 from moe_conformance.backends.transformers.experts import ShardedExperts
 from moe_conformance.backends.transformers.layer import ModelLayer
@@ -39,6 +41,12 @@ _ROUTING = (
 )  # fmt: skip
 
 
+def _declared(folder: Path) -> str:
+    """Return the version that a checkout's `src` declares."""
+    text = (folder / "transformers" / "__init__.py").read_text()
+    return re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)[0]
+
+
 class Transformers:
     """The published transformers; on CPU ranks over gloo or on GPUs."""
 
@@ -54,13 +62,12 @@ class Transformers:
         "transformers.models.qwen2_moe.modeling_qwen2_moe",
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
     )
+    library: ClassVar[Library] = Library("transformers", "transformers", ">=5.23,<6", _INSTALL, _declared)
     environment: ClassVar[Mapping[str, str]] = {"HF_HUB_OFFLINE": "1"}  # nothing is ever asked of a server
 
     def versions(self) -> Mapping[str, str]:
         """Versions of transformers and of torch."""
-        if find_spec("transformers") is None:
-            raise Unsupported(f"transformers is not installed: {_INSTALL}")
-        return {package: version(package) for package in ("transformers", "torch")}
+        return {"transformers": self.library.version(), "torch": version("torch")}
 
     def limits(self, variant: str) -> Sequence[Limit]:
         """The all-to-all has no value for an empty slot; the all-reduce masks it as another rank's expert."""
