@@ -44,7 +44,8 @@ _ROUTING = (
 def _declared(folder: Path) -> str:
     """Return the version that a checkout's `src` declares."""
     text = (folder / "transformers" / "__init__.py").read_text()
-    return re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)[0]
+    versions: list[str] = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    return versions[0]
 
 
 class Transformers:
