@@ -76,8 +76,19 @@ class TestDoctor:
         assert "not on ep2-etp2: not adapted: experts lie whole on one rank each, as many on every rank" in lines
         assert "maps: top_k = 1, experts = 6, bfloat16" in lines
         assert "limit on wrong_use: only False (one rank raises, the others wait)" in lines
+        assert any(line.startswith("one run of each: exchange with the probe") for line in lines)
         (lacking,) = [line for line in lines if line.startswith("not in the session: ")]
         assert {"router", "layer", "scatter_add"} <= set(lacking.partition(": ")[2].split(", "))
+
+    def test_what_is_built_and_fails_when_it_is_called_is_reported(self, tmp_path: Path) -> None:
+        """An adapter whose library has changed the signature of a call builds its surface as before."""
+        run(tmp_path, "new", "our_moe.py")
+        (tmp_path / "changed.py").write_text(CHANGED)
+        told = run(tmp_path, "doctor", "--backend", "changed:Changed", "--ranks", "1")
+        assert 1 == told.returncode, told.stdout
+        assert "exchange: single" in told.stdout
+        assert "one run of each: none could be made" in told.stdout
+        assert "rank 0 raised in forward:0: TypeError: unexpected argument" in told.stdout, told.stdout
 
     def test_a_gate_that_does_not_take_the_default_is_found(self, tmp_path: Path) -> None:
         """A router that always normalises is offered, and what it takes is told."""
@@ -96,6 +107,25 @@ class TestDoctor:
         assert (2, True) == (dotted.returncode, "did you mean broken:Backend?" in dotted.stdout)
 
 
+CHANGED = """
+from our_moe import Backend, MyExchange, MySession
+
+
+class Exchange(MyExchange):
+    def dispatch(self, x, routing):
+        raise TypeError("unexpected argument")
+
+
+class Session(MySession):
+    def exchange(self, config):
+        super().exchange(config)
+        return Exchange(config, self.topology)
+
+
+class Changed(Backend):
+    def open(self, topology, device):
+        return Session(topology)
+"""
 BROKEN = """
 from moe_conformance.contract import Session
 
