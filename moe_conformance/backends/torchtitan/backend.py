@@ -1,13 +1,4 @@
-"""torchtitan 0.3: its token dispatchers, grouped experts and router.
-
-Letters as in the contract. What the library does, as read in its code and observed here: the scores are applied in
-`combine`, in float32, and nowhere else; the experts multiply in bfloat16 whatever the parameters are; FSDP2 shards the
-experts over the ranks that replicate them (its mesh axis `efsdp`, our edp) and sums their gradients without division,
-because the loss is divided by the token count of all ranks beforehand.
-
-The library's own default for collectives, `spmd_types`, uses the list form of all-to-all, for which gloo needs equal
-sizes; `partial_dtensor`, another of its settings, uses all_to_all_single and is what runs here.
-"""
+"""The backend's name, variants and limits, and its session. Importing this module does not import torchtitan."""
 
 from __future__ import annotations
 
@@ -23,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from moe_conformance.backends.library import Library
-from moe_conformance.backends.torchtitan_balance import BalancingRouters, require_balanced
-from moe_conformance.backends.torchtitan_config_rules import ConfigRules
-from moe_conformance.backends.torchtitan_layer import ROUND_ROBIN, Layer, expert_windows, require_placed
-from moe_conformance.backends.torchtitan_router import Router
-from moe_conformance.backends.torchtitan_rows import CombineAdd, Permutation, Reordering, ScatterAdd
+from moe_conformance.backends.torchtitan.balance import BalancingRouters, require_balanced
+from moe_conformance.backends.torchtitan.config_rules import ConfigRules
+from moe_conformance.backends.torchtitan.layer import ROUND_ROBIN, Layer, expert_windows, require_placed
+from moe_conformance.backends.torchtitan.router import Router
+from moe_conformance.backends.torchtitan.rows import CombineAdd, Permutation, Reordering, ScatterAdd
 from moe_conformance.contract import (
     Claims,
     Config,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from moe_conformance.backends.torchtitan_layer import moe_config
+from moe_conformance.backends.torchtitan.layer import moe_config
 from moe_conformance.contract import Config, Named, Read, Routed, Routing
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from moe_conformance.backends.torchtitan_layer import moe_config
+from moe_conformance.backends.torchtitan.layer import moe_config
 from moe_conformance.contract import Config, Settings, Unsupported, VersionLimit
 
 _MAPPED = {"experts", "top_k", "groups", "groups_chosen", "shared_experts", "extra"}
