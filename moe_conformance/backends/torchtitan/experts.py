@@ -1,0 +1,107 @@
+"""The library's grouped experts of one rank, which FSDP2 shards over their replicas. F intermediate size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+from moe_conformance.backends.torchtitan.layer import expert_windows
+from moe_conformance.contract import Config, Delivery, Named, Read, Topology, Unsupported
+
+
+def require_rows(config: Config) -> None:
+    """Refuse sizes that the experts' matrix product does not take."""
+    for size in (config.hidden, config.ffn):
+        if size % 8:
+            raise Unsupported(f"torch's grouped matmul needs rows of a multiple of 8 bfloat16, not {size}")
+
+
+class Experts:
+    """GroupedExperts of this rank's N experts, under FSDP2 where edp > 1.
+
+    FSDP2 shards float32 parameters and casts them for every use, as the library's mixed precision has it. Microbatches
+    accumulate without reduction until `reduce`; a rank's own gradient can be read before it in float32 alone.
+    """
+
+    def __init__(self, config: Config, first: int, held: int, topology: Topology, device: torch.device) -> None:
+        from torchtitan.models.common.moe import GroupedExperts
+
+        built = GroupedExperts.Config(dim=config.hidden, hidden_dim=config.ffn, num_experts=held).build()
+        self._first, self._topology, self._device = first, topology, device
+        self._edp = topology.ranks("edp")
+        self._module: nn.Module = built.to(device, torch.float32 if len(self._edp) > 1 else config.dtype)
+        if len(self._edp) > 1:
+            self._shard(config)
+
+    def _shard(self, config: Config) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
+
+        mesh = DeviceMesh.from_group(self._topology.group("edp"), self._device.type, mesh_dim_names=("efsdp",))
+        # As in the library: by expert, or within the experts where there are more ranks than experts.
+        dim = 1 if len(self._edp) * len(self._topology.ranks("ep")) > config.experts else 0
+        fully_shard(
+            self._module,
+            mesh=mesh,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=config.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            ),
+            reshard_after_forward=False,  # as the library has it under pipeline schedules
+            shard_placement_fn=lambda _: Shard(dim),
+        )
+        disable_fsdp_gradient_division(self._module)
+        module: Any = self._module
+        if self._device.type == "cpu":  # gloo has no premultiplied sum, which FSDP2 takes even for a factor of one
+            module.set_force_sum_reduction_for_comms(True)
+        module.set_requires_gradient_sync(False)
+        module.set_reshard_after_backward(False)
+        module.set_is_last_backward(False)
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """The class, the type of its parameters and how they are sharded."""
+        weight = next(self._module.parameters())
+        return {
+            "experts": type(self._module).__qualname__,
+            "parameters": str(weight.dtype),
+            "shards": str(weight.placements) if isinstance(weight, DTensor) else "none",
+        }
+
+    def __call__(self, delivery: Delivery) -> Tensor:
+        """Return the output of every row."""
+        assert delivery.counts_N is not None  # the dispatchers count
+        out_RD: Tensor = self._module(delivery.rows_RD, delivery.counts_N.to(delivery.rows_RD.device))
+        return out_RD
+
+    def named(self, read: Read) -> Iterator[Named]:
+        """Yield the three matrices of every expert, as far as they are on this rank."""
+        return expert_windows(self._module, self._first, self._topology, read)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module."""
+        return self._module
+
+    def reshard(self) -> None:
+        """Free the gathered parameters, which FSDP2 is configured to keep."""
+        if len(self._edp) > 1:
+            module: Any = self._module
+            module.reshard()
+
+    def reduce(self) -> None:
+        """Reduce gradients as the pipeline schedules do after the last backward."""
+        if len(self._edp) == 1:
+            return
+        from torch.distributed.pipelining import PipelineStage
+
+        pp = self._topology.ranks("pp")
+        stage: Any = PipelineStage(
+            self._module, pp.index(self._topology.rank), len(pp), self._device, group=self._topology.group("pp")
+        )
+        stage.perform_reduce_grad(1)

@@ -1,0 +1,161 @@
+"""A session: builds the library's parts for one layout of ranks. The library keeps one global, its SPMD setting."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torchtitan.distributed import utils
+
+from moe_conformance.backends.torchtitan.balance import BalancingRouters, require_balanced
+from moe_conformance.backends.torchtitan.config_rules import ConfigRules
+from moe_conformance.backends.torchtitan.exchange import INSTALL, Exchange, dispatcher, dispatcher_config, placement
+from moe_conformance.backends.torchtitan.experts import Experts, require_rows
+from moe_conformance.backends.torchtitan.layer import ROUND_ROBIN, Layer, require_placed
+from moe_conformance.backends.torchtitan.router import Router
+from moe_conformance.backends.torchtitan.rows import CombineAdd, Permutation, Reordering, ScatterAdd
+from moe_conformance.contract import (
+    Config,
+    Packing,
+    Parametrised,
+    Session,
+    TokenPadding,
+    Topology,
+    TrainingRouters,
+    Unsupported,
+)
+
+
+class TitanSession(Session):
+    """The parts that torchtitan has."""
+
+    def __init__(self, topology: Topology, device: torch.device) -> None:
+        """Use all_to_all_single, also for pieces of other sizes, which is the library's setting partial_dtensor."""
+        self._topology, self._device = topology, device
+        self._setting = utils.get_spmd_backend()
+        utils.set_spmd_backend("partial_dtensor")
+
+    def exchange(self, config: Config) -> Exchange:
+        """Build a dispatcher and wire it to this rank's ep group; it takes any T, also packed."""
+        config.only(
+            "variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "padding.packed", "sharding"
+        )
+        if config.weights_applied == "input":
+            raise Unsupported("torchtitan 0.3 applies the scores after the experts only, not weights_applied='input'")
+        first, held = placement(self._topology, config)
+        return Exchange(dispatcher(config, self._topology, self._device), range(first, first + held))
+
+    def experts(self, config: Config) -> Experts:
+        """Build this rank's GroupedExperts; FSDP2 shards them where they are replicated."""
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "sharding")
+        if config.sharding == "gradients":
+            raise Unsupported("torchtitan shards parameters over replicas by FSDP2, and never gradients alone")
+        require_rows(config)
+        first, held = placement(self._topology, config)
+        if len(self._topology.ranks("edp")) > 1 and config.dtype == torch.float64:
+            raise Unsupported("torchtitan keeps and reduces in float32 what FSDP2 shards, not in torch.float64")
+        return Experts(config, first, held, self._topology, self._device)
+
+    def router(self, config: Config) -> Router:
+        """Build an MoE layer and replace its routed experts: what they would receive is the routing."""
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing", "gate_bias", "router_dtype")
+        _require_routed(config)
+        if config.router_dtype not in (None, torch.float32):
+            raise Unsupported(f"torchtitan 0.3 computes gate and scores in float32, not in {config.router_dtype}")
+        if config.router_dtype == torch.float32 != config.dtype and self._device.type == "cpu":
+            raise Unsupported("torchtitan casts its gate by autocast to float32, which torch switches off on CPU")
+        return Router(config, self._device)
+
+    def training_routers(self, config: Config) -> TrainingRouters:
+        """Refuse: routers have no losses."""
+        del config
+        raise Unsupported("torchtitan 0.3 has no loss of routers: their load is balanced by an expert bias alone")
+
+    def balancing_routers(self, config: Config) -> BalancingRouters:
+        """Build the MoE modules of a model as for their routers, and register the hook that updates their biases."""
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing", "balance")
+        _require_routed(config)
+        require_balanced(config, self._topology)
+        routers = [Router(config, self._device) for _ in range(config.balance.layers)]
+        return BalancingRouters(routers, [router.layer for router in routers], self._topology, self._device)
+
+    def config_rules(self, config: Config) -> ConfigRules:
+        """Resolve settings on one rank."""
+        if self._topology.sizes["world"] > 1:
+            raise Unsupported("the adapter resolves settings on one rank")
+        return ConfigRules(config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype"))
+
+    def layer(self, config: Config) -> Layer:
+        """Build an MoE module with a dispatcher on this rank's ep group; FSDP2 shards it where it is replicated."""
+        config.only(
+            "variant",
+            "experts",
+            "top_k",
+            "hidden",
+            "ffn",
+            "dtype",
+            "routing",
+            "shared.ffn",
+            "shared.gate",
+            "shared.bias",
+        )
+        _require_routed(config)
+        require_rows(config)
+        first, held = placement(self._topology, config)
+        require_placed(config, self._topology)
+        dispatcher = dispatcher_config(config, self._topology)
+        return Layer(config, self._topology, self._device, range(first, first + held), dispatcher)
+
+    def permutation(self, config: Config) -> Permutation:
+        """Build a dispatcher that sends nothing; torchao's pads."""
+        config.only("variant", "experts", "top_k", "hidden", "dtype", "padding.row_multiple")
+        if config.padding.row_multiple > 1 and find_spec("torchao") is None:
+            raise Unsupported(f"rows are padded by torchao: {INSTALL}")
+        return Permutation(config)
+
+    def scatter_add(self, config: Config) -> ScatterAdd:
+        """Return the operator that adds rows back."""
+        config.only("variant", "hidden", "dtype")
+        return ScatterAdd()
+
+    def combine_add(self, config: Config) -> CombineAdd:
+        """Return the operator that adds rows back, for the output of shared experts."""
+        config.only("variant", "hidden", "dtype")
+        return CombineAdd()
+
+    def reordering(self, config: Config) -> Reordering:
+        """Build the all-to-all dispatcher."""
+        return Reordering(config.only("variant", "experts", "top_k", "hidden", "dtype"))
+
+    def packing(self, config: Config) -> Packing:
+        """Refuse: nothing lays sequences out."""
+        del config
+        raise Unsupported("torchtitan 0.3 reads documents off positions that begin anew: it lays out no lengths")
+
+    def token_padding(self, config: Config) -> TokenPadding:
+        """Refuse: T is taken as it is."""
+        del config
+        raise Unsupported("torchtitan 0.3 pads the rows of experts, and no rank's tokens")
+
+    def finish_gradients(self, *built: Parametrised) -> None:
+        """Reduce the experts' gradients over their replicas, as the pipeline schedules do after the last backward."""
+        for surface in built:
+            if isinstance(surface, Layer):  # FSDP2 has reduced in every backward
+                continue
+            if not isinstance(surface, Experts):
+                raise Unsupported(f"the reduction of {type(surface).__name__}'s gradients is not adapted")
+            surface.reduce()
+
+    def close(self) -> None:
+        """Restore the library's global."""
+        utils.set_spmd_backend(self._setting)
+
+
+def _require_routed(config: Config) -> None:
+    """Refuse routing that the router does not have."""
+    if config.routing.score not in ("softmax", "sigmoid"):
+        raise Unsupported(f"torchtitan's router scores by softmax or sigmoid, not {config.routing.score}")
+    if config.routing.group_score != "top2_sum":
+        raise Unsupported(f"torchtitan ranks groups by their two best experts, not by {config.routing.group_score}")
+    if config.routing.forced not in ((), ROUND_ROBIN):
+        raise Unsupported(f"torchtitan's router forces round robin, and nothing else: not {config.routing.forced}")
