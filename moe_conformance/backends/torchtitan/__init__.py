@@ -1,4 +1,4 @@
-"""torchtitan 0.3: its token dispatchers, grouped experts, router and MoE module.
+"""torchtitan 0.3 and its main since: its token dispatchers, grouped experts, router and MoE module.
 
 What the library does, as read in its code and observed here. The scores are applied in `combine`, in float32, and
 nowhere else; the experts multiply in bfloat16 whatever the parameters are; FSDP2 shards the experts over the ranks that

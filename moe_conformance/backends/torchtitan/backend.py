@@ -15,7 +15,7 @@ from moe_conformance.contract import Limit, Session, Topology, Unsupported
 
 
 class TorchTitan:
-    """The published torchtitan; on CPU ranks over gloo or on GPUs."""
+    """torchtitan, published or a checkout; on CPU ranks over gloo or on GPUs."""
 
     name: ClassVar[str] = "torchtitan"
     variants: ClassVar[tuple[str, ...]] = tuple(DISPATCHERS)

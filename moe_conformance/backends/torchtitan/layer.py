@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moe_conformance.backends.fsdp_windows import local, require_one_bias, require_parts, shared_windows, whole_window
+from moe_conformance.backends.torchtitan.library import given
 from moe_conformance.contract import Config, Named, Read, Topology, Unsupported
 
 ROUND_ROBIN = (("round_robin", None),)  # the one strategy that the router forces
@@ -71,9 +72,9 @@ class _Block(nn.Module):
         super().__init__()
         self.moe = moe
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        y_BLD: Tensor = self.moe(x_BLD)
-        return y_BLD
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.moe(x)
+        return y
 
 
 class _Decoder(nn.Module):
@@ -86,9 +87,9 @@ class _Decoder(nn.Module):
         super().__init__()
         self.layers = nn.ModuleDict({"0": block})
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        y_BLD: Tensor = self.layers["0"](x_BLD)
-        return y_BLD
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers["0"](x)
+        return y
 
 
 def require_placed(config: Config, topology: Topology) -> None:
@@ -158,8 +159,8 @@ class Layer:
         }
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return y; the module takes [batch, sequence, D], and rows without a batch are a batch of one."""
-        y: Tensor = self._decoder(x if x.dim() == 3 else x[None])
+        """Return y."""
+        y: Tensor = self._decoder(given(self._moe, x))
         return y.reshape(x.shape)
 
     def named(self, read: Read) -> Iterator[Named]:

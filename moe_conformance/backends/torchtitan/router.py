@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from moe_conformance.backends.torchtitan.layer import moe_config
+from moe_conformance.backends.torchtitan.library import given
 from moe_conformance.contract import Config, Named, Read, Routed, Routing
 
 
 class _Tap(nn.Module):
     """Replaces the routed experts and keeps what they would receive."""
 
-    def forward(self, x_BLD: Tensor, scores_BLK: Tensor, ids_BLK: Tensor, counts_E: Tensor) -> Tensor:
-        self.handed = (scores_BLK, ids_BLK, counts_E)
-        return x_BLD
+    def forward(self, x: Tensor, scores: Tensor, ids: Tensor, counts_E: Tensor) -> Tensor:
+        self.handed = (scores, ids, counts_E)
+        return x
 
 
 class Router:
@@ -42,8 +43,8 @@ class Router:
         layer: nn.Module = self._layer
         return layer
 
-    def _keep_logits(self, _module: nn.Module, _inputs: object, logits_BLE: Tensor) -> None:
-        self._logits = logits_BLE
+    def _keep_logits(self, _module: nn.Module, _inputs: object, logits: Tensor) -> None:
+        self._logits = logits
 
     @property
     def resolved(self) -> Mapping[str, str]:
@@ -58,12 +59,11 @@ class Router:
 
     def __call__(self, x: Tensor) -> Routed:
         """Return what the router hands to the routed experts."""
-        x_BLD = x if x.dim() == 3 else x[None]
-        self._layer(x_BLD)
-        scores_BLK, ids_BLK, counts_E = self._tap.handed
+        self._layer(given(self._layer, x))
+        scores, ids, counts_E = self._tap.handed
         assert self._logits is not None  # the layer has just called its gate
-        K, E = scores_BLK.shape[-1], self._logits.shape[-1]
-        routing = Routing(ids_BLK.reshape(-1, K), scores_BLK.reshape(-1, K), E)
+        K, E = scores.shape[-1], self._logits.shape[-1]
+        routing = Routing(ids.reshape(-1, K), scores.reshape(-1, K), E)
         return Routed(routing, self._logits.reshape(-1, E), counts_E)
 
     def named(self, read: Read) -> Iterator[Named]:
