@@ -16,7 +16,7 @@ _TRUST = "nothing is checked: what one rank raises leaves the others waiting, an
 
 
 class DeepSpeed:
-    """The published deepspeed; on CPU ranks over gloo or on GPUs."""
+    """deepspeed, published or a checkout; on CPU ranks over gloo or on GPUs."""
 
     name: ClassVar[str] = "deepspeed"
     variants: ClassVar[tuple[str, ...]] = ("moe",)

@@ -22,9 +22,36 @@ with warnings.catch_warnings():
     from deepspeed.moe.layer import MoE
     from deepspeed.utils import groups
 
-__all__ = ["SHIMS", "MoE", "TokenChoiceTopKRouter", "comm", "groups", "initialize", "quiet", "sharded_moe"]
+__all__ = [
+    "SHIMS",
+    "MoE",
+    "TokenChoiceTopKRouter",
+    "comm",
+    "forget_groups",
+    "groups",
+    "initialize",
+    "quiet",
+    "sharded_moe",
+]
 
 initialize = deepspeed.initialize
+
+
+def _clear_records() -> None:
+    """Clear what the making of expert groups records."""
+    for records in (
+        groups._EXPERT_PARALLEL_GROUP,
+        groups._EXPERT_PARALLEL_GROUP_RANKS,
+        groups._EXPERT_DATA_PARALLEL_GROUP,
+        groups._EXPERT_DATA_PARALLEL_GROUP_RANKS,
+        groups._ALL_TO_ALL_GROUP,
+    ):
+        records.clear()
+    groups._WORLD_GROUP = groups.mpu = None
+
+
+# 0.19.6 and what is older leave it to the caller to clear the records of groups that were destroyed.
+forget_groups = getattr(groups, "_release_process_group_references", _clear_records)
 
 
 def quiet() -> warnings.catch_warnings[None]:

@@ -96,7 +96,7 @@ class Placement:
         made = (library.groups._EXPERT_PARALLEL_GROUP, library.groups._EXPERT_DATA_PARALLEL_GROUP)
         for group in [group for groups in made for group in groups.values()]:
             dist.destroy_process_group(group)
-        library.groups._release_process_group_references()
+        library.forget_groups()
         if self._local_rank is None:
             os.environ.pop("LOCAL_RANK")
         else:
