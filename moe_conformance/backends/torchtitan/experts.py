@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
-from moe_conformance.backends.torchtitan.layer import expert_windows
+from moe_conformance.backends.torchtitan.layer import CANONICAL, expert_windows
 from moe_conformance.contract import Config, Delivery, Named, Read, Topology, Unsupported
 
 
@@ -29,15 +29,24 @@ class Experts:
     accumulate without reduction until `reduce`; a rank's own gradient can be read before it in float32 alone.
     """
 
-    def __init__(self, config: Config, first: int, held: int, topology: Topology, device: torch.device) -> None:
-        from torchtitan.models.common.moe import GroupedExperts
+    names: ClassVar[Mapping[str, str]] = CANONICAL
 
-        built = GroupedExperts.Config(dim=config.hidden, hidden_dim=config.ffn, num_experts=held).build()
+    def __init__(self, config: Config, first: int, held: int, topology: Topology, device: torch.device) -> None:
+        """Build and shard them; collective where edp > 1."""
         self._first, self._topology, self._device = first, topology, device
         self._edp = topology.ranks("edp")
-        self._module: nn.Module = built.to(device, torch.float32 if len(self._edp) > 1 else config.dtype)
+        self._module: nn.Module = self.built(config, held).to(
+            device, torch.float32 if len(self._edp) > 1 else config.dtype
+        )
         if len(self._edp) > 1:
             self._shard(config)
+
+    def built(self, config: Config, held: int) -> nn.Module:
+        """Return the module of N experts."""
+        from torchtitan.models.common.moe import GroupedExperts
+
+        module: nn.Module = GroupedExperts.Config(dim=config.hidden, hidden_dim=config.ffn, num_experts=held).build()
+        return module
 
     def _shard(self, config: Config) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -81,7 +90,7 @@ class Experts:
 
     def named(self, read: Read) -> Iterator[Named]:
         """Yield the three matrices of every expert, as far as they are on this rank."""
-        return expert_windows(self._module, self._first, self._topology, read)
+        return expert_windows(self._module, self._first, self._topology, read, self.names)
 
     @property
     def module(self) -> nn.Module:

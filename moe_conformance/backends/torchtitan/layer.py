@@ -178,9 +178,11 @@ class Layer:
             yield from whole_window("shared_score", shared.gate.weight, read)
 
 
-def expert_windows(module: Any, first: int, topology: Topology, read: Read) -> Iterator[Named]:
+def expert_windows(
+    module: Any, first: int, topology: Topology, read: Read, names: Mapping[str, str] = CANONICAL
+) -> Iterator[Named]:
     """Yield the windows on this rank's N experts from the first on: of these FSDP2 keeps some, or a part of each."""
-    for name, canonical in CANONICAL.items():
+    for name, canonical in names.items():
         parameter = getattr(module, name)
         start, shard = (first, None) if not isinstance(parameter, DTensor) else _place(parameter, first, topology)
         for n, view in enumerate(read(local(parameter))):

@@ -10,9 +10,19 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from moe_conformance.backends.torchtitan.layer import moe_config
+from moe_conformance.backends.torchtitan.layer import ROUND_ROBIN, moe_config
 from moe_conformance.backends.torchtitan.library import given
-from moe_conformance.contract import Config, Named, Read, Routed, Routing
+from moe_conformance.contract import Config, Named, Read, Routed, Routing, Unsupported
+
+
+def require_routed(config: Config) -> None:
+    """Refuse routing that the router does not have."""
+    if config.routing.score not in ("softmax", "sigmoid"):
+        raise Unsupported(f"torchtitan's router scores by softmax or sigmoid, not {config.routing.score}")
+    if config.routing.group_score != "top2_sum":
+        raise Unsupported(f"torchtitan ranks groups by their two best experts, not by {config.routing.group_score}")
+    if config.routing.forced not in ((), ROUND_ROBIN):
+        raise Unsupported(f"torchtitan's router forces round robin, and nothing else: not {config.routing.forced}")
 
 
 class _Tap(nn.Module):

@@ -11,8 +11,8 @@ from moe_conformance.backends.torchtitan.balance import BalancingRouters, requir
 from moe_conformance.backends.torchtitan.config_rules import ConfigRules
 from moe_conformance.backends.torchtitan.exchange import INSTALL, Exchange, dispatcher, dispatcher_config, placement
 from moe_conformance.backends.torchtitan.experts import Experts, require_rows
-from moe_conformance.backends.torchtitan.layer import ROUND_ROBIN, Layer, require_placed
-from moe_conformance.backends.torchtitan.router import Router
+from moe_conformance.backends.torchtitan.layer import Layer, require_placed
+from moe_conformance.backends.torchtitan.router import Router, require_routed
 from moe_conformance.backends.torchtitan.rows import CombineAdd, Permutation, Reordering, ScatterAdd
 from moe_conformance.contract import (
     Config,
@@ -59,7 +59,7 @@ class TitanSession(Session):
     def router(self, config: Config) -> Router:
         """Build an MoE layer and replace its routed experts: what they would receive is the routing."""
         config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing", "gate_bias", "router_dtype")
-        _require_routed(config)
+        require_routed(config)
         if config.router_dtype not in (None, torch.float32):
             raise Unsupported(f"torchtitan 0.3 computes gate and scores in float32, not in {config.router_dtype}")
         if config.router_dtype == torch.float32 != config.dtype and self._device.type == "cpu":
@@ -74,7 +74,7 @@ class TitanSession(Session):
     def balancing_routers(self, config: Config) -> BalancingRouters:
         """Build the MoE modules of a model as for their routers, and register the hook that updates their biases."""
         config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing", "balance")
-        _require_routed(config)
+        require_routed(config)
         require_balanced(config, self._topology)
         routers = [Router(config, self._device) for _ in range(config.balance.layers)]
         return BalancingRouters(routers, [router.layer for router in routers], self._topology, self._device)
@@ -99,7 +99,7 @@ class TitanSession(Session):
             "shared.gate",
             "shared.bias",
         )
-        _require_routed(config)
+        require_routed(config)
         require_rows(config)
         first, held = placement(self._topology, config)
         require_placed(config, self._topology)
@@ -149,13 +149,3 @@ class TitanSession(Session):
     def close(self) -> None:
         """Restore the library's global."""
         utils.set_spmd_backend(self._setting)
-
-
-def _require_routed(config: Config) -> None:
-    """Refuse routing that the router does not have."""
-    if config.routing.score not in ("softmax", "sigmoid"):
-        raise Unsupported(f"torchtitan's router scores by softmax or sigmoid, not {config.routing.score}")
-    if config.routing.group_score != "top2_sum":
-        raise Unsupported(f"torchtitan ranks groups by their two best experts, not by {config.routing.group_score}")
-    if config.routing.forced not in ((), ROUND_ROBIN):
-        raise Unsupported(f"torchtitan's router forces round robin, and nothing else: not {config.routing.forced}")
