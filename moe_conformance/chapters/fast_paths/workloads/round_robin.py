@@ -40,7 +40,8 @@ DEALS = {
     "dealt-whole-even": _Dealt(3, 3, (7,)),
     "dealt-whole-rank-without-tokens": _Dealt(2, 2, (9, 0, 1, 4), (2, 0, 4, 6), schedule="F0 F1 B0 B1"),
     "dealt-shifted-even": _Dealt(2, 2, (8,), (1, 3, 2)),
-    "dealt-fewer-slots-even": _Dealt(4, 2),
+    # T, K and N divide none of each other, and ranks get 50 and 40 rows: multiples of N, though K is not N.
+    "dealt-fewer-slots-even": _Dealt(10, 6, (15,)),
     "dealt-more-slots-even": _Dealt(2, 3, (7,), (2, 4), profile="full"),
     "dealt-input-weights-even": _Dealt(2, 2, config={"weights_applied": "input"}),
 }

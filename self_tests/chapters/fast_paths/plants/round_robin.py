@@ -14,20 +14,40 @@ from self_tests.planted_bugs.plant import EP2_ETP2, SINGLE, TP2_EP2, Expectation
 _PR = "saforem2/torchtitan pull request 11, as its review suspected"
 
 
-@planted(
-    Expectation("FAST-14", "dealt-fewer-slots-even", "dispatch", "was delivered to expert 4 on rank 1 instead of"),
-    real=_PR,
-)
-class SlicesWhateverTheSlots(RoundRobinExchange):
-    """The shortcut is taken whenever ep divides the tokens, also of fewer slots than a rank has experts."""
-
-    def _holds(self, routing: Routing) -> bool:
-        T = len(routing.ids_TK)
-        return bool(T) and T % self.topology.sizes["ep"] == 0
+class _OfAnySlots(RoundRobinExchange):
+    """Slices, also where a token has other than N slots."""
 
     def _pairs(self, start: int, T: int, K: int, device: torch.device) -> Pairs:
         pairs = super()._pairs(start, T, K, device)
         return replace(pairs, slot_P=pairs.slot_P % K)
+
+
+@planted(
+    Expectation(
+        "FAST-14", "dealt-fewer-slots-even", "dispatch", "token 6 slot 0 was delivered to expert 2 on rank 0 instead of"
+    ),
+    real=_PR,
+)
+class SlicesWhateverTheSlots(_OfAnySlots):
+    """The shortcut is taken for all tokens, also of fewer slots than a rank has experts."""
+
+    def _holds(self, routing: Routing) -> bool:
+        return bool(len(routing.ids_TK))
+
+
+@planted(
+    Expectation(
+        "FAST-14", "dealt-fewer-slots-even", "dispatch", "token 6 slot 0 was delivered to expert 2 on rank 0 instead of"
+    ),
+    real="saforem2/torchtitan at 8d22a86d: the sizes of splits decide whether the direct route is taken",
+)
+class SlicesWhereLoadsDiffer(_OfAnySlots):
+    """The shortcut is taken where ranks get unequally many rows, of which the most are a multiple of N."""
+
+    def _holds(self, routing: Routing) -> bool:
+        N, ep = self.placement.held, self.topology.sizes["ep"]
+        load_W = torch.bincount(routing.ids_TK.flatten() // N, minlength=ep)
+        return bool(load_W.min() != load_W.max()) and int(load_W.max()) % N == 0
 
 
 @planted(Expectation("FAST-14", "dealt-shifted-even", "dispatch", "are exchanged: the first was delivered"), real=_PR)
