@@ -14,6 +14,7 @@ import moe_conformance.reference.routing.routes
 from moe_conformance.chapters.capacity.workloads.dropping_layers import dropping
 from moe_conformance.chapters.cost.workloads import more_experts
 from moe_conformance.chapters.exchange.workloads.one_option import KNOBS, names, one_at_a_time, turned
+from moe_conformance.chapters.forcing.workloads.delivered import routed as forced
 from moe_conformance.contract import Config, Limit
 from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.shared.layer.expected import LayerExpected
@@ -343,6 +344,13 @@ class TestFeatures:
         """An expert twice in one row is a duplicate; two empty slots are not."""
         assert features(named("duplicates-even"), "cpu")["duplicate_experts"]
         assert not features(named("dropped-even"), "cpu")["duplicate_experts"]
+
+    def test_ids_that_a_router_selects_are_no_empty_slots(self) -> None:
+        """A backend without empty slots runs an exchange of its router's ids, which the workload cannot give."""
+        (routed,) = [each for each in forced("alltoall", EP2, "quick") if each.name == "routed-round-robin"]
+        assert bool((routed.batches[0][0].ids_TK < 0).all())
+        assert not features(routed, "cpu")["dropped_slots"]
+        assert features(named("dropped-even"), "cpu")["dropped_slots"]
 
 
 class TestOneAtATime:
