@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional
 
-from moe_conformance.backends.megatron_core import library
+from moe_conformance.backends.megatron_core import differences, library
 from moe_conformance.contract import Config, Settings, Unsupported, VersionLimit, refusals
 
 _DISPATCHERS = {"fused": "flex"}
@@ -86,7 +86,7 @@ class ConfigRules:
             "recompute_modules": [*asked.recompute_modules] or None,
             "mtp_num_layers": asked.prediction_layers,
             "cuda_graph_impl": "none" if asked.capture is None else "transformer_engine",
-            "cuda_graph_scope": [_SCOPES.get(name, name) for name in asked.capture or ()],
+            differences.CAPTURED: [_SCOPES.get(name, name) for name in asked.capture or ()],
             "fine_grained_activation_offloading": asked.offload_first_product,
             "offload_modules": ["expert_fc1"] if asked.offload_first_product else [],
             "delay_wgrad_compute": asked.defer_weight_gradients,
@@ -100,15 +100,14 @@ class ConfigRules:
         """Build a layer; the product that accumulates is a CUDA extension, and is left out on a CPU."""
         of_layer = copy.copy(built)
         of_layer.gradient_accumulation_fusion &= self._device.type == "cuda"
-        parts = library.get_moe_module_spec(use_te=False, num_experts=built.num_moe_experts, moe_grouped_gemm=False)
-        return library.MoELayer(of_layer, parts.submodules, layer_number=1).to(self._device)
+        return differences.moe_layer(of_layer, 1).to(self._device)
 
     def _read(self, asked: Settings, built: Any, layer: Any) -> Settings:
         """Return the settings of the config, and those of the layer's router."""
         named = {value: name for name, value in _DISPATCHERS.items()}
         scopes = {value: name for name, value in _SCOPES.items()}
         dispatcher = built.moe_token_dispatcher_type
-        captured = tuple(scopes.get(scope.name, scope.name) for scope in built.cuda_graph_scope)
+        captured = tuple(scopes.get(scope.name, scope.name) for scope in getattr(built, differences.CAPTURED))
         size = built.moe_shared_expert_intermediate_size
         return Settings(
             experts=built.num_moe_experts if layer is None else len(layer.router.weight),

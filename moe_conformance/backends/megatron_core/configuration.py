@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
 import torch.nn.functional
 
-from moe_conformance.backends.megatron_core import library
+from moe_conformance.backends.megatron_core import differences, library
 from moe_conformance.contract import Config, Unsupported, refusals
 
 # Options and sections of Config that shape any surface; functions that stand alone know no fields of TransformerConfig.
@@ -30,9 +29,9 @@ _REFUSED = "|".join(
         "num_moe_experts must be non-negative",
         "should be (divisible by|smaller than) moe_router_num_groups",
         "Please use --moe-router-pre-softmax when topk is 1",
-        "Expert bias for aux-loss-free routing only supports sigmoid score function",
+        "Expert bias for aux-loss-free routing only supports",
         "moe_expert_capacity_factor (only works with|must be set to use)",
-        "moe_shared_expert_overlap only works with alltoall token dispatcher",
+        "moe_shared_expert_overlap only works with alltoall( or flex)? token dispatcher",
         "Bias in Moe is only supported when ETP==1",
         "does not support variable sequence length",
         "fused permutation is not available|cannot import name 'fused_permute'",  # without Transformer Engine
@@ -50,9 +49,9 @@ def transformer_config(config: Config, sizes: Mapping[str, int]) -> Any:
     if config.variant not in ("allgather", "alltoall"):
         raise Unsupported(f"the dispatcher {config.variant!r} is not adapted")
     extra = dict(config.extra)
-    unknown = extra.keys() - {field.name for field in fields(library.TransformerConfig)}
+    unknown = sorted(name for name in extra if not differences.has_field(name))
     if unknown:
-        raise Unsupported(f"TransformerConfig has no field {', '.join(sorted(unknown))}")
+        raise Unsupported(f"TransformerConfig has no field {', '.join(unknown)}")
     with refusals(ValueError, AssertionError, ImportError, match=_REFUSED):
         return library.TransformerConfig(
             **{
@@ -133,14 +132,23 @@ def _routing(config: Config) -> dict[str, Any]:
         "moe_expert_capacity_factor": config.capacity.factor,
         "moe_token_drop_policy": {"weights": "probs", "position": "position"}[config.capacity.drop_policy],
         "moe_pad_expert_input_to_capacity": config.capacity.padded,
-        "moe_router_force_load_balancing": bool(config.routing.forced),
+        **_forced(config),
     }
-    if config.routing.forced not in ((), (("random", None),)):
-        raise Unsupported(f"Megatron-Core 0.16 forces random logits, and nothing else: not {config.routing.forced}")
     if config.routing.groups is not None:
         router_fields["moe_router_num_groups"], router_fields["moe_router_group_topk"] = config.routing.groups
         _check_group_score(config)
     return router_fields
+
+
+def _forced(config: Config) -> dict[str, Any]:
+    """Return the fields of forced logits."""
+    forced: dict[str, Any] = {}
+    for strategy, _ in config.routing.forced:
+        if strategy == "random":
+            forced["moe_router_force_load_balancing"] = True
+        else:
+            raise Unsupported(f"this version of Megatron-Core has no forced routing of the kind {strategy!r}")
+    return forced
 
 
 def _router_dtype(config: Config) -> str | None:

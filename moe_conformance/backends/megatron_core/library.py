@@ -8,7 +8,7 @@ import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it warns of every optional package that is missing
-    from megatron.core import activations, parallel_state
+    from megatron.core import activations, parallel_state, utils
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -22,7 +22,11 @@ with warnings.catch_warnings():
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.core.utils import get_thd_batch_on_this_cp_rank
+
+    try:
+        from megatron.core.transformer.moe import moe_logging
+    except ImportError:  # in 0.16 its functions are in moe_utils
+        moe_logging = None
 
 from moe_conformance.backends.megatron_core import shims
 
@@ -39,13 +43,14 @@ __all__ = [
     "get_moe_module_spec",
     "get_packed_seq_params",
     "get_padding",
-    "get_thd_batch_on_this_cp_rank",
+    "moe_logging",
     "moe_utils",
     "parallel_state",
     "quiet",
     "random",
     "schedules",
     "token_dispatcher",
+    "utils",
 ]
 
 
@@ -58,5 +63,5 @@ def quiet() -> warnings.catch_warnings[None]:
     return context
 
 
-SHIMS = () if torch.cuda.is_available() else shims.apply(token_dispatcher, moe_utils, mappings, random)
+SHIMS = () if torch.cuda.is_available() else shims.apply(token_dispatcher, moe_utils, moe_logging, mappings, random)
 """What stands in for CUDA and NCCL in this process, in words; every surface reports it."""

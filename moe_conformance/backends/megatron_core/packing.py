@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.megatron_core import library
+from moe_conformance.backends.megatron_core import differences, library
 from moe_conformance.contract import PackedSequences, Unsupported, refusals
 
 
@@ -47,11 +47,12 @@ class Packing:
 
     def share(self, cu_seqlens_padded: Tensor, cp: int, cp_rank: int) -> Tensor:
         """Return a rank's part of a batch in which every token is its row number."""
+        function = differences.share_of_packed()
+        if function is None:
+            raise Unsupported("this version has no function for the part of a rank that takes cp as a number")
         rows_1R = torch.arange(int(cu_seqlens_padded[-1])).unsqueeze(0)
         longest = cu_seqlens_padded.diff().max().reshape(1)
         with refusals(AssertionError, match="update Transformer Engine"):
-            batch, _ = library.get_thd_batch_on_this_cp_rank(
-                {"tokens": rows_1R}, cu_seqlens_padded, cu_seqlens_padded, longest, cp, cp_rank
-            )
+            batch, _ = function({"tokens": rows_1R}, cu_seqlens_padded, cu_seqlens_padded, longest, cp, cp_rank)
         share_R: Tensor = batch["tokens"][0]
         return share_R

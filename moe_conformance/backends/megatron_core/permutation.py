@@ -22,7 +22,8 @@ class Permutation:
     def permute(self, x_TD: Tensor, routing: Routing) -> Permuted:
         """Return the rows; the library leaves it to its callers to count them."""
         probs_TE, map_TE = routing.dense()
-        rows_RD, weights_R, index_R = library.moe_utils.permute(x_TD, map_TE, probs=probs_TE)
+        rows = int(map_TE.sum())  # as the dispatchers tell it; newer versions require it, and return more
+        rows_RD, weights_R, index_R, *_ = library.moe_utils.permute(x_TD, map_TE, probs=probs_TE, num_out_tokens=rows)
         return Permuted(rows_RD, None, weights_R, (index_R, x_TD.shape, probs_TE, map_TE))
 
     def unpermute(self, rows_RD: Tensor, handle: Any) -> Tensor:

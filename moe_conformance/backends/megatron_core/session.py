@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.backends.megatron_core import library
+from moe_conformance.backends.megatron_core import differences, library
 from moe_conformance.backends.megatron_core.balancing import BalancingRouters, with_balance
 from moe_conformance.backends.megatron_core.config_rules import ConfigRules
 from moe_conformance.backends.megatron_core.configuration import (
@@ -29,7 +29,16 @@ from moe_conformance.backends.megatron_core.permutation import Permutation, Reor
 from moe_conformance.backends.megatron_core.replay import ReplayRouters, with_replay
 from moe_conformance.backends.megatron_core.surfaces import Exchange, Experts, Router
 from moe_conformance.backends.megatron_core.training import TrainingRouters, with_losses
-from moe_conformance.contract import Config, Parametrised, Session, TokenPadding, Topology, Unsupported, refusals
+from moe_conformance.contract import (
+    Capacity,
+    Config,
+    Parametrised,
+    Session,
+    TokenPadding,
+    Topology,
+    Unsupported,
+    refusals,
+)
 
 _SEED = 1234
 
@@ -64,7 +73,7 @@ class MegatronSession(Session):
         """Build a layer and return its token dispatcher."""
         if config.capacity.padded and config.variant == "allgather":
             raise Unsupported("the all-gather dispatcher pads nothing: it takes a map that the router has filled up")
-        return Exchange(self._layer(config.only(*LAYER, *CAPACITY, *OF_EXPERTS)))
+        return Exchange(self._layer(_for_empty_slots(config.only(*LAYER, *CAPACITY, *OF_EXPERTS))))
 
     def experts(self, config: Config) -> Experts:
         """Build a layer and return its experts, wrapped for the reduction of their gradients."""
@@ -124,7 +133,7 @@ class MegatronSession(Session):
     def training_routers(self, config: Config) -> TrainingRouters:
         """Build the layers of a model and return their routers."""
         layer_config, losses = with_losses(config.only(*LAYER, *ROUTER, *CAPACITY, "losses")), config.losses
-        library.moe_utils.get_moe_layer_wise_logging_tracker().clear()  # of the model that was built before
+        differences.forget_reports()
         numbers = range(losses.dense_layers + 1, losses.dense_layers + losses.layers + 1)
         layers = [self._layer(layer_config, number) for number in numbers]
         for number, layer in zip(numbers, layers, strict=True):
@@ -145,7 +154,6 @@ class MegatronSession(Session):
         return ReplayRouters([self._layer(layer_config, number + 1) for number in numbers], numbers)
 
     def _layer(self, config: Config, number: int = 1) -> Any:
-        parts = library.get_moe_module_spec(use_te=False, num_experts=config.experts, moe_grouped_gemm=False)
         built = transformer_config(config, self._topology.sizes)
         if config.routing.forced:
             self._seed()
@@ -153,7 +161,7 @@ class MegatronSession(Session):
         uneven = config.experts % self._topology.sizes["ep"]
         words = "is not divisible by|bias is not supported in the shared experts"
         with refusals(AssertionError, match=f"^$|{words}" if uneven else words):
-            return library.MoELayer(built, parts.submodules, layer_number=number).to(self._device)
+            return differences.moe_layer(built, number).to(self._device)
 
     def _seed(self) -> None:
         """Seed only the generators of forced logits, as a trainer does."""
@@ -179,7 +187,14 @@ class MegatronSession(Session):
         state._global_process_group_list = None
         state.destroy_model_parallel()
         library.random.get_cuda_rng_tracker().reset()
-        library.moe_utils.get_moe_layer_wise_logging_tracker().clear()
+        differences.forget_reports()
         library.moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
         self._quiet.__exit__(None, None, None)
         gc.collect()  # layers refer to their groups in cycles, and a group has threads and sockets until it is freed
+
+
+def _for_empty_slots(config: Config) -> Config:
+    """Return the config with a capacity factor that drops nothing, where only layers with one may leave slots empty."""
+    if config.variant != "alltoall" or config.capacity != Capacity() or not differences.permutes_to_fixed_rows():
+        return config
+    return replace(config, extra=(("moe_expert_capacity_factor", float(config.experts)), *config.extra))

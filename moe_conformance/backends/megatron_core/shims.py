@@ -42,7 +42,11 @@ class _Namespace(ModuleType):
 
 
 def apply(
-    token_dispatcher: ModuleType, moe_utils: ModuleType, mappings: ModuleType, random: ModuleType
+    token_dispatcher: ModuleType,
+    moe_utils: ModuleType,
+    moe_logging: ModuleType | None,
+    mappings: ModuleType,
+    random: ModuleType,
 ) -> tuple[str, ...]:
     """Make the imported library run without CUDA and over gloo; return what was replaced, in words."""
     cuda = _Namespace(
@@ -73,23 +77,19 @@ def apply(
     # It leaves CPU tensors alone, and then splits reach all_to_all_single as tensors, which torch refuses.
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host  # type: ignore[attr-defined]
 
-    # gloo averages nothing; reports of losses are averaged over data parallel ranks.
+    # gloo averages nothing; reports of losses and loads are averaged over data parallel ranks.
     averaging = _Namespace(dist, all_reduce=_averaging_all_reduce)
-    moe_utils.torch = _Namespace(torch, cuda=cuda, distributed=averaging)  # type: ignore[attr-defined]
+    for module in filter(None, (moe_utils, moe_logging)):
+        module.torch = _Namespace(torch, cuda=cuda, distributed=averaging)  # type: ignore[attr-defined]
 
     # Without Transformer Engine the name does not exist, and the router's linear raises NameError when it tests it for
     # None. That is a fault of 0.16.1, not of the machine; with the name set to None all the rest can be judged, and the
     # report says that it is.
+    applied = ["torch.cuda", "uneven all_gather", "averages of all_reduce", "random states", "splits to host"]
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
-    return (
-        "torch.cuda",
-        "uneven all_gather",
-        "averages of all_reduce",
-        "random states",
-        "splits to host",
-        "te_general_gemm, a repair: MC-04",
-    )
+        applied.append("te_general_gemm, a repair: MC-04")
+    return tuple(applied)
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -45,6 +45,7 @@ class Exchange:
             "permute": "fused" if dispatcher.config.moe_permute_fusion else "unfused",
             "ep ranks": str(dispatcher.ep_size),
             "etp ranks": str(dispatcher.tp_size),
+            "capacity factor": str(dispatcher.config.moe_expert_capacity_factor),
         } | _SHIMS
 
     @property
