@@ -1,9 +1,11 @@
-"""Megatron-Core 0.16: its token dispatchers, router and experts, on CPU ranks over gloo or on GPUs.
+"""Megatron-Core, 0.16 to 0.20 and the branch dev: its token dispatchers, router and experts, on CPU ranks over gloo or on GPUs.
 
 backend.py        the backend: variants, versions, limits, the groups that it would build
 session.py        one topology: the library's parallel state, and the end of a step
 surfaces.py       the parts of one MoELayer as exchange, experts and router
 configuration.py  from the suite's Config to a TransformerConfig
+differences.py    what differs between versions, found by looking at the library
+meter.py          the tracker of overload factors, which the branch dev has
 library.py        imports Megatron-Core; the ranks preload it
 shims.py          what the library needs where there is no CUDA
 """

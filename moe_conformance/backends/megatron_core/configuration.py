@@ -143,9 +143,13 @@ def _routing(config: Config) -> dict[str, Any]:
 def _forced(config: Config) -> dict[str, Any]:
     """Return the fields of forced logits."""
     forced: dict[str, Any] = {}
-    for strategy, _ in config.routing.forced:
+    for strategy, parameter in config.routing.forced:
         if strategy == "random":
             forced["moe_router_force_load_balancing"] = True
+        elif strategy == "biased" and differences.has_field("moe_router_force_biased"):
+            if parameter is None or "moe_router_force_biased" in forced:
+                raise Unsupported("moe_router_force_biased is one deviation, and None is off")
+            forced["moe_router_force_biased"] = parameter
         else:
             raise Unsupported(f"this version of Megatron-Core has no forced routing of the kind {strategy!r}")
     return forced

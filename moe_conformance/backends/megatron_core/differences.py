@@ -48,6 +48,13 @@ def permutes_to_fixed_rows() -> bool:
     return len(library.moe_utils.permute(torch.zeros(1, 1), nothing, num_out_tokens=1)[0]) == 1
 
 
+def forget_kept_biases() -> None:
+    """Forget the biases of forced routing that the library keeps for the process, where it has any."""
+    kept = getattr(library.moe_utils, "RandomSTEShared", None)
+    if kept is not None:
+        kept._cache.clear()
+
+
 def forget_reports() -> None:
     """Forget reported losses, their sizes and groups: those of a model that was built before."""
     if library.moe_logging is None:

@@ -24,6 +24,7 @@ from moe_conformance.backends.megatron_core.configuration import (
     transformer_config,
 )
 from moe_conformance.backends.megatron_core.layer import Layer
+from moe_conformance.backends.megatron_core.meter import LoadMeter
 from moe_conformance.backends.megatron_core.packing import Packing
 from moe_conformance.backends.megatron_core.permutation import Permutation, Reordering
 from moe_conformance.backends.megatron_core.replay import ReplayRouters, with_replay
@@ -68,6 +69,7 @@ class MegatronSession(Session):
             create_gloo_process_groups=False,
         )
         self._quiet = library.quiet()
+        self._last_router: tuple[Config | None, int] = None, 0
 
     def exchange(self, config: Config) -> Exchange:
         """Build a layer and return its token dispatcher."""
@@ -83,11 +85,24 @@ class MegatronSession(Session):
 
     def router(self, config: Config) -> Router:
         """Build a layer and return its router, wrapped for the reduction of its gradients."""
-        return Router(self._layer(config.only(*LAYER, *ROUTER, *CAPACITY)))
+        number = self._number(config) if config.routing.forced else 1
+        return Router(self._layer(config.only(*LAYER, *ROUTER, *CAPACITY), number))
 
     def layer(self, config: Config) -> Layer:
         """Build a whole layer, wrapped for the reduction of its gradients."""
         return Layer(self._layer(config.only(*LAYER, *ROUTER, *SHARED)), config, self._topology)
+
+    def load_meter(self, config: Config) -> LoadMeter:
+        """Build layers that record in the tracker of overload factors."""
+        if not differences.has_field("log_moe_overload_factor"):
+            raise Unsupported("this version has no tracker of overload factors")
+        if config.variant == "allgather":
+            raise Unsupported(
+                "all ranks of the all-gather dispatcher have equally many tokens, those of steps have not"
+            )
+        metered = _for_empty_slots(config.only(*LAYER, *CAPACITY))
+        metered = replace(metered, extra=(*metered.extra, ("log_moe_overload_factor", True)))
+        return LoadMeter(lambda number: self._layer(metered, number))
 
     def masked_router(self, config: Config) -> Router:
         """Build a layer and return its router, which takes a padding mask."""
@@ -162,6 +177,16 @@ class MegatronSession(Session):
         words = "is not divisible by|bias is not supported in the shared experts"
         with refusals(AssertionError, match=f"^$|{words}" if uneven else words):
             return differences.moe_layer(built, number).to(self._device)
+
+    def _number(self, config: Config) -> int:
+        """Return the number of the layer of a forced router: routers of one config in a row are those of a model.
+
+        A model is built in a process that has none; what an earlier one has left behind is not this one's.
+        """
+        last, number = self._last_router
+        self._last_router = config, number + 1 if config == last else 1
+        differences.forget_kept_biases()
+        return self._last_router[1]
 
     def _seed(self) -> None:
         """Seed only the generators of forced logits, as a trainer does."""

@@ -137,8 +137,14 @@ class Router:
             "fused": str(router.config.moe_router_fusion),
             "gate": str(router.weight.dtype),
             "logits": str(None if self._logits is None else self._logits.dtype),
-            "forced": "random" if router.config.moe_router_force_load_balancing else "none",
+            "forced": self._forced(),
         } | _SHIMS
+
+    def _forced(self) -> str:
+        config = self._router.config
+        random = ["random"] if config.moe_router_force_load_balancing else []
+        deviation = getattr(config, "moe_router_force_biased", None)
+        return ", ".join(random if deviation is None else [*random, f"biased by {deviation}"]) or "none"
 
     @property
     def claims(self) -> Claims:
