@@ -63,7 +63,7 @@ class TestReportOfAStep:
     """Hot ranks that differ from entry to entry are not averaged away."""
 
     test_layers_may_be_used_unevenly = Row(
-        "LOAD-11", _METER, judge_values, AVERAGE, MAXIMUM, CUMULATIVE, "layers", when=shows("schedules")
+        "LOAD-11", _METER, judge_values, AVERAGE, MAXIMUM, CUMULATIVE, "layers", when=shows("uneven layers")
     )
     """A step in which one layer has three entries and another two has the values of these five."""
 

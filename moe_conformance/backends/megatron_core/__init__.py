@@ -1,4 +1,4 @@
-"""Megatron-Core, 0.16 to 0.20 and the branch dev: its token dispatchers, router and experts, on CPU ranks over gloo or on GPUs.
+"""Megatron-Core, 0.16 to 0.20 and dev: its token dispatchers, router and experts, on CPU ranks over gloo or on GPUs.
 
 backend.py        the backend: variants, versions, limits, the groups that it would build
 session.py        one topology: the library's parallel state, and the end of a step

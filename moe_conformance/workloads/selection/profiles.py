@@ -86,7 +86,13 @@ def beside(profile: Profile) -> dict[Layout, tuple[str, ...]]:
         Layout(4, cp=2, ep=2): ("gaps-uneven", "own-even", "route-softmax", "shared-even", *losses),
         Layout(4, tp=2, cp=2): ("losses-sequence", "losses-global", "losses-uneven", "bias-microbatches"),
         Layout(4, etp=2): ("own-even",),
-        Layout(4, pp=2, ep=2): ("bias-microbatches", "load-idle-stage", "load-steps", "load-uneven-ranks"),
+        Layout(4, pp=2, ep=2): (
+            "bias-microbatches",
+            "load-idle-stage",
+            "load-schedules",
+            "load-steps",
+            "load-uneven-ranks",
+        ),
         Layout(4, tp=2, ep=4): ("shared-even", "copies-even", "forced-bias-alone"),
     }
     return {layout: names for layout, names in some.items() if layout not in layouts(profile)}

@@ -83,6 +83,11 @@ DRAWS = (
         "forced-bias-alone", "biased", 1e6, _ALONE, (0, 9, 7, 5), _EACH_TWICE, _DRAWN, routers=2, scale=_LOUD
     ),
     ForcingRecipe("forced-kept-bias-alone", "biased", -1e6, _ALONE, (0, 9, 7, 5), _EACH_TWICE, _DRAWN, routers=2),
+    # The same without a rank without tokens, on which a router may raise whatever is forced.
+    ForcingRecipe("forced-bias-alone-all-ranks", "biased", 1e6, _ALONE, (3, 9, 7, 5), _EACH_TWICE, _DRAWN, routers=2),
+    ForcingRecipe(
+        "forced-kept-bias-alone-all-ranks", "biased", -1e6, _ALONE, (3, 9, 7, 5), _EACH_TWICE, _DRAWN, routers=2
+    ),
 )
 # A kept bias that is stored by some properties of the router only would be that of one of these.
 _OTHERS = (

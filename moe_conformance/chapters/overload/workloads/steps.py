@@ -121,7 +121,11 @@ _SCRIPTS: Mapping[str, Recipe] = {
     ),
     "load-steps": Recipe((
         _forwards_first, _one_f_one_b, nothing, _uneven_layers, _interleaved, one(lambda drawn: drawn.ids()),
-    ), shows=("schedules",)),
+    ), shows=("schedules", "uneven layers")),
+    # A meter that raises for uneven layers, or repeats a report, is judged by these.
+    "load-schedules": Recipe(
+        (_forwards_first, _one_f_one_b, _interleaved, one(lambda drawn: drawn.ids())), shows=("schedules",)
+    ),
     "load-uneven-tokens": Recipe((one(_uneven_tokens),), shows=("uneven tokens",)),
     "load-alone": Recipe((_alone,), shows=("no backward",)),
     "load-evaluation": Recipe((_evaluated,), shows=("evaluation",)),
