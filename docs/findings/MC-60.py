@@ -16,7 +16,7 @@ E, D, T = 4, 8, 8
 
 def gradient(rank: int, world: int, store: str, found: torch.Tensor) -> None:
     """Finish the gradient of a router whose ranks hold the parts of one microbatch, and keep it."""
-    torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.current_device, torch.cuda.current_stream = lambda: "cpu", lambda: None
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.router import TopKRouter

@@ -24,6 +24,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FINDINGS = ROOT / "docs" / "findings"
 EFFECTS = ("wrong result", "hang", "error", "precision", "not refused", "message", "none")
+WITHOUT = 77  # the status of a script whose feature the installed version does not have
 LABELS = ("bug", "fixed upstream", "limit", "freedom")
 
 
@@ -127,6 +128,8 @@ class TestScripts:
     def test_it_shows_what_its_page_says(self, library: Library, id: str) -> None:
         """The script exits 1, since the finding is there, and prints what stands in its page."""
         status, out, errors = ran(library)[id]
+        if status == WITHOUT:
+            pytest.skip(f"{id}: {out.strip()}")
         assert (1, library.printed(id)) == (status, out), errors[-4000:]
 
 
