@@ -29,7 +29,6 @@ from moe_conformance.backends.torchtitan.router import require_routed
 from moe_conformance.contract import (
     Claims,
     Config,
-    Counted,
     Delivery,
     Named,
     Parametrised,
@@ -49,7 +48,7 @@ class FastPaths(TorchTitan):
 
     name: ClassVar[str] = "torchtitan-fast-paths"
     variants: ClassVar[tuple[str, ...]] = ("alltoall",)  # which is the local one where ep = 1
-    process_per_rank: ClassVar[bool] = True  # the counters, and the variables of the environment that switch shortcuts
+    process_per_rank: ClassVar[bool] = True  # variables of the environment switch shortcuts
     preload: ClassVar[tuple[str, ...]] = ("torch.distributed.pipelining", "torchtitan.models.common.moe")
     environment: ClassVar[Mapping[str, str]] = {}
 
@@ -227,42 +226,13 @@ class _GivenRows:
         return out_RD
 
 
-class _Counters:
-    """The library's counters, by variables of the environment and of its module."""
-
-    def __init__(self) -> None:
-        from torchtitan.models.common import token_dispatcher
-
-        self._counts: Any = token_dispatcher._MOE_FASTPATH_COUNTERS
-
-    def enable(self, on: bool) -> None:
-        """Switch counting on or off."""
-        if on:
-            os.environ["TT_MOE_DEBUG_FASTPATHS"] = "all"
-        else:
-            os.environ.pop("TT_MOE_DEBUG_FASTPATHS", None)
-
-    def reset(self) -> None:
-        """Set all counts to 0."""
-        self._counts.clear()
-
-    def read(self) -> Counted:
-        """Return the counts. Of calls that did not take the shortcut there is none."""
-        counts = self._counts
-        return Counted(
-            {"equal_counts": (counts["batched_no_grad_experts"], 0)},
-            {name: (counts[f"cached_{name}_hit"], counts[f"cached_{name}_miss"]) for name in ("w13", "w2_t")},
-        )
-
-
 class _Experts(Experts):
-    """GroupedExperts that multiply expert by expert, or all at once."""
+    """GroupedExperts that multiply expert by expert, or all at once.
+
+    They have no `counters`: the library counts shortcuts that are taken, and not those that are not (FP-08).
+    """
 
     names: ClassVar[Mapping[str, str]] = {"w1": "gate", "w3": "up", "w2": "down"}
-
-    def __init__(self, config: Config, first: int, held: int, topology: Topology, device: torch.device) -> None:
-        super().__init__(config, first, held, topology, device)
-        self.counters = _Counters()
 
     def built(self, config: Config, held: int) -> nn.Module:
         """Return the module, whose dispatcher hands rows through."""
