@@ -5,6 +5,7 @@ Four tokens through an MoE module, in evaluation, and in training under no_grad.
 
 from __future__ import annotations
 
+import inspect
 import sys
 
 import torch
@@ -31,10 +32,11 @@ for parameter in module.parameters():
     torch.nn.init.normal_(parameter)
 module._init_self_buffers(buffer_device=torch.device("cpu"))
 counted = {}
+shape = (4, 8) if "x_TD" in inspect.signature(module.forward).parameters else (1, 4, 8)  # 0.3.0 takes a batch
 for mode in ("evaluation", "training"):
     module.train(mode == "training")
     with torch.no_grad():
-        module(torch.randn(1, 4, 8))
+        module(torch.randn(shape))
     counted[mode] = int(module.tokens_per_expert_E.sum())
 found = f"{counted['evaluation']} in evaluation, {counted['training']} in training"
 print(f"observed: tokens counted without gradients: {found}")
