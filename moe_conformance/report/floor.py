@@ -2,8 +2,8 @@
 
 TOML files, `floors/<backend>.toml` and, for another version of its library, `floors/<backend>@<version>.toml`: the
 versions of what was judged, and a table for each variant, in it a line for each requirement with the layouts on which
-it passes in the quick profile on 4 ranks. A run is held to the floor of its library's release, such as 0.19; a checkout
-is held to none.
+it passes in the quick profile on 4 ranks. A run is held to the floor of its library's release, such as 0.19; that of a
+checkout, to the floor of this very commit.
 
     versions = {"torchtitan" = "0.3.0", "torch" = "2.13.0"}
 
@@ -45,7 +45,7 @@ class Floor:
     versions: Mapping[str, str] = field(default_factory=dict)  # empty if the file has none
 
     def is_of(self, versions: Mapping[str, str]) -> bool:
-        """Whether a run of these versions is held to it: of all packages but torch they have the same minor release."""
+        """Whether a run of these versions is held to it: of all packages but torch they are of the same release."""
         return all(
             _release(versions.get(name)) == _release(held) for name, held in self.versions.items() if name != "torch"
         )
@@ -97,10 +97,10 @@ def path_to_write(backend: str, versions: Mapping[str, str]) -> Path:
     return FOLDER / (f"{backend}@{library}.toml" if held else f"{backend}.toml")
 
 
-def _release(version: str | None) -> tuple[int, int] | None:
-    """Return major and minor of a published version; None for a checkout, which has a commit behind a plus sign."""
+def _release(version: str | None) -> tuple[int, int] | str | None:
+    """Return major and minor of a published version; that of a checkout whole, with the commit behind its plus sign."""
     if version is None or Version(version).local:
-        return None
+        return version
     return Version(version).major, Version(version).minor
 
 

@@ -66,6 +66,16 @@ class TestFloor:
         sentence = floor.sentence(held.fallen([record(verdict)], held.places))
         assert f"below the floor in 1 places: EXCH-01, alltoall on ep2: {verdict} instead of pass" == sentence
 
+    def test_it_is_that_of_the_same_release_or_commit(self) -> None:
+        """Another patch of the library, or another torch, has the same floor; a commit has one of its own."""
+        versions = {"toy": "1.0", "torch": "2.13.0"}
+        held = floor.Floor(Path("toy.toml"), frozenset(), versions)
+        assert all(held.is_of({**versions, **other}) for other in ({"toy": "1.0.3"}, {"torch": "2.15.0+cpu"}))
+        assert not any(held.is_of({**versions, "toy": other}) for other in ("1.1", "2.0", "1.0+d98e8a64ddf3"))
+        of_commit = floor.Floor(Path("toy.toml"), frozenset(), {"toy": "1.0+d98e8a64ddf3"})
+        assert of_commit.is_of({"toy": "1.0+d98e8a64ddf3"})
+        assert not any(of_commit.is_of({"toy": other}) for other in ("1.0", "1.0+d48bd6be0a85"))
+
     def test_what_was_not_run_whole_is_not_looked_at(self, tmp_path: Path) -> None:
         """A narrowed run is held to its part; a failure is told by itself, and too few ranks are no regression."""
         held = self.written(tmp_path, record("pass"))
@@ -87,7 +97,12 @@ class TestFloor:
         from moe_conformance.spec.places import checked
 
         found = sorted(floor.FOLDER.glob("*.toml"))
-        assert {"native", "megatron-core", "torchtitan", "transformers", "deepspeed"} <= {path.stem for path in found}
+        assert {"native", "megatron-core", "torchtitan", "transformers", "deepspeed"} <= set(floor.backends())
+        for backend in floor.backends():
+            held = floor.of_backend(backend)
+            assert f"{backend}.toml" == held[0].path.name
+            for one in held:  # a run is held to one floor
+                assert [one] == [other for other in held if other.is_of(one.versions)]
         for path in found:
             held = floor.read(path)
             assert set() == {requirement for requirement, _, _ in held.places} - set(checked())
