@@ -57,7 +57,7 @@ def finished(world: int) -> torch.Tensor:
     """Return what ranks finish."""
     found = torch.zeros(E, D).share_memory_()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(gradient, (world, f"{folder}/store", found), nprocs=world)
+        mp.start_processes(gradient, (world, f"{folder}/store", found), nprocs=world, start_method="fork")
     return found
 
 
