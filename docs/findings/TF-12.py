@@ -1,4 +1,8 @@
-"""TF-12: a batch of no sequences is an error. Exits 1 while the finding is there."""
+"""TF-12: a batch of no sequences is an error.
+
+Exits 1 while the finding is there.
+Needs: transformers<5.24
+"""
 
 from __future__ import annotations
 
