@@ -2,7 +2,7 @@
 
 The output of a shared expert and x overlap, as slices of one NumPy array and by DLPack. Exits 1 while the finding is
 there.
-Needs: saforem2/torchtitan at commit 8d22a86d37c0d7baccecf8038be74fcb5a4ccc7a on the path.
+Needs: torchtitan.ops.scatter_add.deterministic_scatter_add_ of saforem2/torchtitan at commit 8d22a86d37c0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FP-02: experts without gradients go on with weights from before a change that no version counter records.
 
 Exits 1 while the finding is there.
-Needs: saforem2/torchtitan at commit 8d22a86d37c0d7baccecf8038be74fcb5a4ccc7a on the path.
+Needs: torchtitan.ops.scatter_add.deterministic_scatter_add_ of saforem2/torchtitan at commit 8d22a86d37c0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FP-06: experts whose weights were made in inference mode cannot be called in it.
 
 Exits 1 while the finding is there.
-Needs: saforem2/torchtitan at commit 8d22a86d37c0d7baccecf8038be74fcb5a4ccc7a on the path.
+Needs: torchtitan.ops.scatter_add.deterministic_scatter_add_ of saforem2/torchtitan at commit 8d22a86d37c0.
 """
 
 from __future__ import annotations

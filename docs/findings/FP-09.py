@@ -1,7 +1,7 @@
 """FP-09: forced load balance gives the remainders of all ranks to the same experts.
 
 Two ranks force 9 tokens each to 4 of 24 experts; a router needs no other rank. Exits 1 while the finding is there.
-Needs: saforem2/torchtitan at commit 8d22a86d37c0d7baccecf8038be74fcb5a4ccc7a on the path.
+Needs: torchtitan.ops.scatter_add.deterministic_scatter_add_ of saforem2/torchtitan at commit 8d22a86d37c0.
 """
 
 from __future__ import annotations

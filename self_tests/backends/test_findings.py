@@ -1,7 +1,8 @@
 """Every finding in a real library has a script that shows it, and its page states what the script prints.
 
 The scripts of a library run in its tox environment; elsewhere only pages, waivers and the form of scripts are held. A
-script may need certain versions of its library, or a checkout: "Needs: transformers>=5.24" stands in its docstring.
+script may need certain versions of its library, or what only a checkout has: its docstring says "Needs:" and then
+"transformers>=5.24", or the dotted name of a function or class. One that finds out itself exits with 77.
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ LABELS = ("bug", "fixed upstream", "limit", "freedom")
 
 @dataclass(frozen=True)
 class Library:
-    """A library with findings: the prefix of their ids, and what scripts share the import of."""
+    """A library with findings: it has a page, docs/findings/<name>.md, and scripts beside it."""
 
     name: str
-    prefix: str
-    package: str
-    preload: tuple[str, ...]
-    mark: tuple[str, str] | None = None  # a file of the package, and words in it without which its scripts do not run
 
     @property
     def page(self) -> str:
         """The text of its page."""
         return (FINDINGS / f"{self.name}.md").read_text()
+
+    @property
+    def prefix(self) -> str:
+        """What the ids of its findings begin with."""
+        return self.rows[0][0].split("-")[0]
 
     @property
     def scripts(self) -> list[Path]:
@@ -62,70 +64,50 @@ class Library:
         assert section is not None, f"{self.name}.md has no section of {id} with what its script prints"
         return section[1]
 
+    @functools.cached_property
+    def preload(self) -> list[str]:
+        """What its scripts import of it and of torch, in the order of the alphabet."""
+        return sorted({name for path in self.scripts for name in imported(path)})
 
-LIBRARIES = (
-    Library("deepspeed", "DS", "deepspeed", ("deepspeed", "deepspeed.moe.layer")),
-    Library(
-        "megatron-core",
-        "MC",
-        "megatron.core",
-        (
-            "megatron.core.distributed",
-            "megatron.core.models.gpt.moe_module_specs",
-            "megatron.core.models.multimodal.context_parallel",
-        ),
-    ),
-    Library(
-        "torchtitan",
-        "TT",
-        "torchtitan",
-        ("torch.distributed.fsdp", "torchtitan.distributed.fsdp", "torchtitan.models.common.moe"),
-    ),
-    Library(
-        "torchtitan-fast-paths",
-        "FP",
-        "torchtitan",
-        ("torchtitan.models.common.moe",),
-        ("ops/scatter_add.py", "def deterministic_scatter_add_("),
-    ),
-    Library(
-        "transformers",
-        "TF",
-        "transformers",
-        (
-            "torch.distributed.fsdp",
-            "transformers.distributed.expert_parallel",
-            "transformers.models.deepseek_v3.modeling_deepseek_v3",
-            "transformers.models.gpt_oss.modeling_gpt_oss",
-            "transformers.models.qwen2_moe.modeling_qwen2_moe",
-            "transformers.models.qwen3_moe.modeling_qwen3_moe",
-        ),
-    ),
-)
+    @property
+    def installed(self) -> bool:
+        """Whether its scripts can be run here."""
+        return all(map(importable, self.preload))
 
 
-def installed(library: Library) -> bool:
-    """Return whether a library can be imported here, and has what marks it."""
-    try:
-        spec = find_spec(library.package)
-    except ModuleNotFoundError:  # of its parent
-        return False
-    if spec is None or library.mark is None:
-        return spec is not None
-    file, words = library.mark
-    return any(words in (Path(folder) / file).read_text() for folder in spec.submodule_search_locations or ())
+def imported(path: Path) -> set[str]:
+    """Return the modules that a script imports, but those of Python."""
+    tree = ast.parse(path.read_text())
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    return {name for name in names if name.split(".")[0] not in sys.stdlib_module_names}
 
 
-HERE = [library for library in LIBRARIES if installed(library)]
+def importable(module: str) -> bool:
+    """Return whether there is a package of that name, without importing it."""
+    return find_spec(module.split(".")[0]) is not None
 
 
 def lacks(path: Path) -> str | None:
-    """Return the versions that a script needs and that are not installed; None if there is nothing to miss."""
-    needs = re.search(r"^Needs: ([\w-]+[<>=].*)$", path.read_text(), re.MULTILINE)
+    """Return what a script needs and is not here, of what its docstring names; None if there is nothing to miss."""
+    needs = re.search(r"^Needs: (\S+)", path.read_text(), re.MULTILINE)
     if needs is None:
         return None
-    requirement = Requirement(needs[1])
-    return None if requirement.specifier.contains(version(requirement.name), prereleases=True) else needs[1]
+    if re.search("[<>=]", needs[1]):
+        requirement = Requirement(needs[1])
+        there = requirement.specifier.contains(version(requirement.name), prereleases=True)
+    else:
+        module, _, name = needs[1].rpartition(".")
+        package, *parts = module.split(".")
+        spec = find_spec(package)
+        folders = spec.submodule_search_locations or () if spec is not None else ()
+        files = [Path(folder, *parts).with_suffix(".py") for folder in folders]
+        there = any(re.search(rf"^(def|class) {name}\b", file.read_text(), re.M) for file in files if file.is_file())
+    return None if there else needs[1]
+
+
+LIBRARIES = [Library(page.stem) for page in sorted(FINDINGS.glob("*.md"))]
+HERE = [library for library in LIBRARIES if library.installed]
 
 
 @functools.cache
@@ -190,9 +172,6 @@ class TestPages:
 class TestForm:
     def test_it_can_be_pasted(self, path: Path) -> None:
         """A script says which finding it shows, and imports Python's own, torch and a library under test alone."""
-        tree = ast.parse(path.read_text())
-        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-        names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        others = {name.split(".")[0] for name in names} - sys.stdlib_module_names
-        assert str(ast.get_docstring(tree)).startswith(f"{path.stem}: ")
-        assert set() == others - {"torch", *(each.package.split(".")[0] for each in LIBRARIES)}
+        assert str(ast.get_docstring(ast.parse(path.read_text()))).startswith(f"{path.stem}: ")
+        others = {name.split(".")[0] for name in imported(path)} - {"torch"}
+        assert len(others) <= 1, "a script is of one library"
