@@ -114,6 +114,7 @@ def moe_config(config: Config, **further: Any) -> Any:
         "moe_inter_dim": config.ffn,
         "norm_topk_prob": config.routing.normalise,
         "router_bias": config.gate_bias,
+        "router_weights_fp32": config.router_dtype == torch.float32,
         "expert_bias": config.expert_biases == "all",
         "swiglu_limit": config.activation.limit or 0.0,
         "dtype": config.dtype,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moe_conformance.backends.automodel.placement import Model, Placement, backend_config, moe_config
 from moe_conformance.backends.fsdp_windows import local, whole_window
@@ -25,6 +26,8 @@ def routing_of(config: Config) -> dict[str, Any]:
         Unsupported: none has.
     """
     routing = config.routing
+    if config.router_dtype not in (None, config.dtype, torch.float32):
+        raise Unsupported(f"routing weights are returned in float32 or the dtype of tokens, not {config.router_dtype}")
     if routing.normalise and config.top_k == 1:
         raise Unsupported("with one slot a gate does not normalise")
     limited = routing.groups is not None
@@ -191,9 +194,17 @@ class TrainingRouters(_Layers):
         del tokens
         super().finish()
 
-    def report(self) -> None:
-        """Return nothing: what the library displays is the loss of this rank's last microbatch."""
-        return None
+    def report(self) -> Mapping[str, Tensor]:
+        """Return what the library displays: the mean over layers of the last losses that the gates keep."""
+        from nemo_automodel.components.moe.load_balance_metrics import collect_expert_loads
+
+        kept = [each["aux_loss"] for each in collect_expert_loads(self.model).values()]
+        found = [loss for loss in kept if loss is not None]
+        return {"auxiliary": torch.stack(found).mean()} if found else {}
+
+
+def _placed_as(tensor: Any, part: Tensor) -> Tensor:
+    return DTensor.from_local(part, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else part
 
 
 class BalancingRouters(_Layers):
@@ -229,12 +240,13 @@ class BalancingRouters(_Layers):
         return [none if gate._cumulative_expert_load is None else gate._cumulative_expert_load for gate in self.gates]
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state of the model."""
-        return self.model.state_dict()
+        """Return the state of the model, of what is sharded this rank's part."""
+        return {name: local(value) for name, value in self.model.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of the model."""
-        self.model.load_state_dict(state)
+        """Load the state of the model, of what is sharded this rank's part."""
+        now = self.model.state_dict()
+        self.model.load_state_dict({name: _placed_as(now[name], value) for name, value in state.items()})
 
     def parameters(self) -> Iterable[Tensor]:
         """Return the parameters of the model."""
