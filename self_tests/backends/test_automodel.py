@@ -96,7 +96,7 @@ class TestExchange:
         """The class, the size of its group, and what every rank receives."""
         rank = run(engine, pinned("loop", EP4, "uneven")).ranks[0]
         assert ("GroupedExperts", "4") == (rank.resolved["experts"], rank.resolved["ep ranks"])
-        assert ("all", "tokens", "expert") == (rank.claims.wire, rank.claims.handed, rank.claims.weights_at)
+        assert ("all", "routed", "expert") == (rank.claims.wire, rank.claims.handed, rank.claims.weights_at)
 
 
 class TestExperts:

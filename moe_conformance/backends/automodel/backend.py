@@ -38,10 +38,7 @@ class Automodel:
         "nemo_automodel.components.moe.parallelizer",
         "nemo_automodel.components.training.utils",
     )
-    environment: ClassVar[Mapping[str, str]] = {
-        "HF_HUB_OFFLINE": "1",  # nothing is ever asked of a server
-        "TORCH_COMPILE_DISABLE": "1",  # else its activations are compiled once per shape
-    }
+    environment: ClassVar[Mapping[str, str]] = {"HF_HUB_OFFLINE": "1"}  # nothing is ever asked of a server
 
     def versions(self) -> Mapping[str, str]:
         """Versions of nemo-automodel and of torch."""
@@ -69,6 +66,7 @@ class _Session(Session):
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
         self._topology, self._device = topology, device
+        torch.compiler.set_stance("force_eager")  # else the library's activations are compiled once per shape
 
     def exchange(self, config: Config) -> Exchange:
         """Build experts whose products are replaced by the given ones; they take any T, also packed."""
@@ -128,3 +126,7 @@ class _Session(Session):
         for surface in built:
             assert isinstance(surface, Experts | Layer | Router)  # there are no others with parameters
             surface.finish()
+
+    def close(self) -> None:
+        """Let torch compile again."""
+        torch.compiler.set_stance("default")

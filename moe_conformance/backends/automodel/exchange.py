@@ -1,6 +1,6 @@
 """The library's GroupedExperts, whose products are replaced by the given experts.
 
-T tokens of this rank, R tokens of all ranks of ep, K slots, D hidden.
+T tokens of this rank, R tokens of all ranks of ep, P pairs of this rank's experts, K slots, D hidden.
 """
 
 from __future__ import annotations
@@ -32,14 +32,18 @@ class Exchange:
         self._module, self._placement = module, placement
         self._expert: ExpertFn
 
-    def _in_loop(self, x_RD: Tensor, weights_RK: Tensor, ids_RK: Tensor, mask_R: Tensor, *_parameters: Any) -> Tensor:
-        ids_RK = torch.where(mask_R[:, None], ids_RK - self._placement.first, -1)
-        local_RK = torch.where(ids_RK < self._placement.held, ids_RK, -1).clamp_min(-1)
-        out_RD = self._expert(Delivery.listed(x_RD, local_RK, weights_RK, unrouted="zero"))
-        return out_RD.float()  # as the library's own products are added up
+    def _in_loop(self, x_RD: Tensor, weights_RK: Tensor, ids_RK: Tensor, mask_R: Tensor, *_: Any) -> Tensor:
+        return self._in_grouped_mm(x_RD, mask_R, weights_RK, ids_RK)
 
     def _in_grouped_mm(self, x_RD: Tensor, mask_R: Tensor, weights_RK: Tensor, ids_RK: Tensor, *_: Any) -> Tensor:
-        return self._in_loop(x_RD, weights_RK, ids_RK, mask_R)
+        """Do as the library's grouped products, which sort the pairs of this rank's experts and add up in float32."""
+        from nemo_automodel.components.moe.experts import _permute_tokens_for_grouped_mm
+
+        held, first = self._placement.held, self._placement.first
+        tokens_P, weights_P, counts_N, _ = _permute_tokens_for_grouped_mm(ids_RK, weights_RK, mask_R, held, first)
+        out_PD = self._expert(Delivery.grouped(x_RD[tokens_P], counts_N, weights_P))
+        y_RD = torch.zeros(x_RD.shape, dtype=torch.float32, device=x_RD.device)
+        return y_RD.scatter_add_(0, tokens_P[:, None].expand_as(out_PD), out_PD.float())
 
     @property
     def local_experts(self) -> tuple[int, ...]:
@@ -54,7 +58,7 @@ class Exchange:
     @property
     def claims(self) -> Claims:
         """All tokens go to all ranks, and weights are the experts' to apply."""
-        return Claims(wire="all", handed="tokens", weights_at="expert")
+        return Claims(wire="all", weights_at="expert")
 
     def __call__(self, x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:
         """Run the module; no token is padding."""

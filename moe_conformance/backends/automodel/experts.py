@@ -65,16 +65,27 @@ class Experts:
         }
 
     def __call__(self, delivery: Delivery) -> Tensor:
-        """Return the weighted output."""
+        """Return the weighted output.
+
+        In the library experts receive the tokens of all ranks, which are none only where no rank has any. So that this
+        is no other case here, a token of another rank follows.
+        """
         assert delivery.weights_RJ is not None  # the exchange leaves them to the experts
-        (out_RD,) = self._model(_call_experts, (delivery.rows_RD,), (delivery.ids_RJ,), (delivery.weights_RJ,))
-        result: Tensor = out_RD
+        given = (delivery.rows_RD, 0.0), (delivery.ids_RJ, -1), (delivery.weights_RJ, 0.0)
+        (out_RD,) = self._model(
+            _call_experts, *((nn.functional.pad(each, (0, 0, 0, 1), value=w),) for each, w in given)
+        )
+        result: Tensor = out_RD[:-1]
         return result
 
     @property
     def module(self) -> nn.Module:
         """The model of one module, which holds the parameters."""
         return self._model
+
+    def reshard(self) -> None:
+        """Free the gathered parameters, which the library keeps by default."""
+        self._model.free_gathered()
 
     def named(self, read: Read) -> Iterator[Named]:
         """Yield the windows on this rank's part of the experts."""

@@ -186,6 +186,14 @@ class Model(nn.Module):
         """The placed modules."""
         return [layer.mlp for layer in self.layers]
 
+    def free_gathered(self) -> None:  # not `reshard`: FSDP2 gives the model one, of its outermost parameters
+        """Free the parameters that FSDP2 has gathered."""
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def finish(self) -> None:
         """Divide the gradients of experts, as the trainer does after the last backward."""
         from nemo_automodel.components.training.utils import scale_grads_and_clip_grad_norm
