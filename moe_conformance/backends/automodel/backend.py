@@ -33,6 +33,7 @@ class Automodel:
 
     name: ClassVar[str] = "automodel"
     variants: ClassVar[tuple[str, ...]] = tuple(VARIANTS)
+    sampled: ClassVar[tuple[str, ...]] = ("grouped",)  # it shares all but the products of experts with the other
     preload: ClassVar[tuple[str, ...]] = (
         "torch.distributed.fsdp",
         "nemo_automodel.components.moe.parallelizer",

@@ -53,8 +53,9 @@ def routing_of(config: Config) -> dict[str, Any]:
 
 
 def require_routed(config: Config, placement: Placement) -> None:
-    """Refuse a gate of which FSDP2 would keep no equal part on every rank."""
-    placement.require_rows(config.experts)
+    """Refuse a gate of which FSDP2 would not keep an equal part on every rank."""
+    if config.experts % placement.batches:
+        raise Unsupported(f"FSDP2 keeps no equal parts of {config.experts} rows on {placement.batches} ranks")
 
 
 def gate_windows(gate: Any, read: Read) -> Iterator[Named]:
