@@ -99,10 +99,10 @@ class TestFloor:
         found = sorted(floor.FOLDER.glob("*.toml"))
         assert {"native", "megatron-core", "torchtitan", "transformers", "deepspeed"} <= set(floor.backends())
         for backend in floor.backends():
-            held = floor.of_backend(backend)
-            assert f"{backend}.toml" == held[0].path.name
-            for one in held:  # a run is held to one floor
-                assert [one] == [other for other in held if other.is_of(one.versions)]
+            floors = floor.of_backend(backend)
+            assert f"{backend}.toml" == floors[0].path.name
+            for one in floors:  # a run is held to one floor
+                assert [one] == [other for other in floors if other.is_of(one.versions)]
         for path in found:
             held = floor.read(path)
             assert set() == {requirement for requirement, _, _ in held.places} - set(checked())
