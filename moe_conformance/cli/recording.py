@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,8 +24,9 @@ def record_(cases: Path | None, output: Path, **given: Any) -> None:
     file of tensors for each case, into DIR/BACKEND/VERSION.
     """
     require_torch()
+    import torch
+
     from moe_conformance import spec
-    from moe_conformance.backends.library import commit_of
     from moe_conformance.engine import EngineError
     from moe_conformance.plugin.run import open_backend
     from moe_conformance.recorded import recording
@@ -34,6 +34,7 @@ def record_(cases: Path | None, output: Path, **given: Any) -> None:
     from moe_conformance.workloads.plan import Plan
 
     sys.path.append(os.getcwd())  # as in `run`
+    torch.set_num_threads(1)  # the oracles' tensors are tiny
     try:
         chosen = options.from_mapping(given)
         if (cases is None) == (not chosen.ids):
@@ -41,14 +42,13 @@ def record_(cases: Path | None, output: Path, **given: Any) -> None:
         if unknown := [id for id in chosen.ids if id not in spec.load()]:
             raise CannotRun(f"no requirement {', '.join(unknown)}; `moe-conformance list requirements` shows all")
         backend, versions = open_backend(chosen.backend, chosen.library)
-        suite = {"version": version("moe-conformance"), "commit": commit_of(Path(__file__).resolve().parents[2])}
         plan = Plan(backend, "cpu", "quick")
         found = (
             recording.first_cases(plan, chosen.ids)
             if cases is None
             else recording.named_cases(plan, _lines(cases.read_text(encoding="utf-8")))
         )
-        recording.record(recording.Subject(chosen.backend, backend, versions, suite), found, output, click.echo)
+        recording.record(recording.Subject(chosen.backend, backend, versions), found, output, click.echo)
     except (options.Unusable, EngineError, BadRecording, OSError) as error:
         raise CannotRun(str(error)) from error
 
@@ -62,6 +62,8 @@ def rejudge_(folders: tuple[Path, ...], accept: bool) -> NoReturn:
     No library is needed, and nothing runs. Exit status: 1 if anything differs, 2 if a recording cannot be judged.
     """
     require_torch()
+    import torch
+
     from moe_conformance.backends import registry
     from moe_conformance.recorded import again, files
     from moe_conformance.recorded.pools import BadRecording
@@ -70,11 +72,14 @@ def rejudge_(folders: tuple[Path, ...], accept: bool) -> NoReturn:
     paths = sorted(path for folder in folders for path in folder.rglob("*.json"))
     if not paths:
         raise CannotRun(f"there are no recordings in {', '.join(map(str, folders))}")
+    torch.set_num_threads(1)  # as in `record`
     plans: dict[str, Plan] = {}
     differing = 0
     try:
         for path in paths:
             recorded = files.read(path)
+            if recorded.backend not in registry.names():  # a dotted path would be imported
+                raise CannotRun(f"{path} is of {recorded.backend!r}, which is no registered backend")
             if recorded.backend not in plans:
                 plans[recorded.backend] = Plan(registry.load(recorded.backend), "cpu", "quick")
             today = again.judged_again(recorded, plans[recorded.backend])
@@ -84,7 +89,7 @@ def rejudge_(folders: tuple[Path, ...], accept: bool) -> NoReturn:
             differing += len(sentences)
             if accept and today != recorded.verdicts:
                 files.write(path.parent, again.accepted(recorded, today))
-    except (BadRecording, registry.NoBackend) as error:
+    except BadRecording as error:
         raise CannotRun(str(error)) from error
     click.echo(f"{len(paths)} recordings, {differing} verdicts differ")
     sys.exit(int(bool(differing and not accept)))

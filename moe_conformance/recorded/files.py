@@ -52,7 +52,7 @@ class Recorded:
 
     backend: str
     versions: Mapping[str, str]
-    suite: Mapping[str, str]  # version and commit of this package
+    suite: str  # the version of this package
     variant: str
     layout: str
     workload: str
@@ -111,18 +111,20 @@ def read(path: Path) -> Recorded:
             raise BadRecording(f"its format is {content['format']!r}; this version reads format {FORMAT}")
         twins = {str(how): _ran(ran, tensors) for how, ran in content["twins"].items()}
         verdicts = {str(check): Verdict(**verdict) for check, verdict in content["verdicts"].items()}
-        texts = {name: content[name] for name in ("backend", "variant", "layout", "workload")}
+        texts = {name: content[name] for name in ("backend", "suite", "variant", "layout", "workload")}
         if not all(isinstance(text, str) for text in texts.values()):
             raise BadRecording("a name in it is no text")
-        return Recorded(
+        recorded = Recorded(
             **texts,
             versions=dict(content["versions"]),
-            suite=dict(content["suite"]),
             variants=tuple(map(str, content["variants"])),
             ran=_ran(content["ran"], tensors),
             twins=twins,
             verdicts=verdicts,
         )
+        if recorded.id != path.stem:  # which names the files that are written
+            raise BadRecording(f"it holds the case {recorded.id!r}")
+        return recorded
     except BadRecording as error:
         raise BadRecording(f"{path}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:

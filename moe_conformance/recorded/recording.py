@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
 from moe_conformance.contract import Backend
@@ -28,12 +29,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Subject:
-    """What is recorded: a backend by the name that ranks load, with versions of it and of this package."""
+    """What is recorded: a backend by the name that ranks load, with the versions that it depends on."""
 
     target: str
     backend: Backend
     versions: Mapping[str, str]
-    suite: Mapping[str, str]
 
 
 def named_cases(plan: Plan, ids: Iterable[str]) -> list[Case]:
@@ -112,7 +112,7 @@ def _recorded(subject: Subject, engine: Engine, case: Case) -> Recorded:
         Recorded(
             backend=subject.target,
             versions=subject.versions,
-            suite=subject.suite,
+            suite=version("moe-conformance"),
             variant=case.cell.variant,
             layout=case.cell.layout.name,
             workload=case.workload.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def plan() -> Plan:
 @pytest.fixture(scope="module")
 def path(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Record a case once for all tests; return its document."""
-    subject = recording.Subject("native", Native(), {"torch": "2.13.0"}, {"version": "0", "commit": "unknown"})
+    subject = recording.Subject("native", Native(), {"torch": "2.13.0"})
     folder = tmp_path_factory.mktemp("recorded")
     recording.record(subject, recording.named_cases(plan, [CASE]), folder, lambda line: None)
     return folder / "native" / "2.13.0" / f"{CASE}.json"
@@ -115,6 +116,7 @@ class TestFiles:
             (lambda content: content.pop("twins"), "no recorded case: KeyError"),
             (lambda content: content["verdicts"].update(x={"verdict": "pass", "size": 1}), "no recorded case"),
             (lambda content: content.update(variant=3), "no text"),
+            (lambda content: content.update(variant="../other"), "it holds the case '../other-single-even'"),
         ],
     )
     def test_what_is_no_recording(self, path: Path, tmp_path: Path, change: Any, words: str) -> None:
@@ -150,6 +152,13 @@ class TestCommands:
         found = run("rejudge", tmp_path)
         assert (0, "1 recordings, 0 verdicts differ\n") == (found.exit_code, found.output)
         assert recorded.verdicts == files.read(tmp_path / path.name).verdicts
+
+    def test_a_backend_that_is_not_registered(self, path: Path, tmp_path: Path) -> None:
+        """Is not imported: a file may be from elsewhere."""
+        files.write(tmp_path, replace(files.read(path), backend="antigravity:geohash"))
+        found = run("rejudge", tmp_path)
+        assert (2, True) == (found.exit_code, "'antigravity:geohash', which is no registered backend" in found.output)
+        assert "antigravity" not in sys.modules
 
     @pytest.mark.parametrize(
         ("arguments", "words"),
