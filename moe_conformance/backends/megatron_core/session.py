@@ -86,7 +86,9 @@ class MegatronSession(Session):
     def router(self, config: Config) -> Router:
         """Build a layer and return its router, wrapped for the reduction of its gradients."""
         number = self._number(config) if config.routing.forced else 1
-        return Router(self._layer(config.only(*LAYER, *ROUTER, *CAPACITY), number))
+        layer = self._layer(config.only(*LAYER, *ROUTER, *CAPACITY), number)
+        layer.set_layer_number(number)  # as a transformer layer does
+        return Router(layer)
 
     def layer(self, config: Config) -> Layer:
         """Build a whole layer, wrapped for the reduction of its gradients."""
