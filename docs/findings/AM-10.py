@@ -57,8 +57,7 @@ if __name__ == "__main__":
     mp.start_processes(run, (tempfile.mktemp(), answers), nprocs=2, start_method="fork")
     found = dict(answers.get() for _ in range(2))
     (sent, reduced), (sent_without, _) = found[0], found[1]
-    print(
-        f"observed: rank 0 with 4 tokens sends {sent}, rank 1 with none sends {sent_without}; reduced are {reduced} rows"
-    )
-    print("expected: rank 0 with 4 tokens sends 4, rank 1 with none sends 0; reduced and scattered are 4 rows")
+    words = f"{sent} and {sent_without} rows; all-reduced are {reduced} rows"
+    print("observed: of 4 and no tokens ranks send", words)
+    print("expected: of 4 and no tokens ranks send 4 and 0 rows; reduced and scattered are 4 rows")
     sys.exit(int(sent_without > 0))
