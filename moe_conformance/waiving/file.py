@@ -13,6 +13,7 @@ One TOML file per backend, `waivers/<name>.toml`, with one `[[waiver]]` table pe
     expires = 2026-12-31
     versions = ["torchtitan>=0.3,<0.4"]      # of the packages that the backend reports
     example = "test_empty_slots_add_nothing[alltoall-ep2-dropped-even]"   # runs first
+    checks = ["test_empty_slots_add_nothing"]  # optional: where other checks of the requirements pass
 
     [[waiver.failure]]
     kind = "WrongOutput"                     # and stage, as result.json has them
@@ -188,6 +189,8 @@ def _misshapen(entry: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(unknown[0], f"unknown fields {', '.join(unknown)}; known: {', '.join(kinds)}")
     for name, kind in kinds.items():
         value = entry.get(name)
+        if name == "checks" and name not in entry:
+            continue
         if name not in entry:
             yield Problem(name, _MISSING_FAILURE if name == "failure" else f"{name} is missing")
         elif name == "failure":

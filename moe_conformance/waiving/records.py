@@ -83,6 +83,7 @@ class Waiver:
     versions: tuple[str, ...]
     example: str
     failure: tuple[Failure, ...]
+    checks: tuple[str, ...] = ()  # of these requirements, where others of them pass; none: all
 
     def excuses(self, faults: Sequence[Fault]) -> bool:
         """Whether all faults of an item are failures that this waiver names."""
@@ -95,6 +96,7 @@ class Waiver:
             and fits(self.variants, item.variant)
             and fits(self.layouts, item.layout)
             and fits(self.workloads, item.workload or "drawn")
+            and (not self.checks or item.name.partition("[")[0] in self.checks)
         )
 
 
