@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_conformance.backends.torchtitan import TorchTitan
+from moe_conformance.backends.torchtitan.fast_paths import FastPaths
 from moe_conformance.contract import Config, Session, Unsupported
 from moe_conformance.contract.topology import Layout, Topology
 from moe_conformance.engine import Engine
@@ -63,6 +64,11 @@ class TestModule:
     def test_versions_name_the_library(self) -> None:
         """Verdicts can be told apart by the version that they are about."""
         assert {"torchtitan", "spmd_types", "torch"} <= set(TorchTitan().versions())
+
+    def test_a_torchtitan_without_shortcuts_is_none_of_the_fork(self) -> None:
+        """The backend of the fork's shortcuts refuses what is installed here, and says what it takes."""
+        with pytest.raises(Unsupported, match="no shortcuts: saforem2/torchtitan has, at 8d22a86d"):
+            FastPaths().versions()
 
     def test_close_gives_the_global_setting_back(self) -> None:
         """The library's SPMD setting after a session is the one before it."""

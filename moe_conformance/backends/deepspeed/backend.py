@@ -30,6 +30,7 @@ class DeepSpeed:
     )
     preload: ClassVar[tuple[str, ...]] = ("moe_conformance.backends.deepspeed.library",)
     environment: ClassVar[Mapping[str, str]] = {
+        "TORCH_COMPILE_DISABLE": "1",  # else 0.19.6 compiles parts of its gates, once for each shape
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the preload asks for a GPU, and must not start CUDA before the fork
     }
 
