@@ -105,6 +105,14 @@ class TestMatch:
         (problem,) = loaded(tmp_path, of_groups("groups-below-one", "world-2")).problems
         assert "is no test_name" in problem
 
+    def test_it_may_be_for_some_checks_of_a_requirement(self, tmp_path: Path) -> None:
+        """Where others of them pass on the same case, which would be unexpected."""
+        example = 'example = "test_outputs[alltoall-ep2-even]"'
+        waivers = loaded(tmp_path, GOOD.replace(example, f'{example}\nchecks = ["test_outputs"]'))
+        assert () == waivers.problems
+        assert waivers.match(ITEM) is not None
+        assert waivers.match(replace(ITEM, name="test_gradients[alltoall-ep2-even]")) is None
+
 
 class TestFailures:
     @pytest.mark.parametrize(
