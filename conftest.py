@@ -1,4 +1,4 @@
-"""The checkout's own tests: how Hypothesis draws in self_tests, and which planted bugs are tried.
+"""The checkout's own tests: how Hypothesis draws in self_tests, and which part of the slow tests is run.
 
 The plug-in comes by its entry point, once.
 """
@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from moe_conformance.workloads.selection import shards
 
-PLANTED_BUGS = Path(__file__).parent / "self_tests" / "planted_bugs"
+SELF_TESTS = Path(__file__).parent / "self_tests"
 
 # A run that judges a backend brings its own profile (moe_conformance/plugin/drawing.py), which takes the place of this.
 settings.register_profile("self", derandomize=True, database=None, deadline=None, print_blob=False)
@@ -20,24 +20,25 @@ settings.load_profile("self")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that takes a part of the planted bugs."""
-    parser.addoption("--planted-bugs", metavar="I/N", default="1/1", help="test the I-th of N parts of planted bugs")
+    """Add the option that takes a part of the slow tests."""
+    parser.addoption("--part", metavar="I/N", default="1/1", help="run the I-th of N parts of the slow self_tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests of planted bugs that are in other parts."""
+    """Deselect the slow tests that are in other parts."""
     try:
-        part = shards.parse(config.getoption("--planted-bugs"), "--planted-bugs")
+        part = shards.parse(config.getoption("--part"), "--part")
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
     if part.count == 1:
         return
-    from self_tests.planted_bugs import parts
+    from self_tests import parts
 
     others = [
         item
         for item in items
-        if item.path.parent == PLANTED_BUGS and hasattr(item, "callspec") and not parts.holds(part, item.name)
+        if item.path.is_relative_to(SELF_TESTS)
+        and not parts.holds(part, item.path.relative_to(SELF_TESTS), item.name, parametrized=hasattr(item, "callspec"))
     ]
     config.hook.pytest_deselected(items=others)
     gone = set(others)
