@@ -26,7 +26,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 ENDINGS = (".py", ".toml", ".md", ".safetensors")
-ELSEWHERE = {"torchao"}  # packages of which a page names a file
+ELSEWHERE = {"deepspeed", "megatron", "torchao", "torchtitan", "transformers"}  # packages of which a page names a file
 
 _LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?\)")
 _CODE = re.compile(r"`([^`\n]+)`")
