@@ -112,13 +112,15 @@ def _others(behaviours: Iterable[Mapping[str, Any]], checks: Mapping[str, Sequen
 
 
 def _claims(claims: Iterable[Mapping[str, Any]], checks: Mapping[str, Sequence[str]]) -> str:
-    rows = [(each["name"], each["words"], each["verdict"], *_decided(each, checks)) for each in claims]
+    rows = [
+        (each["name"], each["words"], each["verdict"], each.get("code", ""), *_decided(each, checks)) for each in claims
+    ]
     return _page(
         "What was claimed of load meters, forced routing, fast paths and scatter",
         "Claims of public pull requests to Megatron-LM and torchtitan and of their reviews, in the words of this "
-        "project, and what became of each; with the requirements that hold what is right of it, and the checks that "
-        "decide them.",
-        _table(("name", "claim", "verdict", "decided by", "not decided"), rows),
+        "project, and what became of each; what the code itself does, by its findings, where it was judged; and the "
+        "requirements that hold what is right of the claim, with the checks that decide them.",
+        _table(("name", "claim", "verdict", "what the code does", "decided by", "not decided"), rows),
     )
 
 
