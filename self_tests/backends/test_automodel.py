@@ -160,8 +160,10 @@ class TestLosses:
         outcome = run(engine, workload)
         without = replace(workload, config=workload.config.changed({"losses.auxiliary": 0.0}))
         for rank, plain in zip(outcome.ranks, run(engine, without).ranks, strict=True):
-            assert rank.answers[0].values["report"] is None
-            assert repr(rank.answers[0].values) != repr(plain.answers[0].values)
+            assert ["auxiliary"] == list(rank.answers[0].values["report"])
+            found, other = (each.answers[0].values["final"] for each in (rank, plain))
+            assert len(found) == len(other) == workload.config.losses.layers
+            assert not any(map(torch.equal, found, other))
 
 
 class TestRefusals:
