@@ -120,7 +120,7 @@ class TestValues:
         assert {f"{OUTCOME}:RankOutcome": {"rank": 1, "status": "ok"}} == Encoder().encode(RankOutcome(1, "ok"))
         assert RankOutcome(1, "ok") == through_a_file(RankOutcome(1, "ok"))
 
-    @pytest.mark.parametrize("value", [object(), print, b"bytes", Encoder, 1j, Workload], ids=repr)
+    @pytest.mark.parametrize("value", [object(), print, b"bytes", Encoder, 1j, Workload], ids=lambda it: str(type(it)))
     def test_what_is_no_data_is_not_stored(self, value: object) -> None:
         """It is named in a sentence."""
         with pytest.raises(BadRecording, match="no data that can be stored"):
