@@ -9,23 +9,29 @@ transformers: its folders are imported here without what they run first.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
+from moe_conformance.backends.library import Library
 from moe_conformance.contract import Config, Delivery, Limit, Routing, Session, Topology, Unsupported
 
-_SUPPORTED = SpecifierSet(">=0.1.12,<0.2")
 _PACKAGES = ("veomni", "veomni.distributed", "veomni.utils", "veomni.distributed.moe")
+
+
+def _declared(folder: Path) -> str:
+    """Return the version that a checkout declares."""
+    text = (folder / "veomni" / "_version.py").read_text()
+    versions: list[str] = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    return versions[0]
 
 
 class VeOmni:
@@ -33,15 +39,11 @@ class VeOmni:
 
     name: ClassVar[str] = "veomni"
     variants: ClassVar[tuple[str, ...]] = ("alltoall",)
+    library: ClassVar[Library] = Library("veomni", "veomni", ">=0.1.12,<0.2", "pip install --no-deps veomni", _declared)
 
     def versions(self) -> Mapping[str, str]:
         """Versions of veomni and of torch."""
-        if "veomni" not in sys.modules and find_spec("veomni") is None:
-            raise Unsupported("veomni is not installed: pip install --no-deps veomni")
-        found = {package: version(package) for package in ("veomni", "torch")}
-        if not _SUPPORTED.contains(found["veomni"], prereleases=True):
-            raise Unsupported(f"veomni {found['veomni']}: the adapter is of {_SUPPORTED}")
-        return found
+        return {"veomni": self.library.version(), "torch": version("torch")}
 
     def limits(self, variant: str) -> Sequence[Limit]:
         """One map (T, E) of what is routed, in which ids are an index; nothing is checked."""
@@ -59,16 +61,14 @@ class VeOmni:
     def open(self, topology: Topology, device: torch.device) -> Session:
         """Import the library, and open a session."""
         self.versions()
-        return _Session(topology, _library(device))
+        return _Session(topology, _imported(self.library, device))
 
 
-def _library(device: torch.device) -> Any:
+def _imported(installed: Library, device: torch.device) -> Any:
     """Import the layer's module without the packages around it."""
     if "veomni" not in sys.modules:
-        spec = find_spec("veomni")
-        assert spec is not None  # `versions` has looked
-        assert spec.submodule_search_locations
-        root = Path(spec.submodule_search_locations[0]).parent
+        root = installed.folder()
+        assert root is not None  # `versions` has looked
         for name in _PACKAGES:
             sys.modules[name] = package = ModuleType(name)
             package.__path__ = [str(root.joinpath(*name.split(".")))]

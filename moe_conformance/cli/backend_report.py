@@ -18,7 +18,7 @@ from moe_conformance.workloads.selection.profiles import fitting
 
 Say = Callable[[str], None]
 
-_TRIES = 5  # cases of one kind, until one is not refused
+_TRIES = 5  # cases of one kind, until one runs
 _LACKS = "this backend offers no "  # begins the refusal of a method of Session that is not overridden
 
 
@@ -63,22 +63,26 @@ def _is_tried(case: Case, variant: str, ranks: int) -> bool:
 
 
 def _runs(engine: Engine, target: str, cases: Sequence[Case]) -> tuple[list[str], list[str]]:
-    """Run the first case of each kind that is not refused; return the kinds that ran, and sentences about faults."""
+    """Run cases of each kind until one ends; return the kinds that ran, and a sentence about each that never did.
+
+    A known failure of one case does not hide that another of its kind runs.
+    """
     by_kind: dict[str, list[Case]] = defaultdict(list)
     for case in cases:
         by_kind[str(case.workload.run).split(",")[0]].append(case)
-    ran, faults = [], []
+    ran: list[str] = []
+    faults: dict[str, str] = {}  # by kind, of the first case that failed
     for kind, some in by_kind.items():
         for case in some[:_TRIES]:
             outcome = moe_step(engine, target, case.workload)
             if outcome.blamed:
                 rank = outcome.blamed[0]
-                faults.append(f"{kind} ({case.id}): rank {rank.rank} {rank.status} in {rank.reached}: {rank.error}")
-                break
-            if outcome.refusal is None:
+                fault = f"{kind} ({case.id}): rank {rank.rank} {rank.status} in {rank.reached}: {rank.error}"
+                faults.setdefault(kind, fault)
+            elif outcome.refusal is None:
                 ran.append(kind)
                 break
-    return ran, faults
+    return ran, [fault for kind, fault in faults.items() if kind not in ran]
 
 
 def lines(found: dict[Layout, Sequence[Offer]]) -> Iterator[str]:

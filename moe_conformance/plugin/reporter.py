@@ -21,7 +21,7 @@ from moe_conformance.plugin.scripts import Scripts
 from moe_conformance.plugin.stopping import Stopping
 from moe_conformance.report import not_run, problems, result, summary
 from moe_conformance.report.comparison import compare
-from moe_conformance.report.floor import of_backend, sentence
+from moe_conformance.report.floor import of_backend, of_other_versions, sentence
 from moe_conformance.report.journal import Journal
 from moe_conformance.report.live import Live
 from moe_conformance.report.progress import Progress
@@ -283,12 +283,10 @@ class Reporter:
     def _of_other_versions(self) -> Iterator[str]:
         """Yield which waivers and floors are not applied, since they are of other versions of the library."""
         if elsewhere := self._run.waivers.elsewhere:
-            yield f"{len(elsewhere)} waivers are of other versions, and not applied"
-        if self._run.options.plant or self._run.options.device != "cpu" or self._run.floor is not None:
-            return
-        if floors := of_backend(self._run.target):
-            versions = (" ".join(f"{name} {version}" for name, version in floor.versions.items()) for floor in floors)
-            yield f"held to no floor; there are floors of {', of '.join(versions)}"
+            yield f"waivers of other versions, not applied: {len(elsewhere)}"
+        no_floor_yet = self._run.floor is None and not self._run.options.plant and self._run.options.device == "cpu"
+        if no_floor_yet and (floors := of_backend(self._run.target)):
+            yield of_other_versions(floors)
 
     @property
     def _terminal(self) -> Any:

@@ -146,6 +146,12 @@ def text(standing: Mapping[Place, Standing], layouts: Iterable[str], versions: M
     return "\n".join(lines) + "\n"
 
 
+def of_other_versions(floors: Iterable[Floor]) -> str:
+    """Return a sentence for a run that none of its backend's floors is for."""
+    versions = (" ".join(f"{name} {version}" for name, version in held.versions.items()) for held in floors)
+    return f"held to no floor: there are floors of {', of '.join(versions)}"
+
+
 def sentence(fallen: Iterable[tuple[Place, str]]) -> str:
     """Return a sentence with the first places below the floor and their number; "" if there is none."""
     found = [f"{in_words(place)}: {verdict} instead of pass" for place, verdict in fallen]

@@ -181,9 +181,8 @@ class Plan:
         if self.virtual or case.id in self.kept or cell_limits(cell.limits, cell.layout):
             return True
         bfloat16 = case.workload.config.dtype == torch.bfloat16 and cell.layout in profiles.quick_layouts()
-        if (name in self._selection.borrowed and bfloat16) or self._selection.holds(
-            cell.variant, cell.layout.name, name
-        ):
+        borrowed = bfloat16 and name in self._selection.borrowed
+        if borrowed or self._selection.holds(cell.variant, cell.layout.name, name):
             return True
         if self.profile == "full":
             return name in self._in_turn(case.place[0], cell)
@@ -251,9 +250,8 @@ class Plan:
 
     def _wanted(self, layout: Layout, name: str) -> bool:
         """Whether a workload runs on a layout in some cell."""
-        names = self._beside.get(layout)
-        alone = names is None or name in names
-        return alone and (self.profile != SMOKE or name in self._smoke.get(layout.name, ()))
+        names = self._beside.get(layout, (name,))
+        return name in names and (self.profile != SMOKE or name in self._smoke.get(layout.name, ()))
 
     @cached_property
     def _turns(self) -> dict[tuple[int, int], frozenset[str]]:

@@ -76,6 +76,15 @@ class TestFloor:
         assert of_commit.is_of({"toy": "1.0+d98e8a64ddf3"})
         assert not any(of_commit.is_of({"toy": other}) for other in ("1.0", "1.0+d48bd6be0a85"))
 
+    def test_a_run_of_another_version_is_told_which_there_are(self) -> None:
+        """With all versions of each, since the library's alone may be the same."""
+        floors = [
+            floor.Floor(Path("toy.toml"), frozenset(), {"toy": "1.0", "torch": "2.13.0"}),
+            floor.Floor(Path("toy@2.0.toml"), frozenset(), {"toy": "2.0"}),
+        ]
+        expected = "held to no floor: there are floors of toy 1.0 torch 2.13.0, of toy 2.0"
+        assert expected == floor.of_other_versions(floors)
+
     def test_what_was_not_run_whole_is_not_looked_at(self, tmp_path: Path) -> None:
         """A narrowed run is held to its part; a failure is told by itself, and too few ranks are no regression."""
         held = self.written(tmp_path, record("pass"))

@@ -271,6 +271,17 @@ class TestScripts:
         assert Scripts(prepare(Options())).write(failed()) is None
         assert [] == list(tmp_path.iterdir())
 
+    def test_the_checkout_of_the_library_is_imported_first(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As in the run: before anything of the suite looks for the library."""
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        path = self.scripts(tmp_path, library=str(tmp_path)).write(failed())
+        assert path is not None
+        lines = path.read_text().splitlines()
+        (number,) = [at for at, line in enumerate(lines) if line.startswith(f"sys.path.insert(0, {str(tmp_path)!r})")]
+        assert number < lines.index("reproduce(")
+
     def test_values_are_escaped(self, tmp_path: Path) -> None:
         """Whatever a name or a message holds is data; the message stays in its comment."""
         name = "a'\"\\\n)/b"

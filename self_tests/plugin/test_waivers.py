@@ -355,6 +355,16 @@ class TestRun:
         assert "waived" == verdicts["test_outputs[wrong-ep2-even]"] == verdicts["test_outputs[wrong-single-even]"]
         assert "pass" == verdicts["test_finished[wrong-ep2-even]"]
 
+    def test_one_of_other_versions_excuses_nothing(self, tmp_path: Path) -> None:
+        """What it would waive fails; that it was not applied is no failure, and is said at the end."""
+        text = toy_waiver(1, "wrong", "*", "EXCH-05").replace("torch>=2", "torch>=99")
+        done = self.judged(tmp_path, text, "-k", "(wrong or right) and outputs")
+        assert 1 == done.status
+        report = plugin_runs.result(tmp_path)
+        assert "fail" == plugin_runs.verdicts(report)["test_outputs[wrong-ep2-even]"]
+        assert [] == report["problems"]
+        assert "waivers of other versions, not applied: 1" in done.output
+
     def test_a_crash_is_not_excused_by_a_waiver_of_wrong_outputs(self, tmp_path: Path) -> None:
         """Under the cell of a waiver an item that fails in another way fails, and the run says which failure it is."""
         done = self.judged(tmp_path, toy_waiver(1, "raises", "*", "EXCH-05"), "-k", "(raises or right) and outputs")

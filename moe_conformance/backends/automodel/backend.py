@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from importlib.util import find_spec
+from pathlib import Path
 from typing import ClassVar
 
 import torch
-from packaging.specifiers import SpecifierSet
 
 from moe_conformance.backends.automodel.exchange import Exchange
 from moe_conformance.backends.automodel.experts import Experts
 from moe_conformance.backends.automodel.layer import Layer
 from moe_conformance.backends.automodel.placement import VARIANTS, Placement
 from moe_conformance.backends.automodel.router import BalancingRouters, Router, TrainingRouters
+from moe_conformance.backends.library import Library
 from moe_conformance.contract import Config, Limit, Parametrised, Session, Topology, Unsupported
 
 _INSTALL = "pip install --no-deps nemo-automodel transformers, and what transformers needs"
-_SUPPORTED = SpecifierSet(">=0.7,<0.8")
 
 _SHAPE = ("variant", "experts", "top_k", "hidden", "ffn", "dtype")
 _OF_EXPERTS = ("activation.limit", "expert_biases")  # the exchange asks the experts that it is given
@@ -26,6 +26,13 @@ _ROUTING = (
     "routing.score", "routing.normalise", "routing.scale", "routing.groups", "routing.group_score",
     "routing.balance_bias", "router_dtype", "gate_bias",
 )  # fmt: skip
+
+
+def _declared(folder: Path) -> str:
+    """Return the version that a checkout declares, in four constants."""
+    text = (folder / "nemo_automodel" / "package_info.py").read_text()
+    parts = dict(re.findall(r'^(MAJOR|MINOR|PATCH|PRE_RELEASE) = "?(\w*)"?$', text, re.MULTILINE))
+    return f"{parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}{parts['PRE_RELEASE']}"
 
 
 class Automodel:
@@ -39,16 +46,12 @@ class Automodel:
         "nemo_automodel.components.moe.parallelizer",
         "nemo_automodel.components.training.utils",
     )
+    library: ClassVar[Library] = Library("nemo-automodel", "nemo_automodel", ">=0.7,<0.8", _INSTALL, _declared)
     environment: ClassVar[Mapping[str, str]] = {"HF_HUB_OFFLINE": "1"}  # nothing is ever asked of a server
 
     def versions(self) -> Mapping[str, str]:
         """Versions of nemo-automodel and of torch."""
-        if find_spec("nemo_automodel") is None:
-            raise Unsupported(f"nemo-automodel is not installed: {_INSTALL}")
-        found = {package: version(package) for package in ("nemo-automodel", "torch")}
-        if not _SUPPORTED.contains(found["nemo-automodel"], prereleases=True):
-            raise Unsupported(f"nemo-automodel {found['nemo-automodel']}: the adapter is of {_SUPPORTED}")
-        return found
+        return {"nemo-automodel": self.library.version(), "torch": version("torch")}
 
     def limits(self, variant: str) -> Sequence[Limit]:
         """Nothing checks input."""
