@@ -30,7 +30,7 @@ class RefusedAlone(AllToAllExchange):
         pass
 
 
-@planted(Expectation("EXCH-44", "misuse-more-tokens-than-ids-padded", "run", "rank 0 hung"))
+@planted(Expectation("EXCH-44", "misuse-more-tokens-than-ids-padded", "run", "rank 1 raised in step:1"))
 class RefusedBeforeItIsPadded(PaddedExchange):
     """Who pads looks at the input before it asks the others for their largest number, and tells nobody."""
 
