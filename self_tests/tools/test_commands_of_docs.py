@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import functools
 import importlib.util
 import re
 import shlex
@@ -46,10 +47,8 @@ def complaint(words: list[str]) -> str:
     if words[0] == "moe-conformance":
         return complaint_of_ours(words[1:])
     if words[0] == "tox":
-        tox = configparser.ConfigParser(interpolation=None)
-        tox.read(ROOT / "tox.ini", encoding="utf-8")
         names = words[words.index("-e") + 1].split(",") if "-e" in words else []
-        return "".join(f"no environment {name}" for name in names if f"testenv:{name}" not in tox)
+        return "".join(f"no environment {name}" for name in names if name not in environments())
     if "moe-conformance" in words:  # torchrun --no-python
         return complaint_of_ours(words[words.index("moe-conformance") + 1 :])
     module = words[words.index("-m") + 1] if "-m" in words else "pytest"
@@ -57,6 +56,20 @@ def complaint(words: list[str]) -> str:
         return f"no module {module}"
     known = {f"--moe-{option.name}" for option in OPTIONS}
     return "".join(f"no option {word}" for word in words if word.startswith("--moe") and word not in known)
+
+
+@functools.cache
+def environments() -> frozenset[str]:
+    """Return the environments of tox.ini, those of a section such as [testenv:a{,-older}] one by one."""
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini", encoding="utf-8")
+    found = set()
+    for section in tox.sections():
+        kind, _, name = section.partition(":")
+        stem, _, endings = name.rstrip("}").partition("{")
+        if kind == "testenv":
+            found |= {stem + ending for ending in endings.split(",")}
+    return frozenset(found)
 
 
 def complaint_of_ours(words: list[str]) -> str:
@@ -89,6 +102,7 @@ class TestCommands:
             ("moe-conformance run --bakend native", "No such option '--bakend'"),
             ("moe-conformance walk", "no command ['walk']"),
             ("tox run -e nativ", "no environment nativ"),
+            ("tox run -e native-older", "no environment native-older"),
             ("python -m benchmarks.nothing", "no module benchmarks.nothing"),
             ("pytest --moe-bakend native", "no option --moe-bakend"),
         ],
