@@ -2,6 +2,7 @@
 
 Two ranks, each with tokens of its own. With tp 2 and etp 1 both hold all experts, and their gradients have to be added
 up; with tp 1 and etp 2 each holds its half of every expert, and these have not. Exits 1 while the finding is there.
+Needs: megatron-core<0.19
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """MC-04: the gating function of the router raises a NameError without Transformer Engine.
 
 Exits 1 while the finding is there. To be run where Transformer Engine is not installed.
+Needs: megatron-core<0.17
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """MC-40: a padding mask with an expert bias leaves experts instead of tokens out of the load, or raises.
 
 Eight tokens, of which the last four are padding, and eight experts. Exits 1 while the finding is there.
+Needs: megatron-core<0.20,!=0.19.0
 """
 
 from __future__ import annotations

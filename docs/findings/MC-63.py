@@ -1,6 +1,7 @@
 """MC-63: with calculate_per_token_loss the sequence loss enters with positions instead of tokens.
 
 Exits 1 while the finding is there.
+Needs: megatron-core<0.19
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """MC-64: with calculate_per_token_loss a loss enters with the tokens of one tp rank.
 
 Exits 1 while the finding is there.
+Needs: megatron-core<0.19
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """MC-65: the scores of the auxiliary loss are computed in the dtype of the logits.
 
 Exits 1 while the finding is there.
+Needs: megatron-core<0.17
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""MC-80: without Transformer Engine a test of its version raises TypeError. Exits 1 while the finding is there."""
+"""MC-80: without Transformer Engine a test of its version raises TypeError.
+
+Exits 1 while the finding is there.
+Needs: megatron-core<0.17
+"""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class TestReports:
 
     def test_it_says_what_the_script_prints(self, path: Path) -> None:
         """What is observed and expected are the lines of the page that the script is held to."""
-        printed = library_of(path).printed(path.stem).splitlines()
+        printed = library_of(path).printed(path.stem)[0].splitlines()
         assert [*block(path, "Observed"), *block(path, "Expected")] == printed
 
     def test_it_quotes_the_script(self, path: Path) -> None:
