@@ -60,7 +60,7 @@ class Library:
         return re.findall(r"^\| \[(\S+)\]\(\1\.py\) \| ([^|]+) \| ([^|]+) \|", self.page, re.MULTILINE)
 
     def printed(self, id: str) -> list[str]:
-        """Return what the page says that the script prints: a block of its section, or several where versions differ."""
+        """Return what the page says that the script prints: a block of its section, several if versions differ."""
         section = re.search(rf"^## {id} .*?(?=^## |\Z)", self.page, re.MULTILINE | re.DOTALL)
         blocks = re.findall(r"^```\n(.*?)^```$", section[0], re.MULTILINE | re.DOTALL) if section else []
         assert blocks, f"{self.name}.md has no section of {id} with what its script prints"
