@@ -22,7 +22,7 @@ class Judged:
     """A backend that was judged by a requirement: the variants that pass, and the waivers of known failures."""
 
     backend: str
-    versions: tuple[str, ...]  # of its floor: "megatron-core 0.16.1", "torch 2.13.0"
+    versions: tuple[str, ...]  # of its floor: "megatron-core 0.19.2", "torch 2.13.0"
     variants: tuple[str, ...]  # those that pass on some layout
     waived: tuple[str, ...]  # ids of waivers
 

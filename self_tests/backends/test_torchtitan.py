@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +57,18 @@ def session(layout: Layout) -> Session:
 
 
 class TestModule:
+    def test_the_release_of_the_number_of_main_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """0.2.2 as published has none of the modules that main, which calls itself 0.2.2, has."""
+        (tmp_path / "torchtitan").mkdir()
+        (tmp_path / "torchtitan" / "__init__.py").touch()
+        (tmp_path / "assets").mkdir()
+        (tmp_path / "assets" / "version.txt").write_text("0.2.2")
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.raises(Unsupported, match="it has no torchtitan.models.common"):
+            TorchTitan().versions()
+
     def test_importing_the_adapter_does_not_import_the_library(self) -> None:
         """A driver that only lists backends stays light."""
         code = "import sys, moe_conformance.backends.torchtitan; sys.exit('torchtitan' in sys.modules)"

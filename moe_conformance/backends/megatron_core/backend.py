@@ -17,6 +17,8 @@ _STATE = "the dispatcher keeps the splits, the map and the shapes of the last di
 _TRUST = "nothing is checked: what one rank raises leaves the others waiting, and other sizes abort the process"
 _MAP = "the dispatcher takes a boolean map (T, E), in which a token has an expert once or not at all"
 _EVEN = "all_gather_into_tensor and reduce_scatter_tensor take equal sizes: other sizes abort or hang on gloo"
+# 0.19 asks for Python 3.12, runs on 3.11, and imports triton.
+_INSTALL = "pip install --no-deps --ignore-requires-python megatron-core triton"
 _SEQUENCE = "sequence parallelism gathers equal numbers of tokens from the ranks of tp for a shared expert"
 
 
@@ -34,9 +36,7 @@ class MegatronCore:
     variants: ClassVar[tuple[str, ...]] = ("alltoall", "allgather")
     orders: ClassVar[tuple[str, ...]] = ("tp-cp-ep-pp-dp", "pp-tp-cp-ep-dp", "tp-pp-cp-ep-dp", "dp-ep-cp-tp-pp")
     process_per_rank: ClassVar[bool] = True  # parallel_state
-    library: ClassVar[Library] = Library(
-        "megatron-core", "megatron.core", ">=0.16,<0.21", "pip install --no-deps megatron-core", _declared
-    )
+    library: ClassVar[Library] = Library("megatron-core", "megatron.core", ">=0.16,<0.21", _INSTALL, _declared)
     preload: ClassVar[tuple[str, ...]] = ("moe_conformance.backends.megatron_core.library",)
     environment: ClassVar[Mapping[str, str]] = {
         "TORCH_COMPILE_DISABLE": "1",  # else its decorators compile while it is imported, and then once per shape

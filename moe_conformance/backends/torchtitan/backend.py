@@ -36,8 +36,12 @@ class TorchTitan:
         """Versions of torchtitan and of what it computes with; torchao's only where it is installed."""
         if find_spec("spmd_types") is None:
             raise Unsupported(f"spmd_types is not installed: {INSTALL}")
+        found, folder = self.library.version(), self.library.folder()
+        if folder is not None and not (folder / "torchtitan" / "models" / "common").is_dir():
+            # A checkout of main calls itself 0.2.2, too, and has it.
+            raise Unsupported(f"torchtitan {found} is not supported: it has no torchtitan.models.common; {INSTALL}")
         packages = ("spmd_types", "torch", *(("torchao",) if find_spec("torchao") else ()))
-        return {"torchtitan": self.library.version()} | {package: version(package) for package in packages}
+        return {"torchtitan": found} | {package: version(package) for package in packages}
 
     def limits(self, variant: str) -> Sequence[Limit]:
         """No variant has a value for an empty slot, or checks its input."""

@@ -1,4 +1,4 @@
-"""transformers 5.23: its expert parallel implementations, its experts and its routers.
+"""transformers 5.23 and 5.24: its expert parallel implementations, its experts and its routers.
 
 What the library does, as read in its code and observed here. Tensor ranks share one batch and never split an expert;
 ep ranks hold whole experts; what is left over (`efsdp`, our edp) shards these by FSDP2. Expert gradients are divided by
