@@ -25,6 +25,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from moe_conformance.backends import registry
+from moe_conformance.backends.library import Library as Adapted
 
 ROOT = Path(__file__).parents[2]
 FINDINGS = ROOT / "docs" / "findings"
@@ -79,7 +80,8 @@ class Library:
     @property
     def is_checkout(self) -> bool:
         """Whether a checkout is imported in place of what is published."""
-        return "+" in registry.load(self.name).library.version()
+        adapted: Adapted = registry.load(self.name).library  # type: ignore[attr-defined]  # every library with a page
+        return "+" in adapted.version()
 
 
 def imported(path: Path) -> set[str]:
@@ -98,8 +100,9 @@ def importable(module: str) -> bool:
 @functools.cache
 def version(distribution: str) -> str:
     """Return the version of a library under test, installed or a checkout in front of that, with its commit."""
-    libraries = [getattr(registry.load(name), "library", None) for name in registry.names()]
-    return next(each.version() for each in libraries if each is not None and each.distribution == distribution)
+    attributes = [getattr(registry.load(name), "library", None) for name in registry.names()]
+    libraries = [each for each in attributes if isinstance(each, Adapted)]
+    return next(each.version() for each in libraries if each.distribution == distribution)
 
 
 def needed(path: Path) -> str | None:
