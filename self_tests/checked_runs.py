@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,10 +16,11 @@ from moe_conformance.judging.verdict import Mismatch, Tally
 from moe_conformance.reproducing.alongside import Twins
 from moe_conformance.scenarios.group_lists import group_lists
 from moe_conformance.scenarios.moe_step import moe_step
+from moe_conformance.spec.checks import Check, by_requirement
 from moe_conformance.workloads import group_sizes as sizes
 from moe_conformance.workloads import scripts
 from moe_conformance.workloads.records.workload import Wish
-from self_tests.checks import Check, checks, judge
+from self_tests.checks import judge
 from self_tests.planted_bugs import Expectation, Plant, plants
 from self_tests.trial_runs import DEADLINE_S, Run, Runs
 
@@ -43,7 +44,7 @@ class CheckedRuns:
     ) -> list[Mismatch | Tally]:
         """Return what every check of a requirement makes of a run."""
         if not workload:
-            return self._of_groups(checks()[requirement], backend, layout)
+            return self._of_groups(by_requirement()[requirement], backend, layout)
         run = Run(backend, variant, layout, workload)
         asked = readers(requirement, run)
         outcome = self.runs.outcome(run, alone=run_more(asked))
@@ -59,7 +60,7 @@ class CheckedRuns:
             assert isinstance(verdict, Tally), verdict
             assert not verdict.vacuous
 
-    def _of_groups(self, asked: list[Check], backend: str, layout: Layout) -> list[Mismatch | Tally]:
+    def _of_groups(self, asked: Sequence[Check], backend: str, layout: Layout) -> list[Mismatch | Tally]:
         """Nothing runs: the backend is only asked which groups it would build."""
         world = layout.world
         wishes = tuple(Wish(each) for each in (*sizes.possible(world), *sizes.impossible(world)))
@@ -74,12 +75,12 @@ EXPECTED = [(plant, expected) for plant in plants() for expected in plant.expect
 
 def readers(requirement: str, run: Run) -> list[Check]:
     """Return the checks of a requirement that read a run."""
-    return [check for check in checks()[requirement] if check.reads(run.drawn())]
+    return [check for check in by_requirement()[requirement] if check.reads(run.drawn())]
 
 
-def run_more(asked: list[Check]) -> bool:
+def run_more(asked: Sequence[Check]) -> bool:
     """Whether checks run twins of what they are given."""
-    return any("twins" in check.needs() for check in asked)
+    return any("twins" in check.arguments for check in asked)
 
 
 def faults() -> set[Run]:

@@ -22,8 +22,9 @@ from moe_conformance.backends import registry
 from moe_conformance.judging.verdict import Mismatch, NotOffered
 from moe_conformance.reproducing.alongside import Twins
 from moe_conformance.scenarios.moe_step import moe_step
+from moe_conformance.spec.checks import Check, checks
 from self_tests.checked_runs import CheckedRuns, faults, variant_for
-from self_tests.checks import Check, checks, judge
+from self_tests.checks import judge
 from self_tests.planted_bugs import Plant, plants
 from self_tests.trial_runs import DEADLINE_S, Run, Runs
 
@@ -52,12 +53,7 @@ def changed(plant: Plant) -> list[str]:
 @cache
 def every_check() -> dict[str, Check]:
     """Return all checks by the requirements that they cite and their name."""
-    found: dict[str, tuple[Check, list[str]]] = {}
-    for requirement, cited in checks().items():
-        for check in cited:
-            name = f"{check.function.__module__.rpartition('.')[2]}:{check.function.__qualname__}"
-            found.setdefault(name, (check, []))[1].append(requirement)
-    return {f"{','.join(ids)} {name}": check for name, (check, ids) in found.items()}
+    return {f"{','.join(check.requirements)} {check.path}": check for check in checks()}
 
 
 def failures(runs: Runs, plant: Plant, run: Run) -> Iterator[Failure]:
@@ -72,9 +68,9 @@ def failures(runs: Runs, plant: Plant, run: Run) -> Iterator[Failure]:
     asked = {
         name: check
         for name, check in every_check().items()
-        if check.reads(run.drawn()) and ("twins" not in check.needs() or named & set(_ids(name)))
+        if check.reads(run.drawn()) and ("twins" not in check.arguments or named & set(_ids(name)))
     }
-    outcome = runs.outcome(run, alone=any("twins" in check.needs() for check in asked.values()))
+    outcome = runs.outcome(run, alone=any("twins" in check.arguments for check in asked.values()))
     step = partial(moe_step, runs.engine, run.backend, deadline_s=DEADLINE_S)
     twins = Twins(registry.load(run.backend), "cpu", lambda some: [step(each) for each in some], runs.renew)
     for name, check in asked.items():

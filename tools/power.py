@@ -34,11 +34,12 @@ from moe_conformance.judging.verdict import Mismatch, NotOffered
 from moe_conformance.reproducing.examining import refusal_of
 from moe_conformance.scenarios.moe_step import Step, start_many
 from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.spec.checks import Check, checks
 from moe_conformance.waiving import only_should
 from moe_conformance.workloads.plan import Case, Plan
 from moe_conformance.workloads.selection.power import FILE as ORDER
 from moe_conformance.workloads.selection.power import Place
-from self_tests.checks import Check, checks, judge
+from self_tests.checks import judge
 from self_tests.planted_bugs import Plant
 from self_tests.workloads.second_cases import declared, expectations, second
 from tools.select_cases import place_of, reported
@@ -238,14 +239,8 @@ class Trials:
 @cache
 def alone() -> tuple[tuple[Check, bool], ...]:
     """Return each check that needs no equivalent runs, once, and whether it decides a SHOULD alone."""
-    found: dict[str, tuple[Check, bool]] = {}
-    for some in checks().values():
-        for check in some:
-            if check.needs() <= {"outcome", "reading", "tally"}:
-                function = check.function
-                marks = [mark for mark in getattr(function, "pytestmark", ()) if mark.name == "requirement"]
-                found[f"{function.__module__}.{function.__qualname__}"] = check, only_should(marks[0].args)
-    return tuple(found.values())
+    own = {"outcome", "reading", "tally"}
+    return tuple((check, only_should(check.requirements)) for check in checks() if check.arguments <= own)
 
 
 def counted(folder: Path) -> dict[Place, float]:

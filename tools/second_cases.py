@@ -25,8 +25,9 @@ from moe_conformance.reproducing.alongside import Twins
 from moe_conformance.reproducing.examining import refusal_of
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.spec.checks import by_requirement
 from moe_conformance.workloads.plan import Case, Plan
-from self_tests.checks import checks, judge
+from self_tests.checks import judge
 from self_tests.planted_bugs import Plant
 from self_tests.workloads.second_cases import FILE, NOT_YET, Place, alone, declared, expectations, second
 from tools.select_cases import open_cases, place_of
@@ -54,7 +55,7 @@ class Trial:
             return False
         backend = registry.load(self.plant.backend)
         twins = Twins(backend, "cpu", lambda some: [step(each) for each in some], self.engine.renew)
-        asked = [check for check in checks()[requirement] if check.reads(case.workload)]
+        asked = [check for check in by_requirement()[requirement] if check.reads(case.workload)]
         try:
             return any(isinstance(judge(check, outcome=outcome, twins=twins), Mismatch) for check in asked)
         except NotOffered:
@@ -79,7 +80,7 @@ def in_order(cases: Sequence[Case], own: Place) -> list[Case]:
 
 def look(trial: Trial, plan: Plan, requirement: str, own: Place) -> tuple[Place | None, int]:
     """Return a second case in which a bug is detected, or None, and how many were tried."""
-    asked = checks()[requirement]
+    asked = by_requirement()[requirement]
     cases = [case for case in open_cases(plan) if place_of(case) != own]
     read = [case for case in cases if any(check.reads(case.workload) for check in asked)]
     own_variant = [case for case in read if case.cell.variant == own[0]]

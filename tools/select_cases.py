@@ -28,10 +28,10 @@ import torch
 
 from moe_conformance.backends import registry
 from moe_conformance.report import result
+from moe_conformance.spec.checks import Check, checks
 from moe_conformance.workloads.plan import Case, Cell, Plan
 from moe_conformance.workloads.records.features import broken, cell_limits, traits
 from moe_conformance.workloads.selection.stored import FOLDER, GENERAL, read
-from self_tests.checks import Check, checks
 from self_tests.workloads.second_cases import declared, second
 
 Place = tuple[str, str, str]  # variant, layout, workload
@@ -66,8 +66,7 @@ def reported(folder: Path) -> Iterator[Ran]:
 @cache
 def every_check() -> tuple[Check, ...]:
     """Return each check once."""
-    found = {check.function.__qualname__: check for some in checks().values() for check in some}
-    return tuple(found.values())
+    return tuple({check.function.__qualname__: check for check in checks()}.values())
 
 
 @cache
@@ -92,7 +91,7 @@ def chapters() -> dict[str, str]:
 @cache
 def repeating() -> frozenset[str]:
     """Return the checks that run equivalent runs of what they read."""
-    return frozenset(check.function.__name__ for check in every_check() if "twins" in check.needs())
+    return frozenset(check.function.__name__ for check in every_check() if "twins" in check.arguments)
 
 
 def open_cases(plan: Plan) -> tuple[Case, ...]:

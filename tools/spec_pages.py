@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_conformance import discovery, spec
-from moe_conformance.cli import catalogue
 from moe_conformance.spec import Requirement
+from moe_conformance.spec.checks import by_requirement
 from moe_conformance.spec.places import checked
 
 FOLDER = Path(__file__).parents[1] / "docs" / "spec"
@@ -35,11 +35,7 @@ def pages() -> dict[str, str]:
 
 def _checks() -> Mapping[str, Sequence[str]]:
     """Return the names of the functions that decide each requirement."""
-    found: dict[str, list[str]] = {}
-    for check in catalogue.checks():
-        for each in check.requirements:
-            found.setdefault(each, []).append(check.name.rpartition("::")[2])
-    return found
+    return {each: [check.name.rpartition(".")[2] for check in some] for each, some in by_requirement().items()}
 
 
 def read_others() -> Sequence[Mapping[str, Any]]:

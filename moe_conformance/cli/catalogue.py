@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from inspect import cleandoc, isclass, isfunction
-from types import ModuleType
+from inspect import cleandoc, isfunction
 
 from moe_conformance import spec
 from moe_conformance.backends import registry
 from moe_conformance.cli import explaining
 from moe_conformance.discovery import modules
-from moe_conformance.plugin import collecting
 from moe_conformance.plugin.options import Unusable
 from moe_conformance.plugin.run import open_backend
+from moe_conformance.spec.checks import PACKAGE, checks
 from moe_conformance.spec.places import checked
-from moe_conformance.workloads.records.runs import RunSpec
 
 
 @dataclass(frozen=True)
@@ -74,28 +70,11 @@ def _line(requirement: spec.Requirement) -> str:
     return f"{requirement.id:8}  {requirement.level:6}  {profile:9}  {requirement.sentence}"
 
 
-@dataclass(frozen=True)
-class Check:
-    """A check: its module and name, the requirements that it decides, and the run that it reads."""
-
-    module: str
-    name: str  # of the function, after its class if it has one: `TestDispatch::test_rows_arrive_unchanged`
-    requirements: tuple[str, ...]
-    run: RunSpec
-
-
-def checks() -> Iterator[Check]:
-    """Yield every check."""
-    package = importlib.import_module(collecting.PACKAGE)
-    for info in pkgutil.iter_modules(package.__path__):
-        if info.name.startswith("test_"):
-            yield from _of_module(importlib.import_module(f"{collecting.PACKAGE}.{info.name}"))
-
-
 def check_lines() -> Iterator[str]:
     """Yield a line per check."""
     for check in checks():
-        yield f"{check.module}::{check.name}  {', '.join(check.requirements)}  ({check.run})"
+        name = check.name.replace(".", "::")
+        yield f"{PACKAGE}.{check.file}::{name}  {', '.join(check.requirements)}  ({check.run})"
 
 
 def surface_lines() -> Iterator[str]:
@@ -105,17 +84,3 @@ def surface_lines() -> Iterator[str]:
             if isfunction(method):
                 summary = cleandoc(method.__doc__ or "").partition("\n")[0]
                 yield f"{name:20}  {module.__name__.split('.')[2]:20}  {summary}"
-
-
-def _of_module(module: ModuleType) -> Iterator[Check]:
-    for name, value in vars(module).items():
-        if isclass(value):
-            members = {f"{name}::{member}": function for member, function in vars(value).items()}
-        else:
-            members = {name: value}
-        for path, function in members.items():
-            if getattr(function, "__module__", None) != module.__name__:
-                continue
-            for mark in getattr(function, "pytestmark", ()):
-                if mark.name == "requirement":
-                    yield Check(module.__name__, path, mark.args, mark.kwargs["run"])

@@ -12,7 +12,8 @@ from types import ModuleType
 
 import pytest
 
-PACKAGE = "moe_conformance.distributed_tests"
+from moe_conformance.spec.checks import PACKAGE
+
 # In a checkout the folder that a link in the package points to, where a wheel is installed the folder itself.
 FOLDER = (Path(__file__).parent.parent / "distributed_tests").resolve()
 

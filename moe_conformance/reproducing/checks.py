@@ -1,9 +1,7 @@
-"""Find a case and a check by name, and call the check on the outcome of the case."""
+"""Find a case by name, and call a check on the outcome of the case."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import os
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,12 +16,10 @@ from moe_conformance.judging.verdict import Mismatch, NotOffered, Tally
 from moe_conformance.reproducing.alongside import Twins
 from moe_conformance.reproducing.examining import refusal_by_limit, refusal_of
 from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.spec.checks import Check, find
 from moe_conformance.spec.row import ARGUMENTS
 from moe_conformance.workloads.plan import Case, Plan
-from moe_conformance.workloads.records.runs import RunSpec
 from moe_conformance.workloads.records.workload import Asynchrony, Workload
-
-CHECKS = "moe_conformance.distributed_tests"
 
 Verdict = tuple[int, str]  # exit status and sentence
 RunAll = Callable[[Sequence[Workload]], list[Outcome]]
@@ -56,7 +52,7 @@ class Prepared:
     named: Named
     backend: Backend
     case: Case
-    check: Callable[..., None]
+    check: Check
     tally: Tally = field(default_factory=Tally)
 
     def verdict(self, outcome: Outcome, run: RunAll | None) -> Verdict:
@@ -64,7 +60,7 @@ class Prepared:
         try:
             if refusal := refusal_of(outcome) or refusal_by_limit(self.case, outcome):
                 return 2, f"cannot run: {refusal[1]}"
-            self.check(**self._arguments(outcome, run))
+            self.check.function(**self._arguments(outcome, run))
         except Mismatch as mismatch:
             return 1, self._fails(str(mismatch))
         except (NotOffered, CannotRun) as error:
@@ -94,7 +90,7 @@ class Prepared:
             "tally": lambda: self.tally,
             "twins": lambda: Twins(self.backend, self.named.device, run or _no_run, _no_renewal),
         }
-        return {name: offered[name]() for name in inspect.signature(self.check).parameters}
+        return {name: offered[name]() for name in self.check.arguments}
 
 
 def prepared(named: Named, world: int) -> Prepared:
@@ -113,36 +109,24 @@ def prepared(named: Named, world: int) -> Prepared:
     except (registry.NoBackend, Unsupported) as error:
         raise CannotRun(f"backend {named.backend}: {error}") from error
     os.environ.update(getattr(backend, "environment", {}))
-    function, run = find(named.check)
-    plan = Plan(backend, named.device, named.profile, asynchrony=cast(Asynchrony, named.asynchrony))
-    case = plan.find(run, named.variant, named.layout, named.workload)
-    if case is None:
-        raise CannotRun(f"there is no case {named.variant}-{named.layout}-{named.workload} of {run} in this suite")
-    return Prepared(named, backend, case, function)
-
-
-def find(check: str) -> tuple[Callable[..., None], RunSpec]:
-    """Return a check (a method of a class is bound), and the run that it reads.
-
-    Raises:
-        CannotRun: there is no such check.
-    """
-    file, _, name = check.partition(":")
     try:
-        found = importlib.import_module(f"{CHECKS}.{file}")
-        for part in name.split("."):
-            found = getattr(found() if inspect.isclass(found) else found, part)
-        (mark,) = (mark for mark in found.pytestmark if mark.name == "requirement")
-    except (ImportError, AttributeError) as error:
-        raise CannotRun(f"there is no check {check} in this suite: {error}") from error
-    return cast(Callable[..., None], found), mark.kwargs["run"]
+        check = find(named.check)
+    except LookupError as error:
+        raise CannotRun(str(error)) from error
+    plan = Plan(backend, named.device, named.profile, asynchrony=cast(Asynchrony, named.asynchrony))
+    case = plan.find(check.run, named.variant, named.layout, named.workload)
+    if case is None:
+        raise CannotRun(
+            f"there is no case {named.variant}-{named.layout}-{named.workload} of {check.run} in this suite"
+        )
+    return Prepared(named, backend, case, check)
 
 
 def can_call(check: str) -> bool:
     """Return whether a check of that name exists, and a script can pass all its arguments."""
     try:
-        return set(inspect.signature(find(check)[0]).parameters) <= ARGUMENTS
-    except CannotRun:
+        return find(check).arguments <= ARGUMENTS
+    except LookupError:
         return False
 
 

@@ -24,13 +24,14 @@ from moe_conformance.plugin.run import prepare
 from moe_conformance.reference.exchange import layer
 from moe_conformance.reference.experts import swiglu_experts
 from moe_conformance.scenarios.moe_step import moe_step
+from moe_conformance.spec.checks import by_requirement
 from moe_conformance.workloads import virtual
 from moe_conformance.workloads.plan import Plan
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.scripts import layout_names, workload_names
 from moe_conformance.workloads.selection.profiles import full_layouts
-from self_tests.checks import checks, judge
+from self_tests.checks import judge
 
 EP64 = Layout(64, ep=64)
 EP256 = Layout(256, ep=256)
@@ -133,7 +134,7 @@ class TestLargestWorld:
             outcome = moe_step(engine, "native", workload)
             peak = engine.run(Job("self_tests.engine.virtual_jobs:peak_mib", None, 512, {})).ranks[0].value
         for requirement in ("EXCH-01", "EXCH-02", "EXCH-05", "EXCH-12", "GRAD-01", "GRAD-02", "GRAD-03"):
-            for check in checks()[requirement]:
+            for check in by_requirement()[requirement]:
                 if check.reads(workload):
                     verdict = judge(check, outcome=outcome)
                     assert isinstance(verdict, Tally), verdict

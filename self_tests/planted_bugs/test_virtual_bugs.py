@@ -12,8 +12,9 @@ from moe_conformance.engine import Engine
 from moe_conformance.judging.verdict import Mismatch, Tally
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.spec.checks import by_requirement
 from moe_conformance.workloads import virtual
-from self_tests.checks import checks, judge
+from self_tests.checks import judge
 from self_tests.planted_bugs import Expectation, Plant, plants_of_many_ranks
 
 EP8 = Layout(8, ep=8)
@@ -43,7 +44,7 @@ def check_native_passes(engine: Engine, requirement: str, layout: Layout, worklo
 
 def verdicts(outcome: Outcome, requirement: str) -> list[Mismatch | Tally]:
     """What every check of a requirement makes of a run."""
-    return [judge(check, outcome=outcome) for check in checks()[requirement] if check.reads(outcome.workload)]
+    return [judge(check, outcome=outcome) for check in by_requirement()[requirement] if check.reads(outcome.workload)]
 
 
 class TestDetection:

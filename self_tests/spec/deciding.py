@@ -22,8 +22,9 @@ from moe_conformance import reference
 from moe_conformance.judging.shared.equivalence.runs import Ran
 from moe_conformance.judging.verdict import Mismatch, Tally
 from moe_conformance.reproducing.alongside import Twins
+from moe_conformance.spec.checks import Check
 from moe_conformance.workloads.twins import Twin
-from self_tests.checks import Check, judge
+from self_tests.checks import judge
 from self_tests.spec.changed_results import WAYS, Way, changed
 
 Verdict = Mismatch | Tally | Exception  # an exception that is no mismatch: the check could not judge

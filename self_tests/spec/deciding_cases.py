@@ -14,11 +14,11 @@ from moe_conformance.engine import Engine
 from moe_conformance.reproducing.alongside import Twins
 from moe_conformance.scenarios.group_lists import group_lists
 from moe_conformance.scenarios.moe_step import moe_step
+from moe_conformance.spec.checks import by_requirement
 from moe_conformance.workloads import group_sizes as sizes
 from moe_conformance.workloads import recipes, routers, scripts, virtual
 from moe_conformance.workloads.records.workload import Wish, Workload
 from self_tests.checked_runs import EXPECTED, NATIVE, variant_for
-from self_tests.checks import checks
 from self_tests.planted_bugs import find
 from self_tests.planted_bugs.many_ranks import REPLICATED64 as MANY
 from self_tests.planted_bugs.plant import EP2, SINGLE, TP2_EP2
@@ -88,7 +88,7 @@ def cases() -> dict[str, dict[str, Case]]:
             case = Case(backend, variant_for(plant, expected), plant.layout, expected.workload)
             found.setdefault(expected.requirement, {})[str(case)] = case
     for id, case in CLAIMED:
-        assert id in checks(), id
+        assert id in by_requirement(), id
         found.setdefault(id, {})[str(case)] = case
     return found
 
@@ -109,7 +109,7 @@ class Bench:
         stored, backend = pickle.dumps({"outcome": step(workload)}), registry.load(case.path)
         twins = KeptTwins(Twins(backend, "cpu", lambda some: [step(each) for each in some], engine.renew))
         return {
-            each: [Judgement(check, stored, twins) for check in checks()[each] if check.reads(workload)]
+            each: [Judgement(check, stored, twins) for check in by_requirement()[each] if check.reads(workload)]
             for each in requirements
         }
 
@@ -125,7 +125,7 @@ class Bench:
         given = {"group_lists": {case.layout: told[Wish(case.layout)].lists}, "group_answers": told}
         stored = pickle.dumps(given | {"size_answers": told})
         return {
-            each: [Judgement(check, stored) for check in checks()[each] if check.needs() & _GROUPS]
+            each: [Judgement(check, stored) for check in by_requirement()[each] if check.arguments & _GROUPS]
             for each in requirements
         }
 

@@ -18,9 +18,9 @@ from moe_conformance.reference.capacity.limits import loads
 from moe_conformance.reference.config_rules.rules import Settings, broken
 from moe_conformance.reference.exchange.deliveries import Pair
 from moe_conformance.spec import deciding
+from moe_conformance.spec.checks import Check
 from moe_conformance.spec.places import checked
 from moe_conformance.workloads.records.runs import ExchangeStep
-from self_tests.checks import Check
 from self_tests.spec import deciding as judged_again
 from self_tests.spec import deciding_cases
 from self_tests.spec.changed_results import WAYS, changed, example
@@ -85,7 +85,7 @@ def judgement(compare: Callable[[], bool]) -> Judgement:
         if not compare():
             raise Mismatch("route", "it is something else")
 
-    return Judgement(Check(check, ExchangeStep(), None), pickle.dumps({}))
+    return Judgement(Check("test_it", "test_it", check, (), ExchangeStep(), None), pickle.dumps({}))
 
 
 class TestDecidedBy:

@@ -17,12 +17,12 @@ from moe_conformance.backends.native import Native
 from moe_conformance.contract.topology import Layout
 from moe_conformance.report import exchange_table, result, travelled
 from moe_conformance.report.records import Record, Verdict
+from moe_conformance.spec.checks import by_requirement
 from moe_conformance.workloads import virtual
 from moe_conformance.workloads.plan import Case, Cell, Plan
 from moe_conformance.workloads.recipes import corpus
 from moe_conformance.workloads.records.features import IN_FLIGHT, ZERO_TOKENS, cell_limits, traits
 from moe_conformance.workloads.selection.profiles import full_layouts, quick_layouts
-from self_tests.checks import checks
 
 START = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 FACTS = result.Facts(
@@ -61,7 +61,7 @@ def planned(plan: Plan) -> Iterator[Record]:
     for cell, cases in by_cell.items():
         verdict: Verdict = "refused" if cell_limits(cell.limits, cell.layout) else "pass"
         for column in exchange_table.COLUMNS:
-            chapters = [some for name, some in checks().items() if name.partition("-")[0] in column.chapters]
+            chapters = [some for name, some in by_requirement().items() if name.partition("-")[0] in column.chapters]
             own = [check for some in chapters for check in some]
             has = [case for case in cases if not column.trait or column.trait in traits(case.workload)]
             if any(check.reads(case.workload) for case in has for check in own):

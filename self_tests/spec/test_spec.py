@@ -11,8 +11,8 @@ import pytest
 
 from moe_conformance import spec
 from moe_conformance.spec import BadSpec, places, requirement
+from moe_conformance.spec.checks import by_requirement, checks
 from moe_conformance.workloads.records.runs import ExchangeStep
-from self_tests.checks import checks
 from tools import spec_pages
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,7 @@ class TestRows:
 class TestChecked:
     def test_it_holds_exactly_what_checks_cite(self) -> None:
         """What is read from the source text of the checks is what their marks say once they are imported."""
-        assert places.checked() == set(checks())
+        assert places.checked() == set(by_requirement())
 
     def test_a_reason_stands_where_there_is_no_check(self) -> None:
         """A requirement that has a check does not say why it has none."""
@@ -127,13 +127,13 @@ class TestPages:
 
     def test_every_behaviour_says_what_decides_it_or_why_nothing_does(self) -> None:
         """No row is blank, and every requirement of a row stands on the side where it belongs."""
-        functions = {check.function.__name__ for found in checks().values() for check in found}
+        functions = {check.function.__name__ for check in checks()}
         for row in spec_pages.read_others():
             decided, waiting = spec_pages._decided(row, spec_pages._checks())
             assert decided or waiting, row["number"]
             for each in row["requirements"]:
-                assert (each in decided) is (each in checks()), (row["number"], each)
-                assert (each in waiting) is (each not in checks()), (row["number"], each)
+                assert (each in decided) is (each in by_requirement()), (row["number"], each)
+                assert (each in waiting) is (each not in by_requirement()), (row["number"], each)
             assert {name.strip("`,;") for name in decided.split() if "`" in name} <= functions, row["number"]
 
     def test_a_requirement_without_a_check_gives_its_reason(self) -> None:
