@@ -61,7 +61,7 @@ def first_cases(plan: Plan, requirements: Sequence[str]) -> list[Case]:
     """
     found: dict[str, Case] = {}
     for id in requirements:
-        readers = [check for check in judging.checks() if id in check.requirements]
+        readers = [check for check in judging.readers() if id in check.requirements]
         cases = (case for check in readers for case in plan.of(check.run, check.when) if _limit(case) is None)
         case = next(cases, None)
         if case is None:

@@ -59,7 +59,7 @@ class BalancingRouters:
 
     def __init__(self, routers: Sequence[Any], modules: Sequence[nn.Module], topology: Topology, device: torch.device):
         """Take routers and their modules, and register the hook with an optimizer that changes nothing."""
-        from torchtitan.components.optimizer.optimizer import register_moe_load_balancing_hook
+        from torchtitan.components.optimizer import register_moe_load_balancing_hook
 
         self._routers, self._modules = routers, nn.Module()
         self._modules.layers = nn.ModuleDict({str(n): _Block(moe) for n, moe in enumerate(modules)})
@@ -99,7 +99,7 @@ class BalancingRouters:
 
     def loads(self) -> Sequence[Tensor]:
         """Return the counters."""
-        return [router.layer.tokens_per_expert_E for router in self._routers]
+        return [router.loads_E for router in self._routers]
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state of all modules."""

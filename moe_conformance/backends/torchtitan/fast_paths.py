@@ -2,8 +2,8 @@
 
 With forced load balance the all-to-all dispatcher knows all sizes without asking, keeps the order of the slots, pads to
 equal splits and may take every ep-th token in place of an index. Without gradients, rows are added in place, and
-experts with equally many rows each are one batched product of weights that are kept. Only this code is adapted here:
-all else is that of torchtitan, which has a backend of its own.
+experts with equally many rows each are one batched product of weights that are kept. The MoE module is in
+`fast_layer`, what works on rows alone in `fast_rows`.
 
 T tokens, K slots, E experts, N experts of this rank, R rows, D hidden.
 """
@@ -11,6 +11,7 @@ T tokens, K slots, E experts, N experts of this rank, R rows, D hidden.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -22,24 +23,39 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_conformance.backends.torchtitan.backend import TorchTitan
+from moe_conformance.backends.torchtitan.balance import BalancingRouters, require_balanced
 from moe_conformance.backends.torchtitan.exchange import Exchange, placement
 from moe_conformance.backends.torchtitan.experts import Experts
-from moe_conformance.backends.torchtitan.layer import ROUND_ROBIN
+from moe_conformance.backends.torchtitan.fast_layer import (
+    NAMES,
+    FastLayer,
+    FastRouter,
+    dispatcher_config,
+    experts_config,
+)
+from moe_conformance.backends.torchtitan.fast_rows import (
+    FastCombineAdd,
+    FastEqualSplits,
+    FastPermutation,
+    FastReordering,
+    FastScatterAdd,
+)
+from moe_conformance.backends.torchtitan.layer import ROUND_ROBIN, require_placed
 from moe_conformance.backends.torchtitan.router import require_routed
 from moe_conformance.contract import (
     Claims,
     Config,
+    Counted,
     Delivery,
-    Named,
     Parametrised,
-    Read,
-    Routed,
     Routing,
     Session,
     Topology,
     Unsupported,
 )
 
+_FORCED = "forced load balance"  # the shortcut that the library can be built without
+_COUNTING, _CACHES = "TT_MOE_DEBUG_FASTPATHS", ("cached_w13", "cached_w2_t")
 _MARK = "def _scatter_add_forward_or_autograd"  # in a file of a checkout that has the shortcuts
 
 
@@ -76,6 +92,19 @@ class FastPaths(TorchTitan):
 class _Session(Session):
     def __init__(self, topology: Topology, device: torch.device) -> None:
         self._topology, self._device = topology, device
+        self._optional = True
+
+    @contextmanager
+    def without_optional(self) -> Iterator[Sequence[str]]:
+        """Build dispatchers that do not rely on forced load balance until the context ends."""
+        self._optional = False
+        try:
+            yield (_FORCED,)
+        finally:
+            self._optional = True
+
+    def _relies_on_forced(self, config: Config) -> bool:
+        return self._optional and config.routing.forced == ROUND_ROBIN
 
     def exchange(self, config: Config) -> _Exchange:
         """Build a dispatcher; a forced round robin and equal splits are options of it."""
@@ -85,7 +114,14 @@ class _Session(Session):
         )
         require_routed(config)
         first, held = placement(self._topology, config)
-        return _Exchange(config, _dispatcher(config, self._topology, self._device), range(first, first + held))
+        dispatcher = self._dispatcher(config)
+        return _Exchange(config, dispatcher, range(first, first + held))
+
+    def _dispatcher(self, config: Config) -> Any:
+        built, ep = dispatcher_config(config, forced=self._relies_on_forced(config)).build(), self._topology.group("ep")
+        if ep.size() > 1:
+            built.ep_mesh = DeviceMesh.from_group(ep, self._device.type, mesh_dim_names=("ep",))
+        return built
 
     def experts(self, config: Config) -> _Experts:
         """Build this rank's GroupedExperts with products in a loop, which have shortcuts."""
@@ -95,34 +131,59 @@ class _Session(Session):
             raise Unsupported("torchtitan keeps and reduces in float32 what FSDP2 shards, not in torch.float64")
         return _Experts(config, first, held, self._topology, self._device)
 
-    def router(self, config: Config) -> _Router:
-        """Build the router alone."""
+    def router(self, config: Config) -> FastRouter:
+        """Build an MoE module whose experts hand over what they would receive."""
         config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing", "router_dtype")
         require_routed(config)
-        if config.routing.balance_bias:
-            raise Unsupported("the bias is of the MoE module, which is not adapted here")
         if config.router_dtype is not None:
             raise Unsupported(f"the router computes in the dtype of its tokens on CPU, not in {config.router_dtype}")
-        return _Router(config, self._device)
+        return FastRouter(config, self._device)
 
-    def equal_splits(self, config: Config) -> _EqualSplits:
+    def balancing_routers(self, config: Config) -> BalancingRouters:
+        """Build the MoE modules of a model as for their routers, and register the hook that updates their biases."""
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing", "balance")
+        require_routed(config)
+        require_balanced(config, self._topology)
+        routers = [FastRouter(config, self._device) for _ in range(config.balance.layers)]
+        return BalancingRouters(routers, [router.layer for router in routers], self._topology, self._device)
+
+    def layer(self, config: Config) -> FastLayer:
+        """Build an MoE module with a dispatcher on this rank's ep group; FSDP2 shards it where it is replicated."""
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing", "shared.ffn", "shared.bias")
+        require_routed(config)
+        first, held = placement(self._topology, config)
+        require_placed(config, self._topology)
+        dispatcher = dispatcher_config(config, forced=self._relies_on_forced(config))
+        return FastLayer(config, self._topology, self._device, range(first, first + held), dispatcher)
+
+    def permutation(self, config: Config) -> FastPermutation:
+        """Build a dispatcher that sends nothing."""
+        return FastPermutation(config.only("variant", "experts", "top_k", "hidden", "dtype"))
+
+    def reordering(self, config: Config) -> FastReordering:
+        """Build the all-to-all dispatcher."""
+        return FastReordering(config.only("variant", "experts", "top_k", "hidden", "dtype"))
+
+    def equal_splits(self, config: Config) -> FastEqualSplits:
         """Return the dispatcher's functions."""
         config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype")
-        return _EqualSplits(_dispatcher(config, self._topology, self._device), self._device)
+        return FastEqualSplits(self._dispatcher(config), self._device)
 
-    def scatter_add(self, config: Config) -> _ScatterAdd:
+    def scatter_add(self, config: Config) -> FastScatterAdd:
         """Return the operator that adds rows, and the function that adds them in place."""
         config.only("variant", "hidden", "dtype")
-        return _ScatterAdd()
+        return FastScatterAdd()
 
-    def combine_add(self, config: Config) -> _CombineAdd:
+    def combine_add(self, config: Config) -> FastCombineAdd:
         """Return the choice between the two."""
         config.only("variant", "hidden", "dtype")
-        return _CombineAdd()
+        return FastCombineAdd()
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Reduce the experts' gradients over their replicas, as the pipeline schedules do after the last backward."""
         for surface in built:
+            if isinstance(surface, FastLayer):  # FSDP2 has reduced in every backward
+                continue
             if not isinstance(surface, _Experts):
                 raise Unsupported(f"the reduction of {type(surface).__name__}'s gradients is not adapted")
             surface.reduce()
@@ -145,21 +206,6 @@ def _variable(name: str, on: bool) -> Iterator[None]:
             os.environ[name] = before
 
 
-def _dispatcher(config: Config, topology: Topology, device: torch.device) -> Any:
-    from torchtitan.models.common import token_dispatcher
-
-    options: dict[str, Any] = {
-        "num_experts": config.experts,
-        "top_k": config.top_k,
-        "score_before_experts": config.weights_applied == "input",
-        "force_load_balance": config.routing.forced == ROUND_ROBIN,
-    }
-    built, ep = token_dispatcher.AllToAllTokenDispatcher.Config(**options).build(), topology.group("ep")
-    if ep.size() > 1:
-        built.ep_mesh = DeviceMesh.from_group(ep, device.type, mesh_dim_names=("ep",))
-    return built
-
-
 class _Exchange(Exchange):
     """A dispatcher, with equal splits where the config has them."""
 
@@ -169,11 +215,12 @@ class _Exchange(Exchange):
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """As of a dispatcher without shortcuts, and which ones are on."""
+        """As of a dispatcher without shortcuts, and which ones are on; alone it relies on nothing."""
+        relies = self._dispatcher.force_load_balance and self._dispatcher.ep_mesh is not None
         return {
             **super().resolved,
-            "forced load balance": str(self._dispatcher.force_load_balance),
             "equal splits": str(self._equal),
+            "optional": _FORCED if relies else "none",
         }
 
     @property
@@ -190,29 +237,6 @@ class _Exchange(Exchange):
             return super().dispatch(x, routing)
 
 
-class _EqualSplits:
-    """The dispatcher's functions; the size is that of the largest piece of any rank."""
-
-    def __init__(self, dispatcher: Any, device: torch.device) -> None:
-        self._dispatcher, self._device = dispatcher, device
-
-    @property
-    def resolved(self) -> Mapping[str, str]:
-        return {"equal splits": type(self._dispatcher).__qualname__}
-
-    def size(self, pieces: Sequence[int]) -> int:
-        size: int = self._dispatcher._global_equal_a2a_split_size(list(pieces), self._device, torch.int64)
-        return size
-
-    def pad(self, rows_RD: Tensor, pieces: Sequence[int], size: int) -> Tensor:
-        rows_PD: Tensor = self._dispatcher._pad_to_equal_splits(rows_RD, list(pieces), size)
-        return rows_PD
-
-    def compact(self, rows_PD: Tensor, pieces: Sequence[int], size: int) -> Tensor:
-        rows_RD: Tensor = self._dispatcher._compact_equal_splits(rows_PD, list(pieces), size)
-        return rows_RD
-
-
 # ---- experts -------------------------------------------------------------------------------------------------
 
 
@@ -226,26 +250,45 @@ class _GivenRows:
         return out_RD
 
 
-class _Experts(Experts):
-    """GroupedExperts that multiply expert by expert, or all at once.
+class _Counters:
+    """The library's counters of the shortcuts of experts; those of other parts are left out.
 
-    They have no `counters`: the library counts shortcuts that are taken, and not those that are not (FP-08).
+    It counts shortcuts that are taken, and not those that are not (FP-08).
     """
 
-    names: ClassVar[Mapping[str, str]] = {"w1": "gate", "w3": "up", "w2": "down"}
+    def __init__(self) -> None:
+        from torchtitan.models.common import token_dispatcher
+
+        self._counts: Counter[str] = token_dispatcher._MOE_FASTPATH_COUNTERS
+
+    def enable(self, on: bool) -> None:
+        """Set the variable that the library reads in every call."""
+        if on:
+            os.environ[_COUNTING] = "all"
+        else:
+            os.environ.pop(_COUNTING, None)
+
+    def reset(self) -> None:
+        self._counts.clear()
+
+    def read(self) -> Counted:
+        caches = {name: (self._counts[f"{name}_hit"], self._counts[f"{name}_miss"]) for name in _CACHES}
+        return Counted({"equal_counts": (self._counts["batched_no_grad_experts"], 0)}, caches)
+
+
+class _Experts(Experts):
+    """GroupedExperts that multiply expert by expert, or all at once."""
+
+    names: ClassVar[Mapping[str, str]] = NAMES
+
+    @property
+    def counters(self) -> _Counters:
+        """The counters of the process."""
+        return _Counters()
 
     def built(self, config: Config, held: int) -> nn.Module:
         """Return the module, whose dispatcher hands rows through."""
-        from torchtitan.models.common.moe import GroupedExperts
-        from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
-
-        module: Any = GroupedExperts.Config(
-            dim=config.hidden,
-            hidden_dim=config.ffn,
-            num_experts=held,
-            use_grouped_mm=False,
-            token_dispatcher=LocalTokenDispatcher.Config(num_experts=held, top_k=1),
-        ).build()
+        module: Any = experts_config(config, held, dispatcher_config(config, forced=False)).build()
         module.token_dispatcher = _GivenRows()
         made: nn.Module = module
         return made
@@ -255,106 +298,3 @@ class _Experts(Experts):
         assert delivery.counts_N is not None  # the dispatchers count
         out_RD: Tensor = self.module(delivery.rows_RD, None, None, delivery.counts_N.to(delivery.rows_RD.device))
         return out_RD
-
-
-# ---- router --------------------------------------------------------------------------------------------------
-
-
-class _Torch:
-    """torch as the library's module sees it on CPU, where torch has no `histc` of integers, as CUDA has."""
-
-    def histc(self, ids: Tensor, **options: Any) -> Tensor:
-        return torch.histc(ids.double(), **options).to(ids.dtype)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-class _Router:
-    """The router, without the module that adds a bias."""
-
-    def __init__(self, config: Config, device: torch.device) -> None:
-        from torchtitan.models.common import moe
-        from torchtitan.models.common.linear import Linear
-
-        if device.type == "cpu":
-            moe.torch = _Torch()
-        groups, chosen = config.routing.groups or (None, None)
-        built = moe.TokenChoiceTopKRouter.Config(
-            num_experts=config.experts,
-            gate=Linear.Config(in_features=config.hidden, out_features=config.experts),
-            num_expert_groups=groups,
-            num_limited_groups=chosen,
-            top_k=config.top_k,
-            score_func=config.routing.score,
-            route_norm=config.routing.normalise,
-            route_scale=config.routing.scale,
-            _debug_force_load_balance=config.routing.forced == ROUND_ROBIN,
-        ).build()
-        self._router: Any = built.to(device, config.dtype)
-        self._router.gate.register_forward_hook(self._keep_logits)
-        self._logits_TE = torch.empty(0)
-
-    def _keep_logits(self, _module: nn.Module, _inputs: object, logits_TE: Tensor) -> None:
-        self._logits_TE = logits_TE
-
-    @property
-    def resolved(self) -> Mapping[str, str]:
-        return {
-            "router": type(self._router).__qualname__,
-            "forced": "round_robin" if self._router._debug_force_load_balance else "none",
-            "shims": "histc of int64 on CPU" if self._router.gate.weight.device.type == "cpu" else "none",
-        }
-
-    def __call__(self, x: Tensor) -> Routed:
-        scores_TK, ids_TK, counts_E = self._router(x.flatten(0, -2))
-        return Routed(Routing(ids_TK, scores_TK, self._logits_TE.shape[-1]), self._logits_TE, counts_E)
-
-    def named(self, read: Read) -> Iterator[Named]:
-        yield Named("router", None, read(self._router.gate.weight))
-
-
-# ---- rows ----------------------------------------------------------------------------------------------------
-
-
-def _wide(index_J: Tensor, src_JD: Tensor) -> Tensor:
-    """Return the index of every element, which the operators take."""
-    return index_J.reshape(-1, 1).expand(-1, src_JD.shape[-1])
-
-
-class _ScatterAdd:
-    """The operator, and the function in place."""
-
-    def __init__(self) -> None:
-        from torchtitan.ops import scatter_add
-
-        self._ops: Any = scatter_add
-
-    @property
-    def resolved(self) -> Mapping[str, str]:
-        return {"scatter add": self._ops.deterministic_scatter_add._qualname}
-
-    def add(self, out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
-        y_ND: Tensor = self._ops.deterministic_scatter_add(out_ND, _wide(index_J, src_JD), src_JD)
-        return y_ND
-
-    def add_(self, out_ND: Tensor, index_J: Tensor, src_JD: Tensor) -> Tensor:
-        y_ND: Tensor = self._ops.deterministic_scatter_add_(out_ND, _wide(index_J, src_JD), src_JD)
-        return y_ND
-
-
-class _CombineAdd:
-    """The function that chooses between the two."""
-
-    def __init__(self) -> None:
-        from torchtitan.models.common import token_dispatcher
-
-        self._add: Any = token_dispatcher._scatter_add_forward_or_autograd
-
-    @property
-    def resolved(self) -> Mapping[str, str]:
-        return {"combine add": self._add.__qualname__}
-
-    def add(self, out_ND: Tensor, index_J: Tensor, src_JD: Tensor, x_ND: Tensor) -> Tensor:
-        y_ND: Tensor = self._add(out_ND, _wide(index_J, src_JD), src_JD, x_ND)
-        return y_ND

@@ -6,8 +6,8 @@ one block with nothing in it but the MoE module: routed experts over edp, all el
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -47,20 +47,22 @@ def moe_config(config: Config, held: int, dispatcher: Any) -> Any:
             _debug_force_load_balance=config.routing.forced == ROUND_ROBIN,
         ),
         load_balance_coeff=config.balance.rate if config.routing.balance_bias else None,
-        shared_experts=_shared_config(config) if config.shared.ffn else None,
+        shared_experts=shared_config(config) if config.shared.ffn else None,
     )
 
 
-def _shared_config(config: Config) -> Any:
-    from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
+def shared_config(config: Config) -> Any:
+    """Return the config of the shared experts, which are one of their total width."""
+    from torchtitan.models.common import feed_forward
     from torchtitan.models.common.linear import Linear
 
     D, F = config.hidden, sum(config.shared.ffn)
     up = Linear.Config(in_features=D, out_features=F)
     down = Linear.Config(in_features=F, out_features=D, bias=config.shared.bias)
     if not config.shared.gate:
-        return FeedForward.Config(w1=up, w2=down, w3=up)
-    return SigmoidGatedFeedForward.Config(w1=up, w2=down, w3=up, gate=Linear.Config(in_features=D, out_features=1))
+        return feed_forward.FeedForward.Config(w1=up, w2=down, w3=up)
+    gate = Linear.Config(in_features=D, out_features=1)
+    return feed_forward.SigmoidGatedFeedForward.Config(w1=up, w2=down, w3=up, gate=gate)
 
 
 class _Block(nn.Module):
@@ -109,30 +111,58 @@ def require_placed(config: Config, topology: Topology) -> None:
 class Layer:
     """The MoE module in a decoder; every backward reduces."""
 
+    names: ClassVar[Mapping[str, str]] = CANONICAL
+    bias: ClassVar[str] = "expert_bias_E"
+
     def __init__(self, config: Config, topology: Topology, device: torch.device, held: range, dispatcher: Any) -> None:
         """Build and place it, with a dispatcher's config, where `require_placed` lets it; collective."""
         batches = topology.sizes["dp"] * topology.sizes["cp"]
         self._config, self._topology, self._held = config, topology, held
-        moe = moe_config(config, len(held), dispatcher).build()
+        self._moe: Any = self.built(dispatcher).to(device)
         ep = topology.group("ep")
         mesh = DeviceMesh.from_group(ep, device.type, mesh_dim_names=("ep",)) if ep.size() > 1 else None
-        moe.routed_experts.token_dispatcher.wire_meshes(ep_mesh=mesh)
-        moe.routed_experts.inner_experts.num_experts = config.experts  # as where the library itself shards them
-        for module in moe.modules():
+        self.wire(mesh)
+        self.experts.num_experts = config.experts  # as where the library itself shards them
+        for module in self._moe.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 kept = torch.float32 if batches > 1 else config.dtype
                 setattr(module, name, nn.Parameter(parameter.detach().to(device, kept)))
-        self._moe: Any = moe.to(device)
-        self._decoder: Any = _Decoder(_Block(moe))
+        self._decoder: Any = _Decoder(_Block(self._moe))
         if batches > 1:
             self._shard(device)
 
-    def _shard(self, device: torch.device) -> None:
-        from torch.distributed.fsdp import FSDPModule
+    def built(self, dispatcher: Any) -> nn.Module:
+        """Return the module, with a dispatcher's config."""
+        module: nn.Module = moe_config(self._config, len(self._held), dispatcher).build()
+        return module
+
+    def wire(self, mesh: DeviceMesh | None) -> None:
+        """Hand the mesh of ep to the dispatcher."""
+        self.dispatcher.wire_meshes(ep_mesh=mesh)
+
+    @property
+    def experts(self) -> Any:
+        """The module of this rank's experts."""
+        return self._moe.routed_experts.inner_experts
+
+    @property
+    def dispatcher(self) -> Any:
+        """The dispatcher."""
+        return self._moe.routed_experts.token_dispatcher
+
+    @property
+    def sharding(self) -> Callable[..., None]:
+        """The function by which the library applies FSDP2 to a decoder."""
         from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 
+        apply: Callable[..., None] = apply_fsdp_to_decoder
+        return apply
+
+    def _shard(self, device: torch.device) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
         topology = self._topology
-        apply_fsdp_to_decoder(
+        self.sharding(
             self._decoder,
             dp_mesh=DeviceMesh.from_group(topology.group("dp_cp"), device.type, mesh_dim_names=("fsdp",)),
             param_dtype=self._config.dtype,
@@ -149,10 +179,10 @@ class Layer:
     @property
     def resolved(self) -> Mapping[str, str]:
         """The classes of the parts, and how the experts are placed."""
-        weight = self._moe.routed_experts.inner_experts.w1_EFD
+        weight = next(self.experts.parameters())
         return {
             "layer": type(self._moe).__qualname__,
-            "dispatcher": type(self._moe.routed_experts.token_dispatcher).__qualname__,
+            "dispatcher": type(self.dispatcher).__qualname__,
             "shared experts": type(self._moe.shared_experts).__qualname__,
             "parameters": str(weight.dtype),
             "shards": str(weight.placements) if isinstance(weight, DTensor) else "none",
@@ -166,9 +196,10 @@ class Layer:
     def named(self, read: Read) -> Iterator[Named]:
         """Yield the router, this rank's part of the experts, and of the shared ones the rows that it holds."""
         yield from whole_window("router", self._moe.router.gate.weight, read)
-        if self._moe.expert_bias_E is not None:
-            yield Named("balance_bias", None, read(self._moe.expert_bias_E))
-        yield from expert_windows(self._moe.routed_experts.inner_experts, self._held[0], self._topology, read)
+        bias_E = getattr(self._moe, self.bias)
+        if bias_E is not None:
+            yield Named("balance_bias", None, read(bias_E))
+        yield from expert_windows(self.experts, self._held[0], self._topology, read, self.names)
         shared = self._moe.shared_experts
         if shared is None:
             return

@@ -6,6 +6,7 @@ T tokens, K slots, E experts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ def require_routed(config: Config) -> None:
 class _Tap(nn.Module):
     """Replaces the routed experts and keeps what they would receive."""
 
-    def forward(self, x: Tensor, scores: Tensor, ids: Tensor, counts_E: Tensor) -> Tensor:
+    def forward(self, x: Tensor, scores: Tensor, ids: Tensor, counts_E: Tensor, shared_experts: None = None) -> Tensor:
         self.handed = (scores, ids, counts_E)
         return x
 
@@ -36,22 +37,36 @@ class _Tap(nn.Module):
 class Router:
     """The router of an MoE layer, called by the layer, which adds the balance bias and counts the load."""
 
-    def __init__(self, config: Config, device: torch.device) -> None:
-        from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+    experts: ClassVar[str] = "routed_experts"  # attributes of the MoE module
+    bias: ClassVar[str] = "expert_bias_E"
+    counters: ClassVar[str] = "tokens_per_expert_E"
 
-        dispatcher = LocalTokenDispatcher.Config(num_experts=config.experts, top_k=config.top_k)
-        layer = moe_config(config, config.experts, dispatcher).build()
-        layer.routed_experts = self._tap = _Tap()
+    def __init__(self, config: Config, device: torch.device) -> None:
+        layer, self._tap = self.built(config), _Tap()
+        setattr(layer, self.experts, self._tap)
         layer.router.to(config.dtype)  # the bias stays in float32, as the library registers it
         self._layer = layer.to(device)
         self._logits: Tensor | None = None
         layer.router.gate.register_forward_hook(self._keep_logits)
+
+    def built(self, config: Config) -> Any:
+        """Return the MoE module."""
+        from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+        dispatcher = LocalTokenDispatcher.Config(num_experts=config.experts, top_k=config.top_k)
+        return moe_config(config, config.experts, dispatcher).build()
 
     @property
     def layer(self) -> nn.Module:
         """The MoE module."""
         layer: nn.Module = self._layer
         return layer
+
+    @property
+    def loads_E(self) -> Tensor:
+        """The counters of the MoE module."""
+        loads_E: Tensor = getattr(self._layer, self.counters)
+        return loads_E
 
     def _keep_logits(self, _module: nn.Module, _inputs: object, logits: Tensor) -> None:
         self._logits = logits
@@ -82,5 +97,6 @@ class Router:
         yield Named("router", None, read(gate.weight))
         if gate.bias is not None:
             yield Named("gate_bias", None, read(gate.bias))
-        if self._layer.expert_bias_E is not None:
-            yield Named("balance_bias", None, read(self._layer.expert_bias_E))
+        bias_E = getattr(self._layer, self.bias)
+        if bias_E is not None:
+            yield Named("balance_bias", None, read(bias_E))
