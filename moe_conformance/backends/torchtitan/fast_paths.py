@@ -124,8 +124,8 @@ class _Session(Session):
         return built
 
     def experts(self, config: Config) -> _Experts:
-        """Build this rank's GroupedExperts with products in a loop, which have shortcuts."""
-        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype")
+        """Build this rank's GroupedExperts with products in a loop, which have shortcuts; they do not route."""
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing.forced")
         first, held = placement(self._topology, config)
         if len(self._topology.ranks("edp")) > 1 and config.dtype == torch.float64:
             raise Unsupported("torchtitan keeps and reduces in float32 what FSDP2 shards, not in torch.float64")
