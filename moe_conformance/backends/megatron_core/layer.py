@@ -19,8 +19,8 @@ class Layer:
     Several shared experts are one of their total width. In the part of a tp rank lie parts of all of them in order.
     """
 
-    def __init__(self, layer: Any, config: Config, topology: Topology) -> None:
-        """Wrap the layer.
+    def __init__(self, layer: Any, config: Config, topology: Topology, chunk: Any = None) -> None:
+        """Wrap the layer, or take the wrapped model that it is part of.
 
         Raises:
             Unsupported: a shared expert's width does not divide over tp.
@@ -30,7 +30,7 @@ class Layer:
         if odd := [width for width in config.shared.ffn if width % self._tp[1]]:
             raise Unsupported(f"a shared expert of width {odd[0]} has no equal parts on tp = {self._tp[1]}")
         self._seen = WeightsSeen(layer.router, WEIGHTS)
-        self.chunk = wrapped(layer, layer.config)
+        self.chunk = wrapped(layer, layer.config) if chunk is None else chunk
 
     @property
     def resolved(self) -> Mapping[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import warnings
 
 import torch
@@ -14,33 +16,56 @@ with warnings.catch_warnings():
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt import fine_grained_callables
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec, get_moe_module_spec_for_backend
     from megatron.core.models.multimodal.context_parallel import get_packed_seq_params, get_padding
-    from megatron.core.pipeline_parallel import schedules
-    from megatron.core.tensor_parallel import mappings, random
+    from megatron.core.pipeline_parallel import combined_1f1b, schedules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, mappings, random
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
     try:
         from megatron.core.transformer.moe import moe_logging
     except ImportError:  # in 0.16 its functions are in moe_utils
         moe_logging = None
 
+    for _name in ("model_chunk_schedule_plan", "fine_grained_callables", "utils"):  # else imported after the shims
+        if importlib.util.find_spec(f"megatron.core.models.common.{_name}") is not None:
+            importlib.import_module(f"megatron.core.models.common.{_name}")
+
 from moe_conformance.backends.megatron_core import shims
 
 __all__ = [
     "SHIMS",
+    "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
+    "GPTModel",
+    "IdentityOp",
+    "LocalSpecProvider",
     "MoELayer",
+    "ModuleSpec",
     "RouterReplay",
     "RouterReplayAction",
+    "RowParallelLinear",
     "TransformerConfig",
+    "TransformerLayer",
+    "TransformerLayerSubmodules",
     "activations",
+    "combined_1f1b",
     "finalize_model_grads",
+    "fine_grained_callables",
+    "get_bias_dropout_add",
     "get_moe_module_spec",
+    "get_moe_module_spec_for_backend",
     "get_packed_seq_params",
     "get_padding",
     "moe_logging",

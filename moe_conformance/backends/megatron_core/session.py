@@ -25,6 +25,7 @@ from moe_conformance.backends.megatron_core.configuration import (
 )
 from moe_conformance.backends.megatron_core.layer import Layer
 from moe_conformance.backends.megatron_core.meter import LoadMeter
+from moe_conformance.backends.megatron_core.overlap import OverlappedStep, with_overlap
 from moe_conformance.backends.megatron_core.packing import Packing
 from moe_conformance.backends.megatron_core.permutation import Permutation, Reordering
 from moe_conformance.backends.megatron_core.replay import ReplayRouters, with_replay
@@ -170,6 +171,15 @@ class MegatronSession(Session):
         library.RouterReplay.clear_global_router_replay_instances()  # of the model that was built before
         return ReplayRouters([self._layer(layer_config, number + 1) for number in numbers], numbers)
 
+    def overlapped_step(self, config: Config) -> OverlappedStep:
+        """Build a model of MoE layers, to be run by the combined 1F1B schedule."""
+        sizes = self._topology.sizes
+        asked = with_overlap(config.only(*LAYER, *ROUTER, *SHARED, *CAPACITY, "overlap"))
+        built = transformer_config(asked, sizes)
+        if sizes["pp"] > 1 or (sizes["tp"] > 1 and config.overlap.deferred_weights):
+            raise Unsupported("the adapter's step has one stage, and its delayed linear layers are of one rank of tp")
+        return OverlappedStep(built, config, self._topology, self._device)
+
     def _layer(self, config: Config, number: int = 1) -> Any:
         built = transformer_config(config, self._topology.sizes)
         if config.routing.forced:
@@ -204,7 +214,7 @@ class MegatronSession(Session):
         """Reduce over replicas, sum what sequence parallelism left in parts, and update the balance bias."""
         if self._topology.sizes["pp"] > 1:
             raise Unsupported("with pp > 1 finalize_model_grads needs the embeddings of a whole model")
-        library.finalize_model_grads([surface.chunk for surface in built])  # type: ignore[attr-defined]
+        library.finalize_model_grads(list(dict.fromkeys(surface.chunk for surface in built)))  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Destroy the parallel state with its process groups, which the library does not destroy."""

@@ -15,18 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
-class _Stream:
-    """A stream, which is also its event: work on a CPU is done when the call returns, so that nothing waits."""
-
-    def wait_stream(self, stream: object) -> None:
-        pass
-
-    def record_event(self) -> _Stream:
-        return self
-
-    def synchronize(self) -> None:
-        pass
+from moe_conformance.stand_ins import streams
 
 
 class _Namespace(ModuleType):
@@ -53,9 +42,11 @@ def apply(
         torch.cuda,
         # The library allocates on "the current GPU" and never asks which kind of device it is.
         current_device=lambda: torch.device("cpu"),
-        # The all-to-all dispatcher copies its counts to the host on a stream of its own.
-        Stream=_Stream,
-        current_stream=_Stream,
+        # The all-to-all dispatcher copies its counts to the host on a stream of its own; combined 1F1B has one more.
+        Stream=streams.Stream,
+        Event=streams.Event,
+        current_stream=streams.Stream,
+        stream=streams.stream,
     )
     on_cpu = _Namespace(torch, cuda=cuda)
     for name, module in list(sys.modules.items()):

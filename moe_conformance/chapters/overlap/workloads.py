@@ -52,6 +52,7 @@ class StepRecipe:
 
 _SHARED = {"shared.ffn": (20,)}
 _DEFERRED = {"overlap.deferred_weights": True}
+_HALF = {"dtype": torch.bfloat16}  # the only kind of model that Megatron-Core overlaps
 _GATED = {**_SHARED, "shared.gate": True}
 
 STEPS = (
@@ -65,7 +66,18 @@ STEPS = (
     StepRecipe("overlap-deferred-one-microbatch-uneven", {**_SHARED, **_DEFERRED}, microbatches=1),
     StepRecipe("overlap-deferred-uneven", {**_GATED, **_DEFERRED}, microbatches=2),
     StepRecipe("overlap-deferred-rank-without-tokens", {**_SHARED, **_DEFERRED}, tokens=ONE_WITHOUT, microbatches=4),
-    StepRecipe("overlap-deferred-even-bfloat16", {**_SHARED, **_DEFERRED, "dtype": torch.bfloat16}, tokens=EVEN),
+    StepRecipe("overlap-deferred-even-bfloat16", {**_SHARED, **_DEFERRED, **_HALF}, tokens=EVEN),
+    StepRecipe("overlap-uneven-bfloat16", {**_GATED, **_HALF}),
+    StepRecipe("overlap-watched-uneven-bfloat16", {**_SHARED, **_HALF}, microbatches=2, asynchrony="watched"),
+    StepRecipe("overlap-delayed-uneven-bfloat16", {**_SHARED, **_HALF}, asynchrony="poisoned", late=0.0002),
+    StepRecipe("overlap-deferred-uneven-bfloat16", {**_GATED, **_DEFERRED, **_HALF}, microbatches=2),
+    StepRecipe(
+        "overlap-deferred-rank-without-tokens-bfloat16",
+        {**_SHARED, **_DEFERRED, **_HALF},
+        tokens=ONE_WITHOUT,
+        microbatches=4,
+    ),
+    StepRecipe("overlap-dropped-even-bfloat16", {"capacity.factor": 0.5, **_HALF}, tokens=(22,), microbatches=2),
     StepRecipe("overlap-recomputed-uneven", {**_SHARED, "overlap.recompute_experts": True}),
     StepRecipe("overlap-recomputed-deferred-uneven", {**_DEFERRED, "overlap.recompute_experts": True}, microbatches=2),
     StepRecipe("overlap-dropped-even", {"capacity.factor": 0.5}, tokens=(22,), microbatches=2),
