@@ -17,9 +17,9 @@ from torch import Tensor, nn
 class WeightGradStore:
     """The products of a layer that are still to be computed, first in, first out."""
 
-    def __init__(self, delay_wgrad_compute: bool) -> None:
-        """Begin empty; a store that is not enabled is never used."""
-        self.enabled = delay_wgrad_compute
+    def __init__(self) -> None:
+        """Begin empty and not enabled: all is computed in the backward."""
+        self.enabled = False
         self._pending: deque[tuple[tuple[Tensor, ...], Callable[..., Tensor]]] = deque()
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class Delays(nn.Module):
 
     def begin_delays(self) -> None:
         """Make the store, and mark the weight so that its gradient hook is left to this module."""
-        self.wgrad_store = WeightGradStore(delay_wgrad_compute=True)
+        self.wgrad_store = WeightGradStore()
         self.wgrad_hooks: list[Callable[[], None]] = []
         self.weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
         self.weight.register_post_accumulate_grad_hook(lambda _: self._run_hooks())  # of one computed at once
