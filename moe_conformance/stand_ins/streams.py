@@ -7,7 +7,7 @@ missing breaks nothing, and memory is never reused too early.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor
 
@@ -47,6 +47,20 @@ class Event:
 
     def synchronize(self) -> None:
         """Nothing has to be waited for."""
+
+
+class Ranges:
+    """The functions of `torch.cuda.nvtx`: marks for a profiler of the device."""
+
+    def range_push(self, message: str) -> None:
+        """Mark nothing."""
+
+    def range_pop(self) -> None:
+        """Mark nothing."""
+
+    def range(self, message: str) -> AbstractContextManager[None]:
+        """Mark nothing."""
+        return nullcontext()
 
 
 @contextmanager

@@ -118,7 +118,7 @@ class ConfigRules:
             pp=built.pipeline_model_parallel_size,
             virtual_stages=built.virtual_pipeline_model_parallel_size,
             dispatcher=named.get(dispatcher, dispatcher),
-            kernel=asked.kernel if built.moe_flex_dispatcher_backend == "hybridep" else None,
+            kernel=asked.kernel if built.moe_flex_dispatcher_backend in ("hybridep", "ncclep") else None,
             dtype=built.params_dtype,
             overlap=built.overlap_moe_expert_parallel_comm,
             overlap_shared=built.moe_shared_expert_overlap,
@@ -151,9 +151,11 @@ class ConfigRules:
 
 
 def _kernel(asked: Settings) -> dict[str, str]:
-    """Return the field of the kernel: the default is DeepEP's, and the other HybridEP's."""
+    """Return the field of the kernel: the default is DeepEP's, the others HybridEP's and NCCL EP's, whose overlap frees its input."""
     if asked.kernel is None:
         return {}
+    if asked.kernel == "freeing" and differences.has_field("moe_ncclep_static_shape"):
+        return {"moe_flex_dispatcher_backend": "ncclep"}
     installed = library.token_dispatcher.hybrid_ep_dispatch is not None
     if asked.kernel == "freeing" or (asked.kernel == "present") != installed:
         raise Unsupported(f"HybridEP is {'installed' if installed else 'not installed'}: no kernel is {asked.kernel!r}")

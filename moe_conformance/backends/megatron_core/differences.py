@@ -32,6 +32,17 @@ def has_field(name: str) -> bool:
 CAPTURED = "cuda_graph_modules" if has_field("cuda_graph_modules") else "cuda_graph_scope"
 
 
+def recomputed_under_overlap() -> list[tuple[str, Any]]:
+    """Return the fields that have experts computed again in the backward of an overlapped step.
+
+    The branch dev computes whole layers again, its experts with them. The others have the MoE layer alone, and refuse
+    it under overlap.
+    """
+    if hasattr(library.model_chunk_schedule_plan, "RecomputeSegment"):
+        return [("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1)]
+    return [("recompute_granularity", "selective"), ("recompute_modules", ["moe"])]
+
+
 def share_of_packed() -> Callable[..., Any] | None:
     """Return the function that takes a rank's part of a packed batch, for cp as a number; 0.19 and main have none."""
     function: Callable[..., Any] | None = getattr(library.utils, "get_thd_batch_on_this_cp_rank", None)

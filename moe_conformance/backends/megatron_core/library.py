@@ -37,7 +37,9 @@ with warnings.catch_warnings():
     except ImportError:  # in 0.16 its functions are in moe_utils
         moe_logging = None
 
-    for _name in ("model_chunk_schedule_plan", "fine_grained_callables", "utils"):  # else imported after the shims
+    from megatron.core.models.common import model_chunk_schedule_plan
+
+    for _name in ("fine_grained_callables", "utils"):  # else imported after the shims
         if importlib.util.find_spec(f"megatron.core.models.common.{_name}") is not None:
             importlib.import_module(f"megatron.core.models.common.{_name}")
 
@@ -68,6 +70,7 @@ __all__ = [
     "get_moe_module_spec_for_backend",
     "get_packed_seq_params",
     "get_padding",
+    "model_chunk_schedule_plan",
     "moe_logging",
     "moe_utils",
     "parallel_state",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.megatron_core import library
+from moe_conformance.backends.megatron_core import differences, library
 from moe_conformance.backends.megatron_core.delayed import Provider, delaying
 from moe_conformance.backends.megatron_core.layer import Layer
 from moe_conformance.backends.megatron_core.surfaces import wrapped
@@ -38,10 +38,11 @@ def with_overlap(config: Config) -> Config:
         ("overlap_moe_expert_parallel_comm", True),
         ("delay_wgrad_compute", overlap.deferred_weights),
         ("hidden_dropout", 0.0),
+        ("attention_dropout", 0.0),
         ("calculate_per_token_loss", True),  # the schedule then divides no loss: dL/dy is what it is given
     ]
     if overlap.recompute_experts:
-        extra += [("recompute_granularity", "selective"), ("recompute_modules", ["moe"])]
+        extra += differences.recomputed_under_overlap()
     return replace(config, extra=(*config.extra, *extra), overlap=Overlap())
 
 

@@ -47,6 +47,7 @@ def apply(
         Event=streams.Event,
         current_stream=streams.Stream,
         stream=streams.stream,
+        nvtx=streams.Ranges(),
     )
     on_cpu = _Namespace(torch, cuda=cuda)
     for name, module in list(sys.modules.items()):
