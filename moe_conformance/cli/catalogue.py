@@ -13,7 +13,7 @@ from moe_conformance.discovery import modules
 from moe_conformance.plugin.options import Unusable
 from moe_conformance.plugin.run import open_backend
 from moe_conformance.spec.checks import PACKAGE, checks
-from moe_conformance.spec.places import checked
+from moe_conformance.spec.places import Places, checked
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,14 @@ def requirement_lines() -> Iterator[str]:
 
 
 def native_only_lines() -> Iterator[str]:
-    """Yield a line per requirement that only native was judged by, and a last line with their number."""
+    """Yield a line per requirement that only native was judged by, the reason, and a last line with their number."""
     found = explaining.native_only()
-    yield from (_line(spec.load()[id]) for id in found)
-    judged = sum(1 for id in spec.load() if explaining.libraries(id))
+    for id in found:
+        requirement = spec.load()[id]
+        yield _line(requirement)
+        yield f"{'':8}  {requirement.without_library or 'no reason given'}"
+    places = Places()
+    judged = sum(1 for id in spec.load() if explaining.libraries(id) or explaining.detected(id, places))
     yield f"{len(found)} requirements are judged on native alone, {judged} in a real library as well"
 
 

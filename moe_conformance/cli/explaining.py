@@ -25,11 +25,13 @@ class Judged:
     versions: tuple[str, ...]  # of its floor: "megatron-core 0.19.2", "torch 2.13.0"
     variants: tuple[str, ...]  # those that pass on some layout
     waived: tuple[str, ...]  # ids of waivers
+    found: tuple[str, ...] = ()  # ids of findings that no waiver is of: a declared limit, or a SHOULD
 
     def __str__(self) -> str:
         """`torchtitan 0.3.0, torch 2.13.0: passes with local, alltoall; known failures TT-01`."""
         known = [f"passes with {', '.join(self.variants)}"] if self.variants else []
         known += [f"known failures {', '.join(self.waived)}"] if self.waived else []
+        known += [f"fails by {', '.join(self.found)}"] if self.found else []
         return f"{', '.join(self.versions) or self.backend}: {'; '.join(known)}"
 
 
@@ -49,7 +51,8 @@ def explain(id: str, places: Places) -> Iterator[str]:
     yield from _part("oracles", places.oracles(id), requirement.without_oracle or "none whose result a check compares")
     yield from _part("native", places.native(id), requirement.without_native or "no line says `Implements:`")
     yield from _part("planted bugs", places.plants(id), "none")
-    yield from _part("judged in real libraries", libraries(id), "in none yet")
+    judged = (*libraries(id), *detected(id, places))
+    yield from _part("judged in real libraries", judged, requirement.without_library or "in none yet")
     yield from _part("findings in real libraries", places.findings(id), "none")
     yield from _part("waivers", places.waivers(id), "none")
 
@@ -65,9 +68,23 @@ def libraries(id: str) -> tuple[Judged, ...]:
     )
 
 
+def detected(id: str, places: Places) -> tuple[Judged, ...]:
+    """Return the real libraries in which a check of a requirement detected a finding without a waiver of it.
+
+    A limit is declared, and a SHOULD needs no waiver: their findings are all that there is of the judgement.
+    """
+    waived = {waiver for judged in libraries(id) for waiver in judged.waived}
+    by_backend: dict[str, list[str]] = {}
+    for place in places.detected(id):
+        if place.name not in waived:
+            by_backend.setdefault(place.path.stem, []).append(place.name)
+    return tuple(Judged(backend, (), (), (), tuple(found)) for backend, found in by_backend.items())
+
+
 def native_only() -> tuple[str, ...]:
     """Return the requirements that native passes and that no real library was judged by, in the spec's order."""
-    return tuple(id for id in spec.load() if _passed_by_native(id) and not libraries(id))
+    places = Places()
+    return tuple(id for id in spec.load() if _passed_by_native(id) and not libraries(id) and not detected(id, places))
 
 
 def _passed_by_native(id: str) -> bool:

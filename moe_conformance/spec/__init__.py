@@ -26,7 +26,7 @@ Check = TypeVar("Check", bound=Callable[..., Any])
 
 _ID = re.compile(r"[A-Z]+-\d\d")
 _PROFILES = ("quick", "full", "virtual")
-_REASONS = ("without_check", "without_oracle", "without_native")  # given where they are not ""
+_REASONS = ("without_check", "without_oracle", "without_native", "without_library")  # given where they are not ""
 
 
 class BadSpec(ValueError):
@@ -49,6 +49,7 @@ class Requirement:
     without_check: str = ""  # why no check can decide it here; "" if one does or will
     without_oracle: str = ""  # why there is no correct result to compute; "" if an oracle computes it
     without_native: str = ""  # why no line of native implements it; "" if one does
+    without_library: str = ""  # why no real library could be judged by it; "" if one was, or will be
 
 
 @cache

@@ -20,6 +20,8 @@ from moe_conformance.spec.source_graph import SourceGraph, Symbol, row_of
 ROOT = Path(__file__).parents[2]  # the folder in which moe_conformance lies
 
 _ID = re.compile(r"\b[A-Z]+-\d\d\b")
+# A heading of a finding, and the requirements of the checks that detected it.
+_DETECTED = rf"^## {_ID.pattern}[^\n]*\n+Detected by {_ID.pattern}(?:(?:, and |, | and ){_ID.pattern})*"
 _CHECKS, _ORACLES = "moe_conformance/distributed_tests", "moe_conformance/reference"
 _NATIVE, _PLANTS = "moe_conformance/backends/native", ("self_tests/chapters", "self_tests/planted_bugs")
 _DECIDING = "moe_conformance/spec/deciding.toml"
@@ -71,6 +73,10 @@ class Places:
         """Return the lines of findings in real libraries that name a requirement."""
         return _unquoted(self._lines("docs/findings", "*.md", rf"\b{id}\b"))
 
+    def detected(self, id: str) -> tuple[Place, ...]:
+        """Return the findings that a check of a requirement detected, `name` their ids: `Detected by EXCH-01 and …`."""
+        return self._detected.get(id, ())
+
     def waivers(self, id: str) -> tuple[Place, ...]:
         """Return the lines of waivers that name a requirement."""
         return _unquoted(self._lines("waivers", "*.toml", rf"\b{id}\b"))
@@ -108,6 +114,15 @@ class Places:
         return {id: tuple(places) for id, places in found.items()}
 
     @cached_property
+    def _detected(self) -> dict[str, tuple[Place, ...]]:
+        found: dict[str, list[Place]] = {}
+        for place in self._lines("docs/findings", "*.md", _DETECTED):
+            finding, _, by = place.text.partition("\n")
+            for id in _ID.findall(by):
+                found.setdefault(id, []).append(replace(place, name=finding.split()[1], text=""))
+        return {id: tuple(places) for id, places in found.items()}
+
+    @cached_property
     def _checks(self) -> dict[str, tuple[Symbol, ...]]:
         found: dict[str, list[Symbol]] = {}
         for symbol in SourceGraph(self.root, (_CHECKS,)).symbols.values():  # a few files: read by every run
@@ -121,7 +136,7 @@ class Places:
     def _lines(self, folder: str, names: str, pattern: str) -> Iterator[Place]:
         for path in sorted((self.root / folder).rglob(names)):
             text = _text(path)
-            for match in re.finditer(pattern, text):
+            for match in re.finditer(pattern, text, re.MULTILINE):
                 line = text.count("\n", 0, match.start()) + 1
                 owner = _owner(path, line) if path.suffix == ".py" else ""
                 yield Place(path.relative_to(self.root), line, owner, match.group())

@@ -16,7 +16,9 @@ from click.testing import CliRunner
 
 from moe_conformance import cli, contract, spec, waiving
 from moe_conformance.backends.native import Native
+from moe_conformance.cli import explaining
 from moe_conformance.report import floor
+from moe_conformance.spec.places import Places
 from moe_conformance.workloads.selection import power
 from self_tests.plugin import plugin_runs
 
@@ -38,11 +40,12 @@ class TestList:
         assert all("MUST" in line or "SHOULD" in line for line in lines)
 
     def test_requirements_of_native_alone(self) -> None:
-        """With their sentences, and how many there are; a waived failure in a real library is a judgement too."""
+        """With sentence and reason, and how many there are; what a real library fails by is a judgement too."""
         *lines, last = printed("list", "requirements", "--native-only").splitlines()
-        found = {line.split()[0] for line in lines}
+        found = {line.split()[0]: reason.strip() for line, reason in zip(lines[::2], lines[1::2], strict=True)}
         assert last.startswith(f"{len(found)} requirements are judged on native alone, ")
-        assert all(spec.load()[line.split()[0]].sentence in line for line in lines)
+        assert all(spec.load()[line.split()[0]].sentence in line for line in lines[::2])
+        assert {id: spec.load()[id].without_library or "no reason given" for id in found} == found
         floors = floor.FOLDER
         held = set(re.findall(r"[A-Z]+-\d\d", (floors / "native.toml").read_text()))
         named = "".join(
@@ -50,7 +53,13 @@ class TestList:
             for path in (*floors.glob("*.toml"), *waiving.FOLDER.glob("*.toml"))
             if path.name != "native.toml"
         )
-        assert found == {id for id in held if id not in named}
+        places = Places()
+        assert found.keys() == {id for id in held if id not in named and not places.detected(id)}
+
+    def test_reasons_are_of_requirements_of_native_alone(self) -> None:
+        """A reason why no real library could be judged is gone once one was."""
+        reasoned = {id for id, each in spec.load().items() if each.without_library}
+        assert set() == reasoned - set(explaining.native_only())
 
     def test_libraries_that_were_judged(self) -> None:
         """With their versions, what passes there, and what is waived."""
