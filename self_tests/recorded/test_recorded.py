@@ -19,7 +19,7 @@ from moe_conformance.workloads.plan import Plan
 FOLDER = Path(__file__).parent
 PATHS = sorted(FOLDER.glob("*/*/*.json"))
 VERSIONS = sorted({path.parent for path in PATHS})
-MOST_BYTES = 1 << 20
+MOST_BYTES = 2 << 20
 
 
 @cache
