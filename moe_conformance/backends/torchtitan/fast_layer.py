@@ -72,7 +72,7 @@ def _module(config: Config, held: int, dispatcher: Any) -> nn.Module:
     groups, chosen = config.routing.groups or (None, None)
     router = moe.TokenChoiceTopKRouter.Config(
         num_experts=config.experts,
-        gate=Linear.Config(in_features=config.hidden, out_features=config.experts),
+        gate=Linear.Config(in_features=config.hidden, out_features=config.experts, bias=config.gate_bias),
         num_expert_groups=groups,
         num_limited_groups=chosen,
         top_k=config.top_k,

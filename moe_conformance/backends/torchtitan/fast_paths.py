@@ -133,7 +133,7 @@ class _Session(Session):
 
     def router(self, config: Config) -> FastRouter:
         """Build an MoE module whose experts hand over what they would receive."""
-        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing", "router_dtype")
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing", "gate_bias", "router_dtype")
         require_routed(config)
         if config.router_dtype is not None:
             raise Unsupported(f"the router computes in the dtype of its tokens on CPU, not in {config.router_dtype}")
