@@ -110,21 +110,20 @@ class OverlappedStep:
         """What the first layer reports, the schedule, and what stands in for a GPU and Transformer Engine."""
         standing = ["attention that returns its input"]
         if self._on_cpu:
-            standing.append("streams and events that run everything at once")
+            standing.append("streams and events: operators run at once, all-to-alls of a side stream are in flight")
         if self._delays:
             standing.append("delayed weight gradients of Transformer Engine's linear layers")
         return {
             **self._layers[0].resolved,
             "schedule": "combined_1f1b_schedule_for_no_pipelining",
             "weight gradients": "delayed" if self._delays else "at once",
-            "overlap": self.claims.overlap,
             "stand-ins": "; ".join(standing),
         }
 
     @property
     def claims(self) -> Claims:
-        """Nothing overlaps on a CPU, where streams run everything in the order of the program."""
-        return replace(self._layers[0].claims, overlap="no" if self._on_cpu else "yes")
+        """Those of the layers."""
+        return self._layers[0].claims
 
     def run(self, xs: Sequence[Tensor], upstreams: Sequence[Tensor]) -> Sequence[Tensor]:
         """Let the schedule run the microbatches; their loss is the product of y and the upstream gradient."""
@@ -152,7 +151,7 @@ class OverlappedStep:
     def _prepared(self) -> Iterator[None]:
         with ExitStack() as prepared:
             if self._on_cpu:
-                prepared.enter_context(streams.unrecorded())
+                prepared.enter_context(streams.overlapping())
             if self._delays:
                 prepared.enter_context(delaying(self._chunk))
             yield

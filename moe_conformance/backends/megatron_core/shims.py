@@ -45,7 +45,7 @@ def apply(
         # The all-to-all dispatcher copies its counts to the host on a stream of its own; combined 1F1B has one more.
         Stream=streams.Stream,
         Event=streams.Event,
-        current_stream=streams.Stream,
+        current_stream=streams.current_stream,
         stream=streams.stream,
         nvtx=streams.Ranges(),
     )
@@ -54,8 +54,8 @@ def apply(
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = on_cpu  # type: ignore[attr-defined]
 
-    # gloo has no all-gather of uneven sizes; the all-to-all dispatcher uses one if etp > 1.
-    uneven = _Namespace(dist, all_gather=_uneven_all_gather)
+    # gloo has no all-gather of uneven sizes; the all-to-all dispatcher uses one if etp > 1. And it knows no streams.
+    uneven = _Namespace(dist, all_gather=_uneven_all_gather, all_to_all_single=streams.all_to_all_single)
     mappings.torch = _Namespace(torch, cuda=cuda, distributed=uneven)  # type: ignore[attr-defined]
 
     # Its tracker of random states swaps those of the GPU's generator, and warns where the CPU's has been drawn from
