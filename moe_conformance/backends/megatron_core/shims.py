@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_conformance.stand_ins import streams
 
 
-class _Namespace(ModuleType):
+class Namespace(ModuleType):
     """A module with some of its names replaced."""
 
     def __init__(self, module: ModuleType, **replaced: Any) -> None:
@@ -38,7 +38,7 @@ def apply(
     random: ModuleType,
 ) -> tuple[str, ...]:
     """Make the imported library run without CUDA and over gloo; return what was replaced, in words."""
-    cuda = _Namespace(
+    cuda = Namespace(
         torch.cuda,
         # The library allocates on "the current GPU" and never asks which kind of device it is.
         current_device=lambda: torch.device("cpu"),
@@ -49,20 +49,20 @@ def apply(
         stream=streams.stream,
         nvtx=streams.Ranges(),
     )
-    on_cpu = _Namespace(torch, cuda=cuda)
+    on_cpu = Namespace(torch, cuda=cuda)
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = on_cpu  # type: ignore[attr-defined]
 
     # gloo has no all-gather of uneven sizes; the all-to-all dispatcher uses one if etp > 1. And it knows no streams.
-    uneven = _Namespace(dist, all_gather=_uneven_all_gather, all_to_all_single=streams.all_to_all_single)
-    mappings.torch = _Namespace(torch, cuda=cuda, distributed=uneven)  # type: ignore[attr-defined]
+    uneven = Namespace(dist, all_gather=_uneven_all_gather, all_to_all_single=streams.all_to_all_single)
+    mappings.torch = Namespace(torch, cuda=cuda, distributed=uneven)  # type: ignore[attr-defined]
 
     # Its tracker of random states swaps those of the GPU's generator, and warns where the CPU's has been drawn from
     # meanwhile: here that is the one generator.
-    drawing = _Namespace(cuda, get_rng_state=torch.get_rng_state, manual_seed=torch.default_generator.manual_seed)
+    drawing = Namespace(cuda, get_rng_state=torch.get_rng_state, manual_seed=torch.default_generator.manual_seed)
     unused = {"get_rng_state": lambda: torch.zeros(1), "set_rng_state": lambda state: None}
-    random.torch = _Namespace(torch, cuda=drawing, **unused)  # type: ignore[attr-defined]
+    random.torch = Namespace(torch, cuda=drawing, **unused)  # type: ignore[attr-defined]
     random._get_cuda_rng_state = lambda **_: torch.get_rng_state()  # type: ignore[attr-defined]
     random._set_cuda_rng_state = lambda state, **_: torch.set_rng_state(state)  # type: ignore[attr-defined]
 
@@ -70,9 +70,9 @@ def apply(
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host  # type: ignore[attr-defined]
 
     # gloo averages nothing; reports of losses and loads are averaged over data parallel ranks.
-    averaging = _Namespace(dist, all_reduce=_averaging_all_reduce)
+    averaging = Namespace(dist, all_reduce=_averaging_all_reduce)
     for module in filter(None, (moe_utils, moe_logging)):
-        module.torch = _Namespace(torch, cuda=cuda, distributed=averaging)  # type: ignore[attr-defined]
+        module.torch = Namespace(torch, cuda=cuda, distributed=averaging)  # type: ignore[attr-defined]
 
     # Without Transformer Engine the name does not exist, and the router's linear raises NameError when it tests it for
     # None. That is a fault of 0.16.1, not of the machine; with the name set to None all the rest can be judged, and the

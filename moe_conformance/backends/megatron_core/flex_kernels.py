@@ -1,0 +1,82 @@
+"""Put stand-ins in the place of the kernels that Megatron-Core's flex dispatcher calls, and take them out again.
+
+The library looks for the kernels when `fused_a2a` is imported. A second instance of that module is executed while
+imports find the stand-ins, and its functions replace those of the first in `token_dispatcher`. The rest of
+the process sees neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.backends.megatron_core import library
+from moe_conformance.backends.megatron_core.shims import Namespace
+from moe_conformance.stand_ins import NOTE, deep_ep, events, hybrid_ep, nccl_ep
+from moe_conformance.stand_ins.presenting import loaded_with, module
+
+SAID = {
+    "deep_ep": f"{NOTE}; rows of any floating type",
+    "transformer_engine.pytorch.ep": f"{NOTE}; rows of any floating type",
+}
+
+
+def kernel_modules() -> Mapping[str, ModuleType | None]:
+    """Return the modules by the names that the library imports."""
+    of_events = {"EventHandle": events.EventHandle, "EventOverlap": events.EventOverlap}
+    te = module("transformer_engine.pytorch", ep=nccl_ep.WideNcclEp())
+    return {
+        "deep_ep": module(
+            "deep_ep", Buffer=deep_ep.WideBuffer, HybridEPBuffer=hybrid_ep.WideHybridEPBuffer, **of_events
+        ),
+        "deep_ep.utils": module("deep_ep.utils", **of_events),
+        "transformer_engine": module("transformer_engine", pytorch=te),
+        "transformer_engine.pytorch": te,
+    }
+
+
+class Kernels:
+    """The stand-ins in place, until `remove`."""
+
+    def __init__(self) -> None:
+        """Execute the module again and replace its functions."""
+        import importlib
+
+        original = importlib.import_module("megatron.core.transformer.moe.fused_a2a")
+        self.fused = loaded_with(original, kernel_modules())
+        self.fused.torch = original.torch  # type: ignore[attr-defined]
+        dispatcher = library.token_dispatcher
+        shared = [name for name in vars(original) if name in vars(dispatcher) and _same(name, original, dispatcher)]
+        self._before: dict[str, Any] = {name: getattr(dispatcher, name) for name in (*shared, "torch")}
+        for name in shared:
+            setattr(dispatcher, name, getattr(self.fused, name))
+        # Managers allocate flags on "cuda".
+        dispatcher.torch = Namespace(dispatcher.torch, zeros=_on_cpu(torch.zeros))  # type: ignore[attr-defined]
+
+    def forget(self) -> None:
+        """End the process-wide context of NCCL EP: a process has one model, and the next exchange is another one's."""
+        finalize = getattr(self.fused, "nccl_ep_finalize", None)
+        if finalize is not None:
+            finalize()
+
+    def remove(self) -> None:
+        """Put back what was there."""
+        for name, value in self._before.items():
+            setattr(library.token_dispatcher, name, value)
+
+
+def _same(name: str, original: ModuleType, dispatcher: ModuleType) -> bool:
+    """Whether the dispatcher has the name from that module: a function of it, or None where its kernel is missing."""
+    value = getattr(dispatcher, name)
+    return value is getattr(original, name) and (value is None or getattr(value, "__module__", "") == original.__name__)
+
+
+def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def made(*sizes: Any, device: Any = None, **how: Any) -> Tensor:
+        return make(*sizes, device="cpu" if device == "cuda" else device, **how)
+
+    return made
