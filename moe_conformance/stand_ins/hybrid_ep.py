@@ -180,9 +180,9 @@ class HybridEPBuffer:
     def _permuted_weights(self, probs_TE: Tensor, handle: Handle, rows: int) -> Tensor:
         assert probs_TE.dtype == torch.float32
         assert probs_TE.is_contiguous()
-        sends = handle.sparse_to_dense_map
+        sends, held = handle.sparse_to_dense_map, handle.config.num_of_experts_per_rank
         ranks_M = torch.arange(self.group_size).repeat_interleave(torch.tensor(sends.sent_W))
-        sent_RN = sends.sent(probs_TE.reshape(len(probs_TE), self.group_size, -1)[sends.token_M, ranks_M])
+        sent_RN = sends.sent(probs_TE.reshape(len(probs_TE), self.group_size, held)[sends.token_M, ranks_M])
         made_B = sent_RN.new_empty(rows)
         poison(made_B)
         made_B[: int(_aligned(handle.tokens_per_expert, handle.config.pad_multiple).sum())] = 0

@@ -7,7 +7,9 @@ the process sees neither.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -44,18 +46,16 @@ class Kernels:
 
     def __init__(self) -> None:
         """Execute the module again and replace its functions."""
-        import importlib
-
         original = importlib.import_module("megatron.core.transformer.moe.fused_a2a")
         self.fused = loaded_with(original, kernel_modules())
         self.fused.torch = original.torch  # type: ignore[attr-defined]
         dispatcher = library.token_dispatcher
         shared = [name for name in vars(original) if name in vars(dispatcher) and _same(name, original, dispatcher)]
         self._before: dict[str, Any] = {name: getattr(dispatcher, name) for name in (*shared, "torch")}
-        for name in shared:
-            setattr(dispatcher, name, getattr(self.fused, name))
+        self._after: dict[str, Any] = {name: getattr(self.fused, name) for name in shared}
         # Managers allocate flags on "cuda".
-        dispatcher.torch = Namespace(dispatcher.torch, zeros=_on_cpu(torch.zeros))  # type: ignore[attr-defined]
+        self._after["torch"] = Namespace(dispatcher.torch, zeros=_on_cpu(torch.zeros))
+        self._put(self._after)
 
     def forget(self) -> None:
         """End the process-wide context of NCCL EP: a process has one model, and the next exchange is another one's."""
@@ -63,10 +63,21 @@ class Kernels:
         if finalize is not None:
             finalize()
 
+    @contextmanager
+    def absent(self) -> Iterator[None]:
+        """Take the stand-ins out for a while."""
+        self.remove()
+        try:
+            yield
+        finally:
+            self._put(self._after)
+
     def remove(self) -> None:
         """Put back what was there."""
-        for name, value in self._before.items():
-            setattr(library.token_dispatcher, name, value)
+        self._put(self._before)
+
+    def _put(self, values: Mapping[str, Any]) -> None:
+        vars(library.token_dispatcher).update(values)
 
 
 def _same(name: str, original: ModuleType, dispatcher: ModuleType) -> bool:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.megatron_core import differences
-from moe_conformance.backends.megatron_core.configuration import CAPACITY, LAYER, OF_EXPERTS
+from moe_conformance.backends.megatron_core import differences, library
+from moe_conformance.backends.megatron_core.configuration import CAPACITY, FUNCTION, LAYER, OF_EXPERTS, ROUTER, SHARED
 from moe_conformance.backends.megatron_core.flex import DEEPEP, HYBRIDEP, NCCLEP, PADS
+from moe_conformance.backends.megatron_core.flex_functions import KernelRules, TokenExchange, Transport
 from moe_conformance.backends.megatron_core.flex_kernels import SAID, Kernels
 from moe_conformance.backends.megatron_core.layer import Layer
 from moe_conformance.backends.megatron_core.session import MegatronSession
@@ -44,12 +45,37 @@ class FlexSession(MegatronSession):
             raise Unsupported(f"the exchange {config.variant!r} pads no token counts")
         return TokenPadding(self.exchange(config))
 
-    def layer(self, config: Config) -> Layer:
+    def token_exchange(self, config: Config) -> TokenExchange:
+        """Return the functions of DeepEP's manager."""
+        if config.variant != DEEPEP:
+            raise Unsupported(f"{config.variant!r} delivers rows in the order of experts, and no token exchange")
+        config.only("variant", "experts", "top_k", "hidden", "dtype")
+        sizes = self._topology.sizes
+        if sizes["etp"] > 1 or config.experts % sizes["ep"]:
+            raise Unsupported("fused_dispatch knows of no shards of an expert, and of as many experts on every rank")
+        if sizes["ep"] < 2:
+            raise Unsupported("DeepEP dispatcher requires TPxEP > 1", by="library")
+        group = library.parallel_state.get_expert_tensor_and_model_parallel_group()
+        held = config.experts // sizes["ep"]
+        first = held * group.rank()
+        return TokenExchange(self._kernels, group, config.experts, tuple(range(first, first + held)))
+
+    def transport(self, config: Config) -> Transport:
+        """Return the choice of buffers."""
+        if config.variant != DEEPEP:
+            raise Unsupported(f"{config.variant!r} leaves the transport to its kernels")
+        return Transport(self._kernels)
+
+    def config_rules(self, config: Config) -> KernelRules:
+        """Resolve settings that name a kernel, on one rank."""
+        if self._topology.sizes["world"] > 1:
+            raise Unsupported("the adapter resolves settings on one rank")
+        return KernelRules(config.only(*FUNCTION), self._device, self._kernels)
+
+    def layer(self, config: Config) -> FlexLayer:
         """Build a whole layer."""
         self._kernels.forget()
-        built = super().layer(config)
-        built.stand_ins = SAID
-        return built
+        return FlexLayer(self._layer(config.only(*LAYER, *ROUTER, *SHARED)), config, self._topology)
 
     def _layer(self, config: Config, number: int = 1) -> Any:
         return super()._layer(_with_flex(config, self._topology.sizes), number)
@@ -67,7 +93,7 @@ def _elsewhere(self: FlexSession, config: Config) -> Any:
 
 for _name in (
     "router", "load_meter", "masked_router", "packing", "permutation", "reordering", "initial_router",
-    "initial_experts", "config_rules", "training_routers", "balancing_routers", "replay_routers",
+    "initial_experts", "training_routers", "balancing_routers", "replay_routers",
 ):  # fmt: skip
     setattr(FlexSession, _name, _elsewhere)
 
@@ -128,6 +154,15 @@ def _ncclep(config: Config, sizes: Mapping[str, int]) -> list[tuple[str, Any]]:
 
 def _needs_factor() -> bool:
     return differences.has_field("moe_ncclep_static_shape")  # and where there is no such switch, the factor makes it
+
+
+class FlexLayer(Layer):
+    """A layer with the flex dispatcher."""
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """The parts, and that the kernels are stand-ins."""
+        return {**super().resolved, **SAID}
 
 
 class FlexExchange(Exchange):
