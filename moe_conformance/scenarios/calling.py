@@ -72,6 +72,21 @@ def call_through(through: Through, method: Callable[..., Any], arguments: Mappin
     return compiled(*given)
 
 
+def takes(method: Callable[..., Any], names: Sequence[str]) -> bool:
+    """Return whether a method takes arguments of these names, or as many by position.
+
+    >>> takes(lambda rows, handle: rows, ("rows", "handle", "biases"))
+    False
+    """
+    if _has_parameters(method, names):
+        return True
+    try:
+        inspect.signature(method).bind(*names)
+    except TypeError:
+        return False
+    return True
+
+
 def _has_parameters(method: Callable[..., Any], names: Iterable[str]) -> bool:
     """Return whether a method can be called with arguments of these names, or has no signature."""
     try:

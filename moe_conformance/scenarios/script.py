@@ -16,7 +16,7 @@ from moe_conformance.contract import Malformed, Session, Unsupported
 from moe_conformance.discovery import registered
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters, state
-from moe_conformance.scenarios.calling import call_through, deterministic_setting, form_of, memory_of, under
+from moe_conformance.scenarios.calling import call_through, deterministic_setting, form_of, memory_of, takes, under
 from moe_conformance.scenarios.exchange_with_probe import Whole, exchange_with_probe
 from moe_conformance.scenarios.outcome import Answer, RankOutcome
 from moe_conformance.scenarios.padding import large_beside_pairs, spoil_unfilled
@@ -86,6 +86,10 @@ class Script:
         run = self.workload.run
         assert isinstance(run, runs.Script)
         surface = _surface_of(run)(kept, self.workload, self.context)
+        for call in self.workload.calls:
+            method, given = getattr(surface, call.method, None), tuple(call.given[self.context.rank])
+            if method is not None and not takes(method, given):
+                raise Unsupported(f"{call.method} of this surface takes no {given[-1]}")
         if self.workload.parameters:
             parameters.write(surface, self.workload.parameters)
         without_noise(surface)

@@ -36,6 +36,7 @@ _REFUSED = "|".join(
         "does not support variable sequence length",
         "fused permutation is not available|cannot import name 'fused_permute'",  # without Transformer Engine
         "overlap_moe_expert_parallel_comm",
+        "Flex token dispatcher with deepep(/deepepv2)? backend does not support",
     )
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,15 +15,14 @@ from moe_conformance.backends.megatron_core.flex_kernels import SAID, Kernels
 from moe_conformance.backends.megatron_core.shims import Namespace
 from moe_conformance.contract import Config, Received, Settings, Unsupported
 
-_KERNELS_OWN = "what the kernel raises is no verdict of its caller"
-
 
 @dataclass(frozen=True)
 class Handle:
-    """The kernel's handle, and how many rows it is of."""
+    """The kernel's handle, with what is returned of a layout the first time only."""
 
     raw: Any
-    rows: int
+    ids_RK: Tensor
+    counts_N: Tensor
 
 
 class TokenExchange:
@@ -32,7 +32,12 @@ class TokenExchange:
         """Take the functions and the library's group."""
         self._fused, self._group, self._experts = kernels.fused, group, experts
         self.local_experts = local_experts
-        self.resolved: Mapping[str, str] = {"token_exchange": "fused_dispatch, fused_combine", **SAID}
+        again = "the backward of FusedCombine; its own backward: the adapter's"
+        self.resolved: Mapping[str, str] = {
+            "token_exchange": "fused_dispatch, fused_combine",
+            "dispatch by handle": again,
+            **SAID,
+        }
 
     def dispatch(
         self,
@@ -43,24 +48,42 @@ class TokenExchange:
     ) -> Received:
         """Dispatch as the manager does; it always sends weights: zeros where the caller has none."""
         if ids_TK is None:
-            raise Unsupported("the library dispatches by a handle in the backward of its combine alone")
+            assert handle is not None  # the contract: ids, or a handle
+            rows_RD = _Again.apply(x_TD, self._fused, self._group, handle.raw)  # type: ignore[no-untyped-call]
+            return Received(rows_RD, handle.ids_RK, None, handle.counts_N, handle)
         sent_TK = torch.zeros(ids_TK.shape) if weights_TK is None else weights_TK
         rows_RD, ids_RK, weights_RK, counts_N, raw = self._fused.fused_dispatch(
             x_TD, ids_TK, sent_TK, self._experts, self._group, async_finish=True, allocate_on_comm_stream=True
         )
-        known = Handle(raw, len(rows_RD))
+        known = Handle(raw, ids_RK, counts_N)
         return Received(rows_RD, ids_RK, None if weights_TK is None else weights_RK, counts_N, known)
 
-    def combine(self, rows_RD: Tensor, handle: Handle, biases: tuple[Tensor, ...] = ()) -> Tensor:
-        """Combine as the manager does."""
-        if biases:
-            raise Unsupported("fused_combine passes no bias")
-        if len(rows_RD) != handle.rows:
-            raise Unsupported(_KERNELS_OWN)
+    def combine(self, rows_RD: Tensor, handle: Handle) -> Tensor:
+        """Combine as the manager does; there is no parameter for biases."""
         y_TD: Tensor = self._fused.fused_combine(
             rows_RD, self._group, handle.raw, async_finish=True, allocate_on_comm_stream=True
         )[0]
         return y_TD
+
+
+class _Again(torch.autograd.Function):
+    """Dispatches by a handle as the backward of the library's combine does; backward is the combine."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, fused: Any, group: Any, raw: Any) -> Any:
+        ctx.fused, ctx.group, ctx.raw = fused, group, raw
+        known = SimpleNamespace(handle=raw, group=group, async_finish=True, allocate_on_comm_stream=True)
+        return fused.FusedCombine.backward(known, x_TD)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, None, None, None]:
+        combine = ctx.fused.FusedCombine.forward
+        return (
+            combine(SimpleNamespace(), gradients[0].contiguous(), ctx.group, ctx.raw, True, True)[0],
+            None,
+            None,
+            None,
+        )
 
 
 class _Sizes:

@@ -36,6 +36,8 @@ class TokenExchange(Placed, Protocol):
     The group is ep_etp. All of its ranks call each method in the same order, also without tokens. Both methods are
     linear, and the backward of each is the other with the same handle.
 
+    A library whose combine adds no biases has no parameter for them: what needs it is then not adapted.
+
     With `Config.wire` "float8" dispatch quantises rows; it claims `wire_format` and `wire_block`, the number of columns
     that share a scale. Gradients are those without quantisation; if combine's backward quantises what it sends, as it
     may, it claims `gradient_format`.
