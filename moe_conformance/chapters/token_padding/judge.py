@@ -157,7 +157,8 @@ def judge_no_maximum(reading: Reading) -> Comparisons:
     One such call is allowed, before the rows are sent, for an exchange that delivers a fixed number of rows on every
     rank of a group, or that pads without being configured: its ranks must agree on a number. So is one for an exchange
     that sends as many rows as the capacity of any rank (`Claims.wire`, verified by COST-04), which is not a token
-    count. Calls after the rows, such as whether all rows fit, have another purpose.
+    count. Calls after the rows, such as whether all rows fit, have another purpose. So has a sum in which no other rank
+    of the exchange takes part, as over the replicas of experts.
 
     Raises:
         WrongCollectives: a dispatch has such a call, or more than are allowed.
@@ -170,7 +171,10 @@ def judge_no_maximum(reading: Reading) -> Comparisons:
     only_capacity = not free
     for rank in reading.ranks:
         for phase, calls in dispatches(rank):
-            first, rest = parted(calls, reading.outcome.workload.config.hidden)
+            first, rest = parted(
+                [entry for entry in calls if not _sums_elsewhere(reading, rank, entry)],
+                reading.outcome.workload.config.hidden,
+            )
             before, behind = list(_questions(reading, first)), list(_questions(reading, rest, behind=True))
             late: list[Entry] = [] if free else behind
             only_capacity &= [entry.reduce for entry in (*before, *late)] == ["MAX"]
@@ -352,6 +356,11 @@ def _questions(reading: Reading, calls: Sequence[Entry], *, behind: bool = False
             free = False
         elif gathered or (reduced and not carries_rows(entry, hidden)) or (entry.op in _TELLING and _single(entry)):
             yield entry
+
+
+def _sums_elsewhere(reading: Reading, rank: RankOutcome, entry: Entry) -> bool:
+    exchanging = next(group for group in reading.outcome.workload.layout.groups()["ep_etp"] if rank.rank in group)
+    return entry.reduce == "SUM" and {*entry.ranks} & {*exchanging} == {rank.rank}
 
 
 _TELLING = ("broadcast", "gather", "scatter")  # of one number: nothing else in a dispatch has a root rank

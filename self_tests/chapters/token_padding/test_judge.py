@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from moe_conformance.chapters.capacity.judge.capacity_padding import judge_reduced_once
+from moe_conformance.chapters.token_padding.judge import judge_no_maximum
 from moe_conformance.contract import Claims
 from moe_conformance.contract.topology import Layout
 from moe_conformance.engine.ledger.entry import Entry
@@ -116,3 +117,16 @@ class TestReducedOnce:
         assert "over group (0, 1, 2, 3) instead of group (0, 1), in which its rows are exchanged" in found.sentence
         both = ([largest(everyone, 2), largest(group(r)), rows(group(r))] for r in range(4))
         judged(judge_reduced_once, dispatching(*both))
+
+
+class TestNoMaximum:
+    def test_a_sum_over_replicas_is_no_largest_number(self) -> None:
+        """What ranks add up with others than those of their exchange tells nothing of these; a sum with them may."""
+        replicas = ([summed(((0, 2), (1, 3))[r % 2]), summed((r,)), rows(group(r))] for r in range(4))
+        assert {0, 1, 2, 3} == judged(judge_no_maximum, dispatching(*replicas)).ranks
+        assert "instead of not at all" in caught(judge_no_maximum, everywhere(summed, rows)).sentence
+
+    def test_a_largest_number_of_other_ranks_is_told(self) -> None:
+        """The largest number of replicas is one of tokens all the same."""
+        replicas = ([largest(((0, 2), (1, 3))[r % 2]), rows(group(r))] for r in range(4))
+        assert "for a largest number" in caught(judge_no_maximum, dispatching(*replicas)).sentence
