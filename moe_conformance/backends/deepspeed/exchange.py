@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_conformance.backends.deepspeed import library
 from moe_conformance.backends.deepspeed.placement import Placement
-from moe_conformance.contract import Claims, Config, Delivery, ExpertFn, Routing
+from moe_conformance.contract import Claims, Config, Delivery, ExpertFn, Routing, Unsupported
 
 
 class _GivenRouting(nn.Module):
@@ -46,6 +46,33 @@ class _GivenRouting(nn.Module):
         return x_TD.new_zeros(()), C, E, ids_KT, places_KT, weights_KT, load_E
 
 
+class _LosslessGate(_GivenRouting):
+    """Replaces the layer's gate by one that drops no tokens, whose logits lead to the routing of the call.
+
+    Places and C are that gate's. Its weights are those of the logits, and are replaced by the routing's.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(tp=1)
+        E = config.experts
+        self._made = library.sharded_moe.TopKGate(
+            E, E, config.top_k, min_capacity=0, drop_tokens=False, use_rts=False, top2_2nd_expert_sampling=False
+        )
+        self._made.wg.weight.requires_grad_(False).copy_(torch.eye(E))  # logits are what it is called with
+
+    def _set_ep_group(self, group: Any) -> None:
+        self._made._set_ep_group(group)
+
+    def forward(self, x_TD: Tensor, used_T: None, sparse: bool, tutel: bool) -> tuple[Any, ...]:
+        ids_TK, E = self.routing.ids_TK, self.routing.experts
+        if bool((ids_TK < 0).any()):
+            raise Unsupported("a gate that drops no tokens leaves no slot empty")
+        falling_TK = -torch.arange(ids_TK.shape[1], dtype=torch.float32).expand(ids_TK.shape)
+        logits_TE = torch.full((len(ids_TK), E), -1e4).scatter(1, ids_TK, falling_TK)
+        loss, C, E, ids_KT, places_KT, _, load_E = self._made(logits_TE, used_T, sparse, tutel)
+        return loss, C, E, ids_KT, places_KT, self.routing.weights_TK.T, load_E
+
+
 class _GivenExperts(nn.Module):
     """Replaces the experts: receives (W, N, C, D), and computes the function given for the call."""
 
@@ -64,11 +91,16 @@ class Exchange:
     def __init__(self, config: Config, placement: Placement) -> None:
         """Build the layer without the library's gate and experts."""
         self.local_experts = tuple(placement.held(config.experts))
-        self._gate, self._experts = _GivenRouting(placement.topology.sizes["tp"]), _GivenExperts()
+        tp = placement.topology.sizes["tp"]
+        self._gate, self._experts = (
+            _LosslessGate(config) if config.capacity.padded else _GivenRouting(tp),
+            _GivenExperts(),
+        )
         self._layer = library.sharded_moe.MOELayer(
             self._gate, self._experts, placement.name, placement.ep, len(self.local_experts), use_tutel=False
         )
         self._layer._set_ep_group(placement.group)
+        self._lossless = config.capacity.padded
 
     @property
     def resolved(self) -> Mapping[str, str]:
@@ -77,6 +109,7 @@ class Exchange:
             "layer": type(self._layer).__qualname__,
             "ep ranks": str(self._layer.ep_size),
             "tutel": str(self._layer.use_tutel),
+            "gate": "TopKGate without drops, with given weights" if self._lossless else "replaced by a given routing",
             "shims": library.SHIMS,
         }
 

@@ -37,7 +37,9 @@ class DeepSpeedSession(Session):
 
     def exchange(self, config: Config) -> Exchange:
         """Build a MOELayer around a given routing and given experts; it takes any T, also packed."""
-        config.only(*_SHAPE, "weights_applied", "token_copies", "padding.packed")
+        config.only(*_SHAPE, "weights_applied", "token_copies", "padding.packed", "capacity.padded")
+        if config.capacity.padded and self._topology.sizes["tp"] > 1:
+            raise Unsupported("tensor ranks of a gate without drops: it reads their number from a model's mpu")
         if config.weights_applied == "input":
             raise Unsupported("the layer multiplies the experts' output by the weights, not weights_applied='input'")
         self._require_copies(config)

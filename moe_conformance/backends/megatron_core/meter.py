@@ -1,6 +1,9 @@
-"""The tracker of overload factors, attached to MoE layers whose router is replaced by a given routing. D hidden.
+"""The counts and records of a step's load: overload factors, tokens per expert, recorded routes. D hidden, E experts.
 
-Only the branch `dev` has it. Its training loop does not call the report: the caller of the library has to.
+Only the branch `dev` has overload factors. Its training loop does not call the report: the caller of the library has to.
+All versions count tokens per expert for the balance bias, and record routes for a replay: both in the router, which is
+given logits that lead to the routing of a pass. Where a pass has empty slots or no tokens, the routing is put into the
+place of the router's, and nothing is known of its counter and record.
 """
 
 from __future__ import annotations
@@ -11,10 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.megatron_core import library
-from moe_conformance.contract import Metered, MeteredPass, MeteredResults, Routing
+from moe_conformance.backends.megatron_core import differences, library
+from moe_conformance.contract import Metered, MeteredPass, MeteredResults, Routing, Unsupported
+
+_NOT_SELECTED = -50.0  # a logit below those of all selected experts, which are weights in [0, 1)
+
+# Of TransformerConfig: the counter needs the bias, and the bias the sigmoid.
+OPTIONS = (
+    ("moe_router_score_function", "sigmoid"),
+    ("moe_router_enable_expert_bias", True),
+    ("moe_enable_routing_replay", True),
+)
 
 _Running = tuple[Tensor, tuple[Tensor, Tensor], MeteredPass]  # y, the leaves that ask for gradients, and the forward
+
+
+def has_factors() -> bool:
+    """Whether this version has a tracker of overload factors."""
+    return differences.has_field("log_moe_overload_factor")
 
 
 class _Writer:
@@ -37,9 +54,10 @@ class LoadMeter:
 
         The library has one tracker for a process. A process with two models has to set that of the model at work.
         """
-        self._tracker = library.moe_logging.MoEOverloadFactorTracker()
+        self._tracker = library.moe_logging.MoEOverloadFactorTracker() if has_factors() else None
         self._build, self._layers, self._on = build, dict[int, Any](), True
         self._running: dict[tuple[int, int], _Running] = {}
+        self._trace: dict[tuple[int, int], Tensor] | None = {}  # None: a pass went around the router
         self._use()
         self._layer(0)
 
@@ -47,7 +65,9 @@ class LoadMeter:
     def resolved(self) -> Mapping[str, str]:
         """The tracker and the dispatcher."""
         return {
-            "load meter": type(self._tracker).__qualname__,
+            "load meter": type(self._tracker).__qualname__ if self._tracker is not None else "none",
+            "counter": "local_tokens_per_expert of the router, for its balance bias",
+            "trace": "RouterReplay",
             "dispatcher": type(self._layers[0].token_dispatcher).__qualname__,
             "capacity factor": str(self._layers[0].config.moe_expert_capacity_factor),
             "shims": "; ".join(library.SHIMS) or "none",
@@ -59,7 +79,13 @@ class LoadMeter:
         return tuple(self._layers[0].local_expert_indices)
 
     def switch(self, on: bool) -> None:
-        """Set the option of all layers."""
+        """Set the option of all layers.
+
+        Raises:
+            Unsupported: there is none.
+        """
+        if self._tracker is None:
+            raise Unsupported("the counter of the balance bias and the recorded routes have no switch")
         self._on = on
         for layer in self._layers.values():
             layer.config.log_moe_overload_factor = on
@@ -68,9 +94,18 @@ class LoadMeter:
         """Let the tracker report to a writer, with values of layers; a caller asks only where the option is set."""
         self._use()
         writer = _Writer()
-        if self._on:
+        if self._on and self._tracker is not None:
             self._tracker.report(iteration=number, writer=writer, per_layer_logging=True)
-        return Metered(writer.values, next(iter(writer.steps), number))
+        values = None if self._tracker is None else writer.values
+        return Metered(values, next(iter(writer.steps), number), *self._routed_of_step())
+
+    def _routed_of_step(self) -> tuple[Tensor | None, Mapping[tuple[int, int], Tensor] | None]:
+        """Return the counter and the records since the last report, and begin anew, as `finalize_model_grads` does."""
+        counters = [layer.router.local_tokens_per_expert for layer in self._layers.values()]
+        counts_E, trace, self._trace = torch.stack(counters).sum(0).long(), self._trace, {}
+        for counter_E in counters:
+            counter_E.zero_()
+        return (counts_E, trace) if trace is not None else (None, None)
 
     def run(self, passes: Sequence[MeteredPass]) -> MeteredResults:
         """Run the passes through the layers; a step is given up by the tracker's own `clear`."""
@@ -80,7 +115,9 @@ class LoadMeter:
         for metered in passes:
             if metered.kind == "abandon":
                 self._running.clear()
-                self._tracker.clear()
+                self._trace = None  # the router's counter has no way to forget
+                if self._tracker is not None:
+                    self._tracker.clear()
             elif metered.kind == "backward":
                 gradients += self._backward(*self._running.pop(_place(metered)))
             else:
@@ -88,12 +125,14 @@ class LoadMeter:
         return MeteredResults(tuple(outputs), tuple(gradients))
 
     def _use(self) -> None:
-        library.moe_logging.set_moe_overload_factor_tracker(self._tracker)
+        if self._tracker is not None:
+            library.moe_logging.set_moe_overload_factor_tracker(self._tracker)
 
     def _layer(self, number: int) -> Any:
         if number not in self._layers:
             layer = self._build(number + 1)  # the library counts from 1
-            layer.config.log_moe_overload_factor = self._on
+            if self._tracker is not None:
+                layer.config.log_moe_overload_factor = self._on
             for parameter in layer.experts.parameters():
                 torch.nn.init.constant_(parameter, 0.5)
             self._layers[number] = layer
@@ -109,7 +148,11 @@ class LoadMeter:
         layer.moe_layer_recompute = metered.recomputed  # what recompute_modules=["moe"] sets
         with torch.set_grad_enabled(metered.kind != "evaluation"):
             x = leaves[0] if leaves[0].dim() == 3 else leaves[0].unsqueeze(1)
+            library.RouterReplay.set_global_router_replay_action(library.RouterReplayAction.RECORD)
             y: Tensor = layer(x)[0].reshape(metered.x.shape)
+            library.RouterReplay.clear_global_router_replay_action()
+        if self._trace is not None:
+            self._trace[_place(metered)] = layer.router.router_replay.recorded_topk_idx.clone()
         if asks:
             self._running[_place(metered)] = y, leaves, metered
         return y.detach()
@@ -117,14 +160,23 @@ class LoadMeter:
     def _backward(self, y: Tensor, leaves: tuple[Tensor, Tensor], forward: MeteredPass) -> list[Tensor]:
         self._routed(forward, leaves[1])  # if the forward is repeated, it routes as before
         torch.autograd.backward(y, forward.upstream)
-        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        if any(leaf.grad is None for leaf in leaves):
+            raise RuntimeError("a backward gave no gradient of the hidden states, or of the weights")
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
     def _routed(self, metered: MeteredPass, weights_TK: Tensor) -> Any:
-        """Return the layer of a pass, with the given routing in the place of its router's."""
-        assert metered.ids_TK is not None
+        """Return the layer of a pass, with the given routing in the place of its router's logits, or of its routing."""
+        ids_TK = metered.ids_TK
+        assert ids_TK is not None
         layer = self._layer(_place(metered)[0])
-        routing = Routing(metered.ids_TK, weights_TK, layer.config.num_moe_experts)
-        layer.route = lambda *_: routing.dense()  # weights, map
+        experts = layer.config.num_moe_experts
+        vars(layer).pop("route", None)
+        if len(ids_TK) and bool((ids_TK >= 0).all()):
+            logits_TE = weights_TK.new_full((len(ids_TK), experts), _NOT_SELECTED).scatter(1, ids_TK, weights_TK)
+            layer.router.gating = lambda x: logits_TE.reshape(*x.shape[:-1], experts)
+        else:
+            routing, self._trace = Routing(ids_TK, weights_TK, experts), None
+            layer.route = lambda *_: routing.dense()  # weights, map
         return layer
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.backends.megatron_core import differences, library
+from moe_conformance.backends.megatron_core import differences, library, meter
 from moe_conformance.backends.megatron_core.balancing import BalancingRouters, with_balance
 from moe_conformance.backends.megatron_core.config_rules import ConfigRules
 from moe_conformance.backends.megatron_core.configuration import (
@@ -24,7 +24,6 @@ from moe_conformance.backends.megatron_core.configuration import (
     transformer_config,
 )
 from moe_conformance.backends.megatron_core.layer import Layer
-from moe_conformance.backends.megatron_core.meter import LoadMeter
 from moe_conformance.backends.megatron_core.overlap import OverlappedStep, with_overlap
 from moe_conformance.backends.megatron_core.packing import Packing
 from moe_conformance.backends.megatron_core.permutation import Permutation, Reordering
@@ -95,17 +94,17 @@ class MegatronSession(Session):
         """Build a whole layer, wrapped for the reduction of its gradients."""
         return Layer(self._layer(config.only(*LAYER, *ROUTER, *SHARED)), config, self._topology)
 
-    def load_meter(self, config: Config) -> LoadMeter:
-        """Build layers that record in the tracker of overload factors."""
-        if not differences.has_field("log_moe_overload_factor"):
-            raise Unsupported("this version has no tracker of overload factors")
+    def load_meter(self, config: Config) -> meter.LoadMeter:
+        """Build layers that count and record, and where there is a tracker of overload factors record in it."""
         if config.variant == "allgather":
             raise Unsupported(
                 "all ranks of the all-gather dispatcher have equally many tokens, those of steps have not"
             )
         metered = _for_empty_slots(config.only(*LAYER, *CAPACITY))
-        metered = replace(metered, extra=(*metered.extra, ("log_moe_overload_factor", True)))
-        return LoadMeter(lambda number: self._layer(metered, number))
+        factors = (("log_moe_overload_factor", True),) if meter.has_factors() else ()
+        metered = replace(metered, extra=(*metered.extra, *meter.OPTIONS, *factors))
+        library.RouterReplay.clear_global_router_replay_instances()  # of the model that was built before
+        return meter.LoadMeter(lambda number: self._layer(metered, number))
 
     def masked_router(self, config: Config) -> Router:
         """Build a layer and return its router, which takes a padding mask."""

@@ -46,7 +46,7 @@ class MeteredResults:
 class Metered:
     """The report of a meter on one rank: scalars by name, all with the same prefix, and what else the meter keeps."""
 
-    values: Mapping[str, float]
+    values: Mapping[str, float] | None  # None: no overload factors, but a counter or a trace
     step: int
     counts_E: Tensor | None = None  # int64: routed pairs of each expert, of this rank's tokens; None: no counter
     trace: Mapping[tuple[int, int], Tensor] | None = None  # the ids by layer and microbatch; None: no router trace

@@ -60,6 +60,15 @@ CAPACITIES = (
     CapacityRecipe("capacity-minimum", {"capacity.factor": 0.5, "capacity.minimum": 4}),
     CapacityRecipe("capacity-minimum-position", {"capacity.factor": 0.25, "capacity.minimum": 3, **_BY_PLACE}),
     CapacityRecipe("capacity-minimum-beyond", {"capacity.factor": 0.5, "capacity.minimum": 64}),
+    # GShard's gates of two and of more experts, which normalise.
+    CapacityRecipe(
+        "capacity-minimum-gshard",
+        {"capacity.factor": 0.25, "capacity.minimum": 4, "routing.normalise": True, **_BY_PLACE},
+    ),
+    CapacityRecipe(
+        "capacity-minimum-normalised",
+        {"capacity.factor": 0.25, "capacity.minimum": 5, "routing.normalise": True, "top_k": 3},
+    ),
     CapacityRecipe("capacity-of-all", {"capacity.factor": 4.0}),  # E / K: C = T
     CapacityRecipe("capacity-beyond", {"capacity.factor": 10.0, **_SOFT}),
     CapacityRecipe("capacity-beyond-position", {"capacity.factor": 10.0, **_BY_PLACE}),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_conformance.chapters.overload.judge.passes import covered
+from moe_conformance.chapters.overload.judge.passes import covered, with_factors
 from moe_conformance.contract import MeteredPass
 from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.observed.run import require_finished
@@ -246,7 +246,7 @@ class _ReportCalls(NamedTuple):
 
 def _report_calls(outcome: Outcome) -> Iterator[_ReportCalls]:
     phases = [by_phase(rank) for rank in sorted(outcome.ranks, key=lambda rank: rank.rank)]
-    for step in covered(outcome):
+    for step in with_factors(outcome):
         calls = [len(of_rank.get(f"report:{step.call}", ())) for of_rank in phases]
         yield _ReportCalls(step.number, [len(labels) for labels in step.recorded], calls)
 

@@ -13,6 +13,8 @@ from moe_conformance.contract import MeteredPass
 from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.run import require_finished
+from moe_conformance.judging.observed.script import answers
+from moe_conformance.judging.verdict import NotOffered
 from moe_conformance.reference.overload.factors import Entry, entry
 from moe_conformance.reference.overload.peaks import cumulative, cumulative_interval
 from moe_conformance.reference.overload.timelines import (
@@ -71,6 +73,18 @@ def covered(outcome: Outcome) -> tuple[Covered, ...]:
         for number, ((call, on), passes) in enumerate(zip(reports, zip(*of_ranks, strict=True), strict=True))
         if on
     )
+
+
+def with_factors(outcome: Outcome) -> tuple[Covered, ...]:
+    """Return what `covered` does.
+
+    Raises:
+        NotOffered: the meter has no overload factors.
+    """
+    reports = covered(outcome)
+    if any(answer.values.get("values", ()) is None for step in reports for answer in answers(outcome, step.call)):
+        raise NotOffered("this meter has no overload factors")
+    return reports
 
 
 def stage_by_rank(layout: Layout) -> tuple[int, ...]:

@@ -12,11 +12,11 @@ from moe_conformance.chapters.overload.judge.passes import (
     MISTAKES,
     Covered,
     Exact,
-    covered,
     exact,
     mistaken,
     stage_by_rank,
     uneven_groups,
+    with_factors,
 )
 from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import ratio_names, ratio_words
@@ -54,7 +54,7 @@ def judge_values(outcome: Outcome, *names: str) -> Comparisons:
     Raises:
         WrongCount: a value is missing or wrong, or a layer without entries has a value.
     """
-    for step in covered(outcome):
+    for step in with_factors(outcome):
         found = values(outcome, step.call, "values")
         yield from _compare_step(outcome, step, dict(enumerate(found)), names)
 
@@ -66,7 +66,7 @@ def judge_names(outcome: Outcome) -> Comparisons:
     Raises:
         WrongCount: a name is missing or superfluous, prefixes differ, or the number of the step is wrong.
     """
-    for step in covered(outcome):
+    for step in with_factors(outcome):
         worked_out = exact(outcome, step)
         steps = values(outcome, step.call, "step")
         given = outcome.workload.calls[step.call].given
@@ -107,7 +107,7 @@ def judge_uneven(outcome: Outcome) -> Comparisons:
     """
     layout = outcome.workload.layout
     stages = stage_by_rank(layout)
-    for step in covered(outcome):
+    for step in with_factors(outcome):
         judge_no_slip(outcome, step.call)
         found = answers(outcome, step.call)
         expected = ends(step.recorded, layout.groups()["ep_etp"], stages)

@@ -73,6 +73,13 @@ def _recomputed(drawn: Drawn) -> Passes:
     return (*f0, *f1, apart, *b0, *f2, padded, alone, end, *b1, *b2)
 
 
+def _recomputed_alike(drawn: Drawn) -> Passes:
+    """Return two microbatches in flight, the first one recomputed in both layers, and an evaluation between them."""
+    (f0, b0), (f1, b1) = drawn.block(0, recomputed=(0, 1)), drawn.block(1)
+    apart = drawn.forward(drawn.layers[0], 7, "evaluation", drawn.ids(9, within=2))
+    return (*f0, *f1, apart, *b0, *b1)
+
+
 def _uneven_slices(drawn: Drawn) -> Passes:
     """Return passes with one more microbatch on every second exchange group of a stage."""
     groups = drawn.layout.groups()
@@ -119,6 +126,8 @@ def _of_other(drawn: Drawn) -> Passes:
 
 _SCRIPTS: Mapping[str, Recipe] = {
     "load-recomputed": Recipe((_recomputed,), shows=("recomputation",)),
+    # A meter that cannot tell repeated forwards has as many entries in each layer.
+    "load-recomputed-alike": Recipe((_recomputed_alike,), shows=("recomputation",)),
     "load-received-nothing": Recipe((_received(0, 1), _received(1, 0)), shows=("ranks without rows",)),
     "load-idle-stage": Recipe((_of_stage(0, 2), nothing, _of_stage(1, 1)), stages=2, shows=("stages without entries",)),
     "load-uneven-ranks": Recipe((_uneven_slices, _uneven_in_group), may_raise=True, shows=("uneven ranks",)),

@@ -68,6 +68,14 @@ def _uneven_layers(drawn: Drawn) -> Passes:
     return (*forwards, *(MeteredPass("backward", layer, microbatch) for layer, microbatch in reversed(uses)))
 
 
+def _more_in_one_layer(drawn: Drawn) -> Passes:
+    """Return a step whose number of entries is a multiple of the number of layers, of which one has three."""
+    first, second = drawn.layers
+    uses = ((first, 0), (first, 1), (second, 0), (first, 2))
+    forwards = tuple(drawn.forward(layer, microbatch) for layer, microbatch in uses)
+    return (*forwards, *(MeteredPass("backward", layer, microbatch) for layer, microbatch in reversed(uses)))
+
+
 def _alone(drawn: Drawn) -> Passes:
     (f0, b0), (f1, b1) = drawn.block(0), drawn.block(1)
     apart = tuple(drawn.forward(layer, 5, "alone") for layer in drawn.layers)
@@ -116,6 +124,12 @@ _SCRIPTS: Mapping[str, Recipe] = {
         one(lambda drawn: drawn.ids(3 + 8 * (drawn.rank % 2))),
         one(lambda drawn: drawn.ids(6 * (drawn.rank % 2))), one(lambda drawn: drawn.ids(0)), _empty_entries,
     ), shows=("steps of one entry",)),
+    # A meter that raises for uneven layers is judged by these two.
+    "load-entries-one-by-one": Recipe((
+        one(_even), one(lambda drawn: drawn.ids(5, within=2)), one(lambda drawn: drawn.ids(3 + 8 * (drawn.rank % 2))),
+        one(lambda drawn: drawn.ids(6 * (drawn.rank % 2))), one(lambda drawn: drawn.ids(0)),
+    ), shows=("steps of one entry",)),
+    "load-more-in-one-layer": Recipe((_more_in_one_layer,), shows=("uneven layers",)),
     "load-dropped": Recipe(
         (_dropped, one(lambda drawn: torch.full((3, TOP_K), -1))), shows=("dropped pairs",)
     ),
