@@ -92,10 +92,8 @@ class Exchange:
         """Build the layer without the library's gate and experts."""
         self.local_experts = tuple(placement.held(config.experts))
         tp = placement.topology.sizes["tp"]
-        self._gate, self._experts = (
-            _LosslessGate(config) if config.capacity.padded else _GivenRouting(tp),
-            _GivenExperts(),
-        )
+        self._gate = _LosslessGate(config) if config.capacity.padded else _GivenRouting(tp)
+        self._experts = _GivenExperts()
         self._layer = library.sharded_moe.MOELayer(
             self._gate, self._experts, placement.name, placement.ep, len(self.local_experts), use_tutel=False
         )

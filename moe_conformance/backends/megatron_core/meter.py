@@ -1,6 +1,6 @@
 """The counts and records of a step's load: overload factors, tokens per expert, recorded routes. D hidden, E experts.
 
-Only the branch `dev` has overload factors. Its training loop does not call the report: the caller of the library has to.
+Only the branch `dev` has overload factors. Its training loop does not call the report: its caller has to.
 All versions count tokens per expert for the balance bias, and record routes for a replay: both in the router, which is
 given logits that lead to the routing of a pass. Where a pass has empty slots or no tokens, the routing is put into the
 place of the router's, and nothing is known of its counter and record.
@@ -158,7 +158,9 @@ class LoadMeter:
         return y.detach()
 
     def _backward(self, y: Tensor, leaves: tuple[Tensor, Tensor], forward: MeteredPass) -> list[Tensor]:
-        self._routed(forward, leaves[1])  # if the forward is repeated, it routes as before
+        self._routed(
+            forward, leaves[1]
+        ).train()  # if the forward is repeated, it routes as before, also after evaluation
         torch.autograd.backward(y, forward.upstream)
         if any(leaf.grad is None for leaf in leaves):
             raise RuntimeError("a backward gave no gradient of the hidden states, or of the weights")
