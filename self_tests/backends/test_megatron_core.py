@@ -93,9 +93,8 @@ def replicas_in_a_wrong_library(context: RankContext, layout: Layout) -> Any:
     from moe_conformance.backends.megatron_core.library import parallel_state
 
     right = inspect.getsource(parallel_state.initialize_model_parallel)
-    wrong = re.sub(
-        r"expert_(decoder_rank_generator\.get_ranks\(['\"]dp['\"]\))", r"\1", right
-    )  # quotes differ by version
+    # Quotes differ by version.
+    wrong = re.sub(r"expert_(decoder_rank_generator\.get_ranks\(['\"]dp['\"]\))", r"\1", right)
     assert right != wrong
     made: dict[str, Any] = {}
     exec(wrong, vars(parallel_state), made)
