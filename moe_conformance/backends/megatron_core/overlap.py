@@ -1,7 +1,7 @@
 """A step that overlaps microbatches: a GPT model of MoE layers alone under Megatron-Core's combined 1F1B schedule.
 
-Its own schedule, schedule plan, callables and layers run, on streams and events that do everything at once. The model
-is one stage without embedding and output layer, and its attention returns what it is given. T tokens, D hidden.
+Its own schedule, schedule plan, callables and layers run, on streams and events that stand in for those of a device.
+The model is one stage without embedding and output layer; its attention returns what it is given. T tokens, D hidden.
 """
 
 from __future__ import annotations

@@ -177,6 +177,8 @@ class MegatronSession(Session):
         built = transformer_config(asked, sizes)
         if sizes["pp"] > 1 or (sizes["tp"] > 1 and config.overlap.deferred_weights):
             raise Unsupported("the adapter's step has one stage, and its delayed linear layers are of one rank of tp")
+        if "moe" in (built.recompute_modules or ()):
+            raise Unsupported("0.16 takes recomputation of the MoE layer under overlap, and computes nothing again")
         return OverlappedStep(built, config, self._topology, self._device)
 
     def _layer(self, config: Config, number: int = 1) -> Any:
