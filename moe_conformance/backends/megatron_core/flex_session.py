@@ -17,11 +17,12 @@ from moe_conformance.backends.megatron_core.flex_kernels import SAID, Kernels
 from moe_conformance.backends.megatron_core.layer import Layer
 from moe_conformance.backends.megatron_core.session import MegatronSession
 from moe_conformance.backends.megatron_core.surfaces import Exchange
-from moe_conformance.contract import Capacity, Claims, Config, Delivery, Routing, Topology, Unsupported
+from moe_conformance.contract import Capacity, Claims, Config, Delivery, Routing, Topology, Unsupported, refusals
 
 ALIGNMENT = 64  # HYBRIDEP_TOKEN_ALIGNMENT of the library; its versions before have none
 _BACKENDS = {DEEPEP: "deepep", HYBRIDEP: "hybridep", NCCLEP: "ncclep"}
 _FLEX = ("padding.tokens", "padding.alignment", "receive_buffer.factor", "receive_buffer.overflow")
+_REFUSED = "dispatcher requires TPxEP > 1|drop and pad is not supported yet"  # by managers, while they are built
 _ELSEWHERE = "it does not depend on the dispatcher: judged of the backend megatron-core"
 
 
@@ -78,7 +79,8 @@ class FlexSession(MegatronSession):
         return FlexLayer(self._layer(config.only(*LAYER, *ROUTER, *SHARED)), config, self._topology)
 
     def _layer(self, config: Config, number: int = 1) -> Any:
-        return super()._layer(_with_flex(config, self._topology.sizes), number)
+        with refusals(AssertionError, ValueError, match=_REFUSED):
+            return super()._layer(_with_flex(config, self._topology.sizes), number)
 
     def close(self) -> None:
         """Take the stand-ins out, and destroy the parallel state."""
@@ -185,11 +187,13 @@ class FlexExchange(Exchange):
     @property
     def claims(self) -> Claims:
         """Tokens are sent once to a rank; HybridEP's are padded."""
-        handed: Any = "static" if self._static else "routed"
+        found = Claims(
+            wire="tokens",
+            handed="static" if self._static else "routed",
+            multiple=getattr(self._manager, "pad_multiple", None) or 1,
+        )
         pads = any(getattr(self._dispatcher.config, name, False) for name in PADS)
-        if self._variant == HYBRIDEP and pads:
-            return Claims(wire="tokens", handed=handed, padding="group_max", alignment=ALIGNMENT)
-        return Claims(wire="tokens", handed=handed)
+        return replace(found, padding="group_max", alignment=ALIGNMENT) if pads else found
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, None]:
         """Dispatch; with a receive buffer of fixed size, read and reset its flag, as a trainer does with every step."""
