@@ -112,9 +112,7 @@ class NcclEp:
         every = torch.zeros(ep_group.size() * len(mine), dtype=torch.int64)
         dist.all_gather_into_tensor(every, torch.tensor(mine), group=ep_group)
         if (every.reshape(-1, len(mine)) != torch.tensor(mine)).any():
-            raise RuntimeError(
-                f"ep_bootstrap: the ranks differ in their arguments: {every.reshape(-1, len(mine)).tolist()}"
-            )
+            raise RuntimeError(f"ep_bootstrap: the arguments of ranks differ: {every.reshape(-1, len(mine)).tolist()}")
         self._bootstrap = _Bootstrap(
             ep_group, num_experts, max_tokens_per_rank, recv_capacity_per_rank, hidden_dim, drop_on_overflow
         )

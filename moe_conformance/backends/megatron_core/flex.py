@@ -15,21 +15,20 @@ import torch
 from moe_conformance.backends.megatron_core.backend import MegatronCore
 from moe_conformance.contract import Limit, Session, Topology, Unsupported
 
-DEEPEP, HYBRIDEP, NCCLEP = "deepep", "hybridep", "nccl-ep"
+DEEPEP, DEEPEP_V2, HYBRIDEP, NCCLEP = "deepep", "deepep-v2", "hybridep", "nccl-ep"
 PADS = ("moe_hybridep_pad_uneven_dispatch_inputs", "moe_hybridep_pad_variable_tokens")  # by version
 
 _TOP = "its manager takes the largest K weights of the dense map: weights that are zero or negative lose to empty ones"
 _EMPTY = "its manager sends K rows of every token: it has no mask for slots that are empty"
 _KERNEL_FLOAT32 = "weights are sent as float32, which is all that the kernels take"
 _EQUAL = "HybridEP takes equally many tokens from all ranks, and this version does not pad them"
-_BOUND = "the first batch bounds the tokens, alike on all ranks: `TODO: support THD` in a later version"
 
 
 class MegatronFlex(MegatronCore):
     """`moe_token_dispatcher_type="flex"`, a variant for each manager."""
 
     name: ClassVar[str] = "megatron-core-flex"
-    variants: ClassVar[tuple[str, ...]] = (DEEPEP, HYBRIDEP, NCCLEP)
+    variants: ClassVar[tuple[str, ...]] = (DEEPEP, HYBRIDEP, NCCLEP, DEEPEP_V2)
 
     def limits(self, variant: str) -> Sequence[Limit]:
         """What the managers exclude, and the dispatcher."""
@@ -37,11 +36,11 @@ class MegatronFlex(MegatronCore):
         positive = [Limit(name, (False,), _TOP, proof="undefined") for name in ("zero_weights", "negative_weights")]
         of_variant = {
             DEEPEP: positive,
+            DEEPEP_V2: positive,
             HYBRIDEP: [] if self._pads() else [Limit("uneven_tokens", (False,), _EQUAL, proof="undefined")],
             NCCLEP: [
                 *positive,
                 Limit("dropped_slots", (False,), _EMPTY, proof="undefined"),
-                Limit("uneven_tokens", (False,), _BOUND, proof="undefined"),
             ],
         }
         return (*super().limits(variant), dtypes, *of_variant[variant])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_conformance.backends.megatron_core import library
 from moe_conformance.backends.megatron_core.shims import Namespace
-from moe_conformance.stand_ins import NOTE, deep_ep, events, hybrid_ep, nccl_ep
+from moe_conformance.stand_ins import NOTE, deep_ep, elastic, events, hybrid_ep, nccl_ep
 from moe_conformance.stand_ins.presenting import loaded_with, module
 
 SAID = {
@@ -30,11 +30,14 @@ SAID = {
 def kernel_modules() -> Mapping[str, ModuleType | None]:
     """Return the modules by the names that the library imports."""
     of_events = {"EventHandle": events.EventHandle, "EventOverlap": events.EventOverlap}
+    buffers = {
+        "Buffer": deep_ep.WideBuffer,  # 1.x, and 2.x as its legacy buffer
+        "HybridEPBuffer": hybrid_ep.WideHybridEPBuffer,  # of the branch hybrid-ep
+        "ElasticBuffer": elastic.WideElasticBuffer,  # 2.x
+    }
     te = module("transformer_engine.pytorch", ep=nccl_ep.WideNcclEp())
     return {
-        "deep_ep": module(
-            "deep_ep", Buffer=deep_ep.WideBuffer, HybridEPBuffer=hybrid_ep.WideHybridEPBuffer, **of_events
-        ),
+        "deep_ep": module("deep_ep", **buffers, **of_events),
         "deep_ep.utils": module("deep_ep.utils", **of_events),
         "transformer_engine": module("transformer_engine", pytorch=te),
         "transformer_engine.pytorch": te,

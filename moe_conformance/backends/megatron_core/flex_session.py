@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_conformance.backends.megatron_core import differences, library
 from moe_conformance.backends.megatron_core.configuration import CAPACITY, FUNCTION, LAYER, OF_EXPERTS, ROUTER, SHARED
-from moe_conformance.backends.megatron_core.flex import DEEPEP, HYBRIDEP, NCCLEP, PADS
+from moe_conformance.backends.megatron_core.flex import DEEPEP, DEEPEP_V2, HYBRIDEP, NCCLEP, PADS
 from moe_conformance.backends.megatron_core.flex_functions import KernelRules, TokenExchange, Transport
 from moe_conformance.backends.megatron_core.flex_kernels import SAID, Kernels
 from moe_conformance.backends.megatron_core.layer import Layer
@@ -20,7 +20,7 @@ from moe_conformance.backends.megatron_core.surfaces import Exchange
 from moe_conformance.contract import Capacity, Claims, Config, Delivery, Routing, Topology, Unsupported, refusals
 
 ALIGNMENT = 64  # HYBRIDEP_TOKEN_ALIGNMENT of the library; its versions before have none
-_BACKENDS = {DEEPEP: "deepep", HYBRIDEP: "hybridep", NCCLEP: "ncclep"}
+_BACKENDS = {DEEPEP: "deepep", DEEPEP_V2: "deepepv2", HYBRIDEP: "hybridep", NCCLEP: "ncclep"}
 _FLEX = ("padding.tokens", "padding.alignment", "receive_buffer.factor", "receive_buffer.overflow")
 _REFUSED = "dispatcher requires TPxEP > 1|drop and pad is not supported yet"  # by managers, while they are built
 _ELSEWHERE = "it does not depend on the dispatcher: judged of the backend megatron-core"
@@ -106,7 +106,7 @@ def _with_flex(config: Config, sizes: Mapping[str, int]) -> Config:
         ("moe_token_dispatcher_type", "flex"),
         ("moe_flex_dispatcher_backend", _BACKENDS[config.variant]),
     ]
-    fields += {DEEPEP: _deepep, HYBRIDEP: _hybridep, NCCLEP: _ncclep}[config.variant](config, sizes)
+    fields += {DEEPEP: _deepep, DEEPEP_V2: _deepep, HYBRIDEP: _hybridep, NCCLEP: _ncclep}[config.variant](config, sizes)
     given = dict(config.extra)
     extra = (*config.extra, *((name, value) for name, value in fields if name not in given))
     return replace(config, variant="alltoall", extra=extra)
@@ -121,6 +121,8 @@ def _refuse_budget(config: Config) -> None:
 
 def _deepep(config: Config, sizes: Mapping[str, int]) -> list[tuple[str, Any]]:
     _refuse_budget(config)
+    if config.variant == DEEPEP_V2 and not hasattr(library.token_dispatcher, "_DeepepV2Manager"):
+        raise Unsupported("this version of Megatron-Core has no manager of DeepEP 2")
     # Its manager masks empty slots only where a capacity factor may leave slots empty; this one drops nothing.
     dropless = config.capacity == Capacity()
     return [("moe_expert_capacity_factor", float(config.experts))] if dropless else []

@@ -1,0 +1,157 @@
+"""DeepEP 2's `ElasticBuffer` as its source documents it: dispatch and combine without expansion, within one node.
+
+From deep_ep/buffers/elastic.py of deepseek-ai/DeepEP, main at dd758ca (2.1.0). All ranks must hold the same
+`num_max_tokens_per_rank`, in the constructor, which is collective, and in every dispatch. Expansion, float8, Engram and
+RDMA do not stand in.
+
+T tokens of this rank, K slots, E experts, N experts held, D hidden, R rows received.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_conformance.stand_ins.deep_ep import Buffer, Handle, WideBuffer
+from moe_conformance.stand_ins.events import EventHandle, EventOverlap
+from moe_conformance.stand_ins.rows import same_everywhere
+
+_ALIGNED = 2 << 20
+
+
+@dataclass(frozen=True)
+class EPHandle:
+    """What combine and a cached dispatch need: here the parts that callers read, and one that they do not."""
+
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    topk_idx: Tensor
+    num_recv_tokens_per_expert_list: list[int]
+    layout: Handle
+
+
+class ElasticBuffer:
+    """The buffer of a group; the normal kernels of 1.x are inside of its stand-in."""
+
+    inner_class: type[Buffer] = Buffer
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
+    ) -> None:
+        """Allocate; collective."""
+        assert not num_cpu_bytes
+        assert not use_fp8_dispatch
+        if num_bytes is None:
+            num_bytes = self.get_buffer_size_hint(group, num_max_tokens_per_rank, hidden, num_topk)
+        assert num_bytes % _ALIGNED == 0
+        same_everywhere(num_bytes, group, "bytes of an elastic buffer")
+        self.group, self.num_bytes, self.num_max_tokens_per_rank = group, num_bytes, num_max_tokens_per_rank
+        self._inner = self.inner_class(group)
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: dist.ProcessGroup, num_max_tokens_per_rank: int, hidden: int, num_topk: int = 0
+    ) -> int:
+        """Return bytes, a multiple of 2 MiB."""
+        needed = group.size() * num_max_tokens_per_rank * (2 * hidden + 12 * num_topk + 64)
+        return -(-max(1, needed) // _ALIGNED) * _ALIGNED
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """Return an event of the current stream."""
+        return EventHandle()
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        previous_event: EventHandle | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
+        """Return rows, local ids, weights, the handle and an event."""
+        assert previous_event is None or allocate_on_comm_stream, "previous_event needs allocate_on_comm_stream"
+        how = {"async_finish": async_with_compute_stream, "allocate_on_comm_stream": allocate_on_comm_stream}
+        event = None if previous_event is None else EventOverlap(previous_event)
+        if handle is not None:
+            assert topk_idx is None
+            rows_RD, *_, after = self._inner.dispatch(x, handle.layout, previous_event=event, **how)
+            return rows_RD, None, None, handle, after
+        assert topk_idx is not None
+        assert num_experts is not None
+        most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
+        same_everywhere(most, self.group, "as num_max_tokens_per_rank")
+        assert len(x) <= most, "num_tokens <= num_max_tokens_per_rank"
+        needed = self.get_buffer_size_hint(self.group, most, x.shape[1], topk_idx.shape[1])
+        assert needed <= self.num_bytes, "the buffer is too small"
+        per_rank_W, _, per_expert_E, in_rank_TW, _ = self._inner.get_dispatch_layout(topk_idx, num_experts)
+        alignment = expert_alignment or 1
+        rows_RD, ids_RK, weights_RK, counts, layout, after = self._inner.dispatch(
+            x,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            num_tokens_per_rank=per_rank_W,
+            num_tokens_per_expert=per_expert_E,
+            is_token_in_rank=in_rank_TW,
+            expert_alignment=alignment,
+            previous_event=event,
+            **how,
+        )
+        made = EPHandle(num_experts, alignment, most, num_sms or 20, topk_idx.clone(), counts, layout)
+        return rows_RD, ids_RK, weights_RK, made, after
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: EPHandle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        num_sms: int = 0,
+        previous_event: EventHandle | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Return the sums, those of the weights and an event."""
+        assert previous_event is None or allocate_on_comm_stream, "previous_event needs allocate_on_comm_stream"
+        event = None if previous_event is None else EventOverlap(previous_event)
+        return self._inner.combine(
+            x,
+            handle.layout,
+            topk_weights,
+            bias,
+            previous_event=event,
+            async_finish=async_with_compute_stream,
+            allocate_on_comm_stream=allocate_on_comm_stream,
+        )
+
+
+class WideElasticBuffer(ElasticBuffer):
+    """A buffer for rows of any floating type and width, which no kernel takes."""
+
+    inner_class = WideBuffer
