@@ -1,7 +1,7 @@
 """DeepEP: the normal kernels of its `Buffer` as a token exchange.
 
 Written from the source and docs/legacy.md of deepseek-ai/DeepEP (main at dd758ca, 2.1.0), and never run on its kernels
-by this project: self_tests/backends/stand_in_deep_ep.py stands in their place there. What is read off the source:
+by this project: moe_conformance/stand_ins/deep_ep.py stands in their place there. What is read off the source:
 
 * rows are bfloat16 (combine knows no other type), of a multiple of 16 columns (TMA takes halves of 16 bytes);
 * a rank is asked for its layout first, and hands that over with its tokens; ids are `topk_idx_t`, weights float32, and

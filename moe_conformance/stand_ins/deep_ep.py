@@ -55,6 +55,7 @@ class Buffer:
     """The communication buffer of a group."""
 
     num_sms: ClassVar[int] = 20
+    agreed = 0  # on which the ranks of a dispatch have to agree; 1.x needs nothing of the kind
     alive: ClassVar[list[Buffer]] = []  # of those that are destroyed explicitly
 
     def __init__(
@@ -158,7 +159,7 @@ class Buffer:
         experts = len(num_tokens_per_expert)
         assert experts % self.group_size == 0, "num_experts % num_ranks == 0"
         self._require_layout(topk_idx, num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
-        sends, held = Sends.of(is_token_in_rank, self.group), experts // self.group_size
+        sends, held = Sends.of(is_token_in_rank, self.group, self.agreed), experts // self.group_size
         rows_RD = sends.sent(x[sends.token_M])
         ids_RK, weights_RK = self._slots(sends, held, topk_idx, topk_weights)
         counts_N = torch.bincount(ids_RK[ids_RK >= 0], minlength=held)

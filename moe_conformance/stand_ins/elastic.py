@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.stand_ins.deep_ep import Buffer, Handle, WideBuffer
 from moe_conformance.stand_ins.events import EventHandle, EventOverlap
-from moe_conformance.stand_ins.rows import same_everywhere
 
 _ALIGNED = 2 << 20
 
@@ -64,7 +64,10 @@ class ElasticBuffer:
         if num_bytes is None:
             num_bytes = self.get_buffer_size_hint(group, num_max_tokens_per_rank, hidden, num_topk)
         assert num_bytes % _ALIGNED == 0
-        same_everywhere(num_bytes, group, "bytes of an elastic buffer")
+        every = torch.zeros(group.size(), dtype=torch.int64)
+        dist.all_gather_into_tensor(every, torch.tensor([num_bytes]), group=group)
+        if len(set(every.tolist())) > 1:
+            raise RuntimeError(f"the ranks make elastic buffers of {every.tolist()} bytes")
         self.group, self.num_bytes, self.num_max_tokens_per_rank = group, num_bytes, num_max_tokens_per_rank
         self._inner = self.inner_class(group)
 
@@ -106,7 +109,7 @@ class ElasticBuffer:
         assert topk_idx is not None
         assert num_experts is not None
         most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
-        same_everywhere(most, self.group, "as num_max_tokens_per_rank")
+        self._inner.agreed = most
         assert len(x) <= most, "num_tokens <= num_max_tokens_per_rank"
         needed = self.get_buffer_size_hint(self.group, most, x.shape[1], topk_idx.shape[1])
         assert needed <= self.num_bytes, "the buffer is too small"

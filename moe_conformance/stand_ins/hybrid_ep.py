@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.stand_ins.events import poison
-from moe_conformance.stand_ins.rows import Sends, same_everywhere
+from moe_conformance.stand_ins.rows import Sends
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,7 @@ class HybridEPBuffer:
         T, E = map_TE.shape
         held = self.num_local_experts if held is None else held
         assert held * self.group_size == E, "num_of_expert == experts per rank * ranks"
-        same_everywhere(T, self.group, "tokens")
-        sends = Sends.of(map_TE.reshape(T, self.group_size, held).any(2), self.group)
+        sends = Sends.of(map_TE.reshape(T, self.group_size, held).any(2), self.group, agreed=T)
         ranks_M = torch.arange(self.group_size).repeat_interleave(torch.tensor(sends.sent_W))
         map_RN = sends.sent(map_TE.reshape(T, self.group_size, held)[sends.token_M, ranks_M])
         counts_N = map_RN.sum(0)
@@ -191,10 +190,11 @@ class HybridEPBuffer:
         return made_B
 
     def _weights_back(self, weights_RN: Tensor, sends: Sends) -> Tensor:
-        """Return (T, E): every rank has sent the columns of its experts."""
-        placed = torch.zeros(len(weights_RN), self.group_size, weights_RN.shape[1])
-        placed[:, self.rank] = weights_RN
-        return sends.summed(placed).flatten(1)
+        """Return (T, E): every rank sends back the columns of its experts."""
+        ranks_M = torch.arange(self.group_size).repeat_interleave(torch.tensor(sends.sent_W))
+        back_TWN = torch.zeros(len(sends.in_rank_TW), self.group_size, weights_RN.shape[1])
+        back_TWN[sends.token_M, ranks_M] = sends.returned(weights_RN)
+        return back_TWN.flatten(1)
 
     def _require_rows(self, hidden: Tensor) -> None:
         assert hidden.is_contiguous()

@@ -23,13 +23,19 @@ class Sends:
     received_W: tuple[int, ...]
 
     @classmethod
-    def of(cls, in_rank_TW: Tensor, group: dist.ProcessGroup) -> Sends:
-        """Exchange the numbers of rows; collective."""
-        sent = in_rank_TW.sum(0)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
+    def of(cls, in_rank_TW: Tensor, group: dist.ProcessGroup, agreed: int = 0) -> Sends:
+        """Exchange the numbers of rows, and with them a number on which all ranks have to agree; collective.
+
+        Where the ranks disagree all of them raise; a kernel that needs it hangs or reads foreign memory.
+        """
+        sent_W2 = torch.stack([in_rank_TW.sum(0), torch.full((in_rank_TW.shape[1],), agreed)], 1)
+        received_W2 = torch.empty_like(sent_W2)
+        dist.all_to_all_single(received_W2, sent_W2, group=group)
+        numbers = received_W2[:, 1].tolist()
+        if len(set(numbers)) > 1:
+            raise RuntimeError(f"the ranks have {numbers} where the kernel needs one number")
         token_M = in_rank_TW.T.nonzero()[:, 1]
-        return cls(group, in_rank_TW, token_M, tuple(sent.tolist()), tuple(received.tolist()))
+        return cls(group, in_rank_TW, token_M, tuple(sent_W2[:, 0].tolist()), tuple(received_W2[:, 0].tolist()))
 
     @property
     def rows(self) -> int:
@@ -42,25 +48,18 @@ class Sends:
 
     def summed(self, rows_R: Tensor) -> Tensor:
         """Return for every token the sum of its rows in the order of ranks, in float32 at least; collective."""
-        back_M = self._exchanged(rows_R, self.received_W, self.sent_W)
+        back_M = self.returned(rows_R)
         wide = torch.promote_types(rows_R.dtype, torch.float32)
         sums_T = torch.zeros(len(self.in_rank_TW), *rows_R.shape[1:], dtype=wide, device=rows_R.device)
         for tokens, rows in zip(self.token_M.split(self.sent_W), back_M.split(self.sent_W), strict=True):
             sums_T[tokens] += rows.to(wide)
         return sums_T.to(rows_R.dtype)
 
+    def returned(self, rows_R: Tensor) -> Tensor:
+        """Return the rows that come back for those that were sent; collective."""
+        return self._exchanged(rows_R, self.received_W, self.sent_W)
+
     def _exchanged(self, rows: Tensor, sent_W: tuple[int, ...], received_W: tuple[int, ...]) -> Tensor:
         arrived = rows.new_empty(sum(received_W), *rows.shape[1:])
         dist.all_to_all_single(arrived, rows.contiguous(), list(received_W), list(sent_W), group=self.group)
         return arrived
-
-
-def same_everywhere(number: int, group: dist.ProcessGroup, what: str) -> None:
-    """Raise on every rank if the ranks have different numbers; collective.
-
-    A kernel that needs equal numbers hangs or reads foreign memory.
-    """
-    numbers = torch.zeros(group.size(), dtype=torch.int64)
-    dist.all_gather_into_tensor(numbers, torch.tensor([number]), group=group)
-    if len(set(numbers.tolist())) > 1:
-        raise RuntimeError(f"the ranks have {numbers.tolist()} {what}; the kernel needs equal numbers")

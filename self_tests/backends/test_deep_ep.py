@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_conformance.backends.deep_ep import DeepEP
 from moe_conformance.contract import Config, Session, Unsupported
 from moe_conformance.contract.topology import Layout, Topology
-from self_tests.backends import stand_in_deep_ep
+from moe_conformance.stand_ins import deep_ep
 from self_tests.backends.stand_in_deep_ep import Buffer, DeepEPStandIn
 from self_tests.plugin.plugin_runs import cli
 
@@ -158,7 +158,7 @@ class TestStandIn:
         """A group of one rank has no recommended configuration."""
         with pytest.raises(AssertionError, match="Unsupported number of EP ranks: 1"):
             Buffer.get_dispatch_config(1)
-        assert stand_in_deep_ep.topk_idx_t == torch.int64
+        assert deep_ep.topk_idx_t == torch.int64
 
 
 def session(layout: Layout) -> Session:

@@ -209,7 +209,7 @@ class TestHybridEP:
 
     def test_other_numbers_of_tokens_are_refused_by_all(self, engine: Engine) -> None:
         """A kernel would read what is not there."""
-        words = f"RuntimeError: the ranks have {list(TOKENS)} tokens; the kernel needs equal numbers"
+        words = f"RuntimeError: the ranks have {list(TOKENS)} where the kernel needs one number"
         assert [words] * W == values(on_ranks(engine, uneven_tokens))
 
 

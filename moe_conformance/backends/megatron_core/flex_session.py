@@ -36,6 +36,8 @@ class FlexSession(MegatronSession):
 
     def exchange(self, config: Config) -> FlexExchange:
         """Build a layer and return its token dispatcher."""
+        if config.capacity.padded:
+            raise Unsupported("the flex dispatcher pads nothing: it takes a map that the router has filled up")
         self._kernels.forget()
         layer = self._layer(config.only(*LAYER, *CAPACITY, *OF_EXPERTS, *_FLEX))
         return FlexExchange(layer, config)
@@ -76,7 +78,8 @@ class FlexSession(MegatronSession):
     def layer(self, config: Config) -> FlexLayer:
         """Build a whole layer."""
         self._kernels.forget()
-        return FlexLayer(self._layer(config.only(*LAYER, *ROUTER, *SHARED)), config, self._topology)
+        built = self._layer(config.only(*LAYER, *ROUTER, *SHARED))
+        return FlexLayer(built, config, self._topology)
 
     def _layer(self, config: Config, number: int = 1) -> Any:
         with refusals(AssertionError, ValueError, match=_REFUSED):
