@@ -117,8 +117,10 @@ class _Session(Session):
 
     def router(self, config: Config) -> _Router:
         """Build a gate."""
-        config.only(*_SHAPE, *_ROUTING)
+        config.only(*_SHAPE, *_ROUTING, "capacity.factor", "capacity.drop_policy")
         self._require_one_tensor_rank()
+        if config.capacity.factor is not None and config.capacity.drop_policy != "position":
+            raise Unsupported("pairs are kept by the position of their tokens, or by the best score of each")
         return _Router(config, self._topology, self._device)
 
     def training_routers(self, config: Config) -> _TrainingRouters:
@@ -336,20 +338,22 @@ class _Gates:
 
     @property
     def claims(self) -> Claims:
-        return Claims(dtype=self._config.router_dtype)
+        return Claims(dtype=self._config.router_dtype, drop_order="choices")
 
     def train(self, mode: bool = True) -> None:
         """Switch the gates."""
         self.module.train(mode)
 
     def route(self, gate: Any, x: Tensor) -> tuple[Routed, Tensor]:
-        """Do what a layer does ahead of its exchange."""
+        """Do what a layer does ahead of its exchange, which drops pairs that have a place beyond the capacity."""
         logits_TE = gate(x.reshape(-1, x.shape[-1]))
-        (E, ids, _, weights, _, counts_E), loss = self._select(
-            nn.functional.softmax(logits_TE, dim=1), gate.top_k, capacity_factor=0,
+        (E, ids, places, weights, C, counts_E), loss = self._select(
+            nn.functional.softmax(logits_TE, dim=1), gate.top_k,
+            capacity_factor=self._config.capacity.factor or 0,
             normalize_gate=self._config.routing.normalise, group=self._group,
         )  # fmt: skip
-        routing = Routing(torch.stack(ids, 1).long(), torch.stack(weights, 1), E)
+        ids_TK = torch.where(torch.stack(places, 1) < C, torch.stack(ids, 1).long(), -1)
+        routing = Routing(ids_TK, torch.stack(weights, 1), E)
         return Routed(routing, logits_TE, counts_E), loss
 
 
@@ -366,6 +370,8 @@ class _Router(_Gates):
 class _TrainingRouters(_Gates):
     """The gates with the loss that a layer returns as `l_aux`."""
 
+    takes_mask = False
+
     def named(self, read: Read) -> Iterator[Named]:
         """Yield the weight of every gate."""
         for number, gate in enumerate(self.module):
@@ -376,8 +382,7 @@ class _TrainingRouters(_Gates):
 
     def __call__(self, x: tuple[Tensor, ...], padding_mask_T: Tensor | None) -> Trained:
         """Route, and add up the losses in training, as a model does."""
-        if padding_mask_T is not None:
-            raise Unsupported("the gate takes no mask")
+        assert padding_mask_T is None  # takes_mask
         made = [self.route(gate, part) for gate, part in zip(self.module, x, strict=True)]
         routed, losses = zip(*made, strict=True)
         trains = self.module.training and torch.is_grad_enabled() and self._config.losses.first_choice

@@ -45,7 +45,7 @@ def deepseek_gate(config: Config, placement: Placement) -> Any:
     }
     for name, value in of_model.items():
         setattr(native, name, value)
-    group = placement.topology.group("etp")
+    group = placement.topology.group("tp")  # of one rank
     return library.DeepseekGate.from_native_module(
         native.to(placement.device), group, config=None, gather_output=True, fp8_communication=False
     )
@@ -79,6 +79,16 @@ class Averaged:
         self._optimizer.zero_grad_stores()
 
 
+def _keep_logits(gate: Any) -> None:
+    linear = gate.parallel_linear
+
+    def kept(x_TD: Tensor) -> Tensor:
+        gate.logits = linear(x_TD)
+        return gate.logits  # type: ignore[no-any-return]
+
+    gate.parallel_linear = kept
+
+
 class _Gates:
     """The gates of DeepSeek of a model."""
 
@@ -92,6 +102,8 @@ class _Gates:
         if losses.auxiliary and losses.sequence:
             raise Unsupported("a gate has one loss, of batches or of sequences")
         gates = [deepseek_gate(config, placement) for _ in range(losses.layers)]
+        for gate in gates:
+            _keep_logits(gate)
         self.module: Any = nn.ModuleList(gates)
         self._config = config
         self._averaged = Averaged(self.module, placement.topology)
@@ -113,33 +125,35 @@ class _Gates:
 
 
 class TrainingRouters(_Gates):
-    """The gates with their loss, which the block attaches to its output."""
+    """The gates with their loss, coefficient included."""
+
+    takes_mask = False
 
     def begin_step(self, microbatches: int, scale: float) -> None:
-        """Nothing is kept of a step: the library attaches the loss as it is."""
+        """Nothing is kept of a step: the caller scales what is returned."""
 
     def __call__(self, x: tuple[Tensor, ...], padding_mask_T: Tensor | None) -> Trained:
-        """Route; a loss is attached by the function that the block calls, here to the weights."""
-        from colossalai.shardformer.modeling.deepseek import AddAuxiliaryLoss
+        """Route; a gate returns its loss, which a block attaches to its output."""
+        assert padding_mask_T is None  # takes_mask
+        made = [self._route(gate, x_SBD) for gate, x_SBD in zip(self.module, x, strict=True)]
+        losses = [loss for _, loss in made if loss is not None and torch.is_grad_enabled()]
+        return Trained(tuple(routed for routed, _ in made), torch.stack(losses).sum() if losses else None)
 
-        if padding_mask_T is not None:
-            raise Unsupported("the gate takes no mask")
-        routed = []
-        for gate, x_SBD in zip(self.module, x, strict=True):
-            ids_TK, weights_TK, loss = gate(x_SBD.transpose(0, 1))  # the library has batches first
-            S, B, K = *x_SBD.shape[:2], ids_TK.shape[1]
-            in_order = [made.reshape(B, S, K).transpose(0, 1).reshape(-1, K) for made in (ids_TK, weights_TK)]
-            if loss is not None:
-                in_order[1] = AddAuxiliaryLoss.apply(in_order[1], loss.reshape(1))
-            routed.append(Routed(Routing(in_order[0], in_order[1], self._config.experts)))
-        return Trained(tuple(routed))
+    def _route(self, gate: Any, x_SBD: Tensor) -> tuple[Routed, Tensor | None]:
+        """Route sequences, which the library has batches first."""
+        S, B = x_SBD.shape[:2]
+        ids, weights, loss = gate(x_SBD.transpose(0, 1).contiguous())
+        ids_TK, weights_TK, logits_TE = (
+            made.reshape(B, S, -1).transpose(0, 1).reshape(S * B, -1) for made in (ids, weights, gate.logits)
+        )
+        return Routed(Routing(ids_TK, weights_TK, self._config.experts), logits_TE), loss
 
     def named(self, read: Read) -> Iterator[Named]:
         """Yield the weight of every gate."""
         for number, gate in enumerate(self.module):
             yield Named("router", number, read(gate.weight))
 
-    def report(self) -> Mapping[str, Tensor] | None:
+    def report(self) -> None:
         """Return nothing: the library displays no loss."""
         return None
 
@@ -150,7 +164,7 @@ class Router(_Gates):
     def __call__(self, x: Tensor) -> Routed:
         """Return the routing."""
         ids_TK, weights_TK, _ = self.module[0](x.reshape(1, -1, x.shape[-1]))
-        return Routed(Routing(ids_TK, weights_TK, self._config.experts))
+        return Routed(Routing(ids_TK, weights_TK, self._config.experts), self.module[0].logits)
 
     def named(self, read: Read) -> Iterator[Named]:
         """Yield the weight."""

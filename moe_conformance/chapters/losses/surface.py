@@ -54,6 +54,8 @@ class TrainingRouters(Parametrised, Resolved, Protocol):
 
     A loss is attached (the backward through the routing weights adds its gradient, whatever gradient they have) or
     returned. Both in training only, and only where gradients are recorded.
+
+    Optional: `takes_mask = False`, where the library has no padding mask; then no token is padding.
     """
 
     def train(self, mode: bool = True) -> object:
