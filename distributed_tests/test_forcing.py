@@ -12,6 +12,7 @@ from moe_conformance.chapters.forcing.judge.forced_draws import (
     judge_bias_on_ranks,
     judge_random,
 )
+from moe_conformance.chapters.forcing.judge.forced_drops import judge_drawn_fit
 from moe_conformance.chapters.forcing.judge.forced_hot import (
     judge_alternating,
     judge_hot_expert,
@@ -125,6 +126,11 @@ class TestHot:
 class TestDrops:
     test_experts_keep_as_many_forced_tokens_as_fit = Row("FORCE-19", RouterStep(forced="hot", capacity=True), judge_fit)
     """A forced slot is dropped only where its expert is at capacity, as any other."""
+
+    test_experts_keep_as_many_drawn_tokens_as_fit = Row(
+        "FORCE-19", RouterStep(forced="draws", capacity=True), judge_drawn_fit
+    )
+    """So is a slot that random or biased logits select."""
 
 
 def builds_forced_routers(workload: Workload) -> bool:

@@ -95,12 +95,19 @@ _OTHERS = (
     ForcingRecipe("other-experts", "biased", -3.0, {}, (4,), "F0", _DRAWN),
     ForcingRecipe("other-dtype", "biased", -1.0, {**_ALONE, "dtype": torch.float64}, (4,), "F0", _DRAWN),
 )
+# fmt: off
 BESIDE = (
     ForcingRecipe("forced-kept-bias-beside", "biased", -3.0, _MANY, (40, 32), "F0", _DRAWN, beside=_OTHERS),
     ForcingRecipe(
         "forced-kept-bias-alone-beside", "biased", -1e6, _ALONE, (5, 9), _TWICE, _DRAWN, routers=2, beside=_OTHERS
     ),
+    # Without other sizes, on which a router that takes another's bias raises.
+    ForcingRecipe(
+        "forced-kept-bias-beside-equal-sizes", "biased", -1e6, _ALONE, (5, 9), _TWICE, _DRAWN, routers=2,
+        beside=(_OTHERS[0], _OTHERS[2]),
+    ),
 )
+# fmt: on
 SPREAD = ForcingRecipe(
     "forced-bias-spread", "biased", 0.0, {"experts": 64, "top_k": 8}, (512,), _SIXTEEN, "spread", again=True
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moe_conformance.contract import Config
 from moe_conformance.contract.topology import Layout
-from moe_conformance.workloads.chapter import EP2, Chapter
+from moe_conformance.workloads.chapter import EP2, SINGLE, Chapter
 from moe_conformance.workloads.records import draw, schedule
 from moe_conformance.workloads.records.runs import ON_SESSION, RouterStep
 from moe_conformance.workloads.records.workload import Call, Workload
@@ -15,6 +15,7 @@ from moe_conformance.workloads.selection.profiles import Profile
 
 RUN = RouterStep(forced="hot")
 DROPPING = RouterStep(forced="hot", capacity=True)
+DRAWN_DROPPING = RouterStep(forced="draws", capacity=True)
 EP4 = Layout(4, ep=4)
 _TOKENS = (41, 26, 0, 33)  # rank r has the entry r + m modulo the length in microbatch m
 _TWICE, _IN_TURN = "F0 F1 B0 B1", "F0 F1 F2 F3 B0 B1 B2 B3"
@@ -30,6 +31,7 @@ class _Hot:
     per_rank: int = 4  # experts
     schedule: str = "F0 B0"
     capacity: float | None = None  # factor: the router drops tokens
+    tokens: tuple[int, ...] = _TOKENS
 
 
 _RECIPES: Mapping[str, _Hot] = {
@@ -46,11 +48,17 @@ _RECIPES: Mapping[str, _Hot] = {
     "hot-rank-drops": _Hot("worst_rank", top_k=3, capacity=1.0),
     "round-robin-drops-nothing": _Hot("round_robin", top_k=3, capacity=1.0),
 }
+# Of strategies that force logits. No rank is without tokens, on which a router may raise whatever is forced.
+_DRAWN: Mapping[str, _Hot] = {
+    "random-drops": _Hot("random", top_k=3, capacity=0.75, tokens=(41, 26, 7, 33)),
+    "bias-drops": _Hot("biased", 2.0, capacity=1.0, tokens=(41, 26, 7, 33), schedule=_TWICE),
+}
 _TWO, _INCOMPLETE = "forced-by-two", "forced-without-parameter"
 REFUSED: Mapping[str, tuple[tuple[tuple[str, float | None], ...], ...]] = {
     _TWO: (
         (("random", None), ("round_robin", None)),
         (("round_robin", None), ("biased", 0.5)),
+        (("random", None), ("biased", 0.5)),
         (("biased", 0.5), ("biased", -0.5)),
         (("worst_rank", None), ("one_expert", None)),
         (("ratio", 2.0), ("ratio", 3.0)),
@@ -66,6 +74,12 @@ def hot(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
             yield _workload(name, recipe, variant, layout)
 
 
+def drawn(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield the routers on random or biased logits that drop tokens."""
+    for name, recipe in _DRAWN.items():
+        yield _workload(name, recipe, variant, layout)
+
+
 def _workload(name: str, recipe: _Hot, variant: str, layout: Layout) -> Workload:
     forced = ((recipe.strategy, recipe.parameter),)
     config = Config(variant, experts=recipe.per_rank * layout.ep, top_k=recipe.top_k).changed({
@@ -74,13 +88,13 @@ def _workload(name: str, recipe: _Hot, variant: str, layout: Layout) -> Workload
     microbatches = schedule.microbatches(recipe.schedule)
     batches = tuple(
         tuple(
-            draw.route_batch(_TOKENS[(rank + m) % 4], config, draw.generator(name, layout.name, m, rank), 1.0)
+            draw.route_batch(recipe.tokens[(rank + m) % 4], config, draw.generator(name, layout.name, m, rank), 1.0)
             for rank in range(layout.world)
         )
         for m in range(microbatches)
     )
     parameters = draw.router_parameters(config, draw.generator(name, layout.name, "router"), bias=0.0, twins=False)
-    run = RUN if recipe.capacity is None else DROPPING
+    run = RUN if recipe.capacity is None else DROPPING if name in _RECIPES else DRAWN_DROPPING
     return Workload(name, run, config, layout, batches, recipe.schedule, parameters)
 
 
@@ -94,5 +108,6 @@ def refused(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload
 
 CHAPTERS = (
     Chapter((RUN, DROPPING), tuple(_RECIPES), hot, quick=(EP2, EP4)),
+    Chapter((DRAWN_DROPPING,), tuple(_DRAWN), drawn, quick=(SINGLE, EP2)),
     Chapter((ON_SESSION,), tuple(REFUSED), refused, quick=(EP2,)),
 )
