@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.megatron_core import library
-from moe_conformance.contract import Permuted, Routing
+from moe_conformance.contract import Config, Dense, Permuted, Routing
 
 _SHIMS = {"shims": "; ".join(library.SHIMS) or "none"}
 
@@ -31,6 +31,38 @@ class Permutation:
         index_R, shape, probs_TE, map_TE = handle
         y_TD: Tensor = library.moe_utils.unpermute(rows_RD, index_R, shape, probs=probs_TE, routing_map=map_TE)
         return y_TD
+
+
+class RoutingForms:
+    """The two conversions of the flex dispatcher's manager for DeepEP, which needs no DeepEP for them.
+
+    Slots are empty where the router has a capacity factor, and nowhere else.
+    """
+
+    resolved: Mapping[str, str] = {
+        "to a dense map": "_DeepepManager._indices_to_multihot",
+        "to indices": "_DeepepManager.setup_metadata, with a capacity factor",
+    } | _SHIMS
+
+    def __init__(self, config: Config) -> None:
+        """Give a manager what the two read: its own constructor asks for DeepEP."""
+        self._manager: Any = object.__new__(library.token_dispatcher._DeepepManager)
+        vars(self._manager).update(
+            num_local_experts=config.experts,
+            num_experts=config.experts,
+            router_topk=config.top_k,
+            capacity_factor=float(config.experts),
+        )
+
+    def to_dense(self, routing: Routing) -> Dense:
+        """Return the map, as for the ids that a rank received."""
+        map_TE, weights_TE = self._manager._indices_to_multihot(routing.ids_TK, routing.weights_TK)
+        return Dense(weights_TE, map_TE)
+
+    def to_indices(self, weights_TE: Tensor, map_TE: Tensor) -> Routing:
+        """Return the ids, as they are sent."""
+        self._manager.setup_metadata(map_TE, weights_TE)
+        return Routing(self._manager.token_indices, self._manager.token_probs, self._manager.num_experts)
 
 
 class Reordering:

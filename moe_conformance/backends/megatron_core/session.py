@@ -26,7 +26,7 @@ from moe_conformance.backends.megatron_core.configuration import (
 from moe_conformance.backends.megatron_core.layer import Layer
 from moe_conformance.backends.megatron_core.overlap import OverlappedStep, with_overlap
 from moe_conformance.backends.megatron_core.packing import Packing
-from moe_conformance.backends.megatron_core.permutation import Permutation, Reordering
+from moe_conformance.backends.megatron_core.permutation import Permutation, Reordering, RoutingForms
 from moe_conformance.backends.megatron_core.replay import ReplayRouters, with_replay
 from moe_conformance.backends.megatron_core.surfaces import Exchange, Experts, Router
 from moe_conformance.backends.megatron_core.training import TrainingRouters, with_losses
@@ -129,6 +129,10 @@ class MegatronSession(Session):
         """Return the library's function."""
         config.only(*FUNCTION)
         return Reordering()
+
+    def routing_forms(self, config: Config) -> RoutingForms:
+        """Return the conversions of the flex dispatcher's manager."""
+        return RoutingForms(config.only(*FUNCTION))
 
     def initial_router(self, config: Config) -> Router:
         """Build a layer with the parameters of a new model, generators seeded as a trainer does."""

@@ -104,6 +104,9 @@ _FORMS: tuple[tuple[str, Ids, int, dict[str, Any]], ...] = (
     ("forms-empty-slots", _empty_slots, 13, {}),
     ("forms-all-empty", _all_empty, 3, {}),
     ("forms-no-tokens", _anywhere, 0, {}),
+    # Of libraries that take a weight of zero for an empty slot.
+    ("forms-without-zeros", _anywhere, 13, {}),
+    ("forms-empty-slots-without-zeros", _empty_slots, 13, {}),
     ("forms-every-expert", _anywhere, 5, {"top_k": 8}),
     ("forms-many-experts", _anywhere, 40, {"experts": 300, "top_k": 4}),
 )
@@ -219,7 +222,7 @@ def _forms(name: str, ids: Ids, T: int, config: Config, layout: Layout) -> Workl
     g = draw.generator(name)
     ids_TK = ids(T, config, g)
     weights_TK = draw.probe_weights(ids_TK, torch.float32, g)
-    if T > 1:
+    if T > 1 and "without-zeros" not in name:
         weights_TK[1, 0] = 0.0  # routed nevertheless
     upstream_TE = torch.randn(T, config.experts, generator=g)
     calls = (
