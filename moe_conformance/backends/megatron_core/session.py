@@ -166,7 +166,8 @@ class MegatronSession(Session):
         requested, balance = config.only(*LAYER, *ROUTER, *CAPACITY, "balance"), config.balance
         layer_config = with_balance(requested, self._topology.sizes["pp"])
         numbers = range(balance.dense_layers + 1, balance.dense_layers + balance.layers + 1)
-        return BalancingRouters([self._layer(layer_config, number) for number in numbers])
+        layers = [self._layer(layer_config, number) for number in numbers]
+        return BalancingRouters(layers, recomputed=balance.recompute)
 
     def replay_routers(self, config: Config) -> ReplayRouters:
         """Build the layers of a model and return their routers."""

@@ -112,10 +112,10 @@ class Experts:
 
 
 class Router:
-    """The layer's TopKRouter."""
+    """The layer's TopKRouter, or a call of it that is recomputed in its backward, as that of a layer with it is."""
 
-    def __init__(self, layer: Any) -> None:
-        self._router = layer.router
+    def __init__(self, layer: Any, *, recomputed: bool = False) -> None:
+        self._router, self._recomputed = layer.router, recomputed
         self._routing = layer.router.routing
         self._logits: Tensor | None = None
         layer.router.routing = self._keep_logits  # a tap: the library keeps to itself what it scores
@@ -138,6 +138,7 @@ class Router:
             "gate": str(router.weight.dtype),
             "logits": str(None if self._logits is None else self._logits.dtype),
             "forced": self._forced(),
+            "recomputed": "by tensor_parallel.checkpoint" if self._recomputed else "no",
         } | _SHIMS
 
     def _forced(self) -> str:
@@ -162,7 +163,9 @@ class Router:
         before_E = None if load_E is None else load_E.clone()
         # It takes [sequence, batch, D]; rows without a batch are a batch of one.
         mask = None if padding_mask_T is None else padding_mask_T.reshape(x.shape[:-1] if x.dim() == 3 else (-1, 1))
-        probs_TE, map_TE = self.chunk(x if x.dim() == 3 else x.unsqueeze(1), mask)
+        given = x if x.dim() == 3 else x.unsqueeze(1), mask
+        again = self._recomputed and torch.is_grad_enabled()
+        probs_TE, map_TE = library.random.checkpoint(self.chunk, False, *given) if again else self.chunk(*given)
         assert self._logits is not None  # the router has just made them
         logits_TE = self._logits.detach().reshape(probs_TE.shape)
         counts_E = None if load_E is None else load_E - before_E
@@ -173,3 +176,5 @@ class Router:
         yield Named("router", None, read(self._router.weight))
         if self._router.expert_bias is not None:
             yield Named("balance_bias", None, read(self._router.expert_bias))
+        if getattr(self._router, "qb_beta", None) is not None:  # which is subtracted from the logits
+            yield Named("balance_bias", None, torch._neg_view(read(self._router.qb_beta)))

@@ -32,8 +32,6 @@ def with_losses(config: Config) -> Config:
     losses = config.losses
     if losses.first_choice:
         raise Unsupported("Megatron-Core 0.16 has no loss of first choices")
-    if losses.recompute:
-        raise Unsupported("Megatron-Core recomputes whole layers, not their routers")
     requested = {_TYPES[name]: getattr(losses, name) for name in _TYPES if getattr(losses, name)}
     extra: list[tuple[str, Any]] = [("num_layers", losses.layers + losses.dense_layers)]
     extra.append(("calculate_per_token_loss", losses.per_token))
@@ -50,7 +48,7 @@ class TrainingRouters:
     def __init__(self, layers: Sequence[Any], losses: Losses, cp: int) -> None:
         """Take the layers, whose numbers begin after the dense ones."""
         self._config, self._losses, self._cp = layers[0].config, losses, cp
-        self._routers = [Router(layer) for layer in layers]
+        self._routers = [Router(layer, recomputed=losses.recompute) for layer in layers]
         self._microbatches = 1
 
     @property

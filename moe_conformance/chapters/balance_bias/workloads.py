@@ -54,6 +54,7 @@ class _Recipe:
     balance: Balance = _BALANCE
     options: Mapping[str, Any] = field(default_factory=dict)
     where: Literal["every layout", "small", "one rank"] = "small"
+    positions: int | None = None  # of every rank; None: data parallel groups have different numbers
 
 
 _AGAIN = _Step(2, seed=2)
@@ -92,6 +93,15 @@ _RECIPES = (
         where="one rank",
     ),
     _Recipe("bias-quantile", (_Step(2), _Step(3, seed=1), _Step(0), _Step(1, seed=2)), _QUANTILE, where="every layout"),
+    # Of a router that selects by logits, and takes as many tokens as the experts have equal shares of.
+    _Recipe(
+        "bias-quantile-logits",
+        (_Step(2), _Step(3, seed=1), _Step(1, seed=2)),
+        _QUANTILE,
+        {"routing.score": "softmax_topk"},
+        where="every layout",
+        positions=4,
+    ),
     _Recipe(
         "bias-quantile-padding",
         (_Step(2, padding="ragged"), _Step(padding="all"), _Step(padding="one rank")),
@@ -131,7 +141,7 @@ def _script(recipe: _Recipe, variant: str, layout: Layout) -> Workload:
         order_E = torch.randperm(_E, generator=g)
         parameters["balance_bias", layer] = _narrow_biases(order_E) if _narrow(config) else (order_E - 3) / 64
     routers = [parameters["router", layer] for layer in range(config.balance.layers)]
-    calls = tuple(_call(item, recipe.name, config, layout, routers) for item in recipe.items)
+    calls = tuple(_call(item, recipe, config, layout, routers) for item in recipe.items)
     return Workload(recipe.name, ON_BALANCING_ROUTERS, config, layout, (), parameters=parameters, calls=calls)
 
 
@@ -145,18 +155,19 @@ def _narrow_biases(order_E: Tensor) -> Tensor:
     return bias_E
 
 
-def _call(item: Item, name: str, config: Config, layout: Layout, routers: list[Tensor]) -> Call:
+def _call(item: Item, recipe: _Recipe, config: Config, layout: Layout, routers: list[Tensor]) -> Call:
     if isinstance(item, str):
         return Call(item, ({},) * layout.world)
-    return Call(
-        "step", tuple(_given(item, f"{name} {item.seed}", config, layout, routers, r) for r in range(layout.world))
-    )
-
-
-def _given(step: _Step, seed: str, config: Config, layout: Layout, routers: list[Tensor], rank: int) -> dict[str, Any]:
-    """Return the arguments of a rank; all ranks of a data parallel group have the same number of positions."""
     together = layout.tp * layout.cp
-    positions = _POSITIONS + rank // together % 2
+    given = []
+    for rank in range(layout.world):  # all ranks of a data parallel group have the same number of positions
+        positions = recipe.positions or _POSITIONS + rank // together % 2
+        given.append(_given(item, f"{recipe.name} {item.seed}", config, positions, routers, rank))
+    return Call("step", tuple(given))
+
+
+def _given(step: _Step, seed: str, config: Config, positions: int, routers: list[Tensor], rank: int) -> dict[str, Any]:
+    """Return the arguments of a rank."""
     batches = []
     for m in range(step.microbatches):
         padding_T = _padding(step.padding, positions, rank, m)

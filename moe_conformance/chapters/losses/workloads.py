@@ -95,6 +95,12 @@ _RECIPES = (
     _Recipe("losses-per-token-auxiliary", Losses(auxiliary=0.5, per_token=True), _PLAIN),
     _Recipe("losses-per-token-sequence", Losses(sequence=0.5, per_token=True), _DIVIDED),
     _Recipe("losses-recomputed", replace(_ALL, recompute=True), _MIXED),
+    # Of losses that no ragged sequence and no group changes.
+    _Recipe(
+        "losses-recomputed-auxiliary",
+        Losses(auxiliary=0.3, z=0.06, recompute=True),
+        (_Step(2, "asymmetric", upstream=1.0, overlapped=True), _Step(1, upstream=1.0)),
+    ),
     _Recipe(
         "losses-evaluation",
         _ALL,
