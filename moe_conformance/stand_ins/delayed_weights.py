@@ -74,7 +74,11 @@ class Delays(nn.Module):
         self.wgrad_store = WeightGradStore()
         self.wgrad_hooks: list[Callable[[], None]] = []
         self.weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
-        self.weight.register_post_accumulate_grad_hook(lambda _: self._run_hooks())  # of one computed at once
+        self.weight.register_post_accumulate_grad_hook(self._computed_at_once)
+
+    def _computed_at_once(self, weight: Tensor) -> None:
+        if not self.wgrad_store.enabled:  # it is also called where the backward has no gradient
+            self._run_hooks()
 
     def product(self, x: Tensor) -> Tensor:
         """Return x W^T."""

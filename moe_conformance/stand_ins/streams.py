@@ -176,7 +176,7 @@ def all_to_all_single(output: Tensor, input: Tensor, *splits: Any, async_op: boo
 def overlapping() -> Iterator[None]:
     """Let collectives of side streams overlap with what follows, until the block is left.
 
-    `Tensor.record_stream`, which tells an allocator which streams use a tensor, takes a stream of this module meanwhile.
+    `Tensor.record_stream`, which tells an allocator which streams use a tensor, takes streams of this module then.
     """
     Tensor.record_stream = lambda tensor, used: None  # type: ignore[method-assign]
     _overlaps.append(True)

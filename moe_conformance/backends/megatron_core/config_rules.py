@@ -151,7 +151,7 @@ class ConfigRules:
 
 
 def _kernel(asked: Settings) -> dict[str, str]:
-    """Return the field of the kernel: the default is DeepEP's, the others HybridEP's and NCCL EP's, whose overlap frees its input."""
+    """Return the field of the kernel: the default is DeepEP's, others are HybridEP's and NCCL EP's ("freeing")."""
     if asked.kernel is None:
         return {}
     if asked.kernel == "freeing" and differences.has_field("moe_ncclep_static_shape"):

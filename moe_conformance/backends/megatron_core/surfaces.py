@@ -17,7 +17,7 @@ _SHIMS = {"shims": "; ".join(library.SHIMS) or "none"}
 
 
 def wrapped(module: Any, config: Any, **options: Any) -> Any:
-    """Return the module in Megatron's DistributedDataParallel, which moves gradients to `main_grad`; options are its."""
+    """Return the module in Megatron's DistributedDataParallel, with its options: gradients go to `main_grad`."""
     # As Megatron-LM's trainer has it: gradients of half precision are accumulated and reduced in float32.
     half = config.params_dtype in (torch.bfloat16, torch.float16)
     ddp_config = library.DistributedDataParallelConfig(grad_reduce_in_fp32=half, **options)

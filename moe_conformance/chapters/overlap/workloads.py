@@ -78,7 +78,9 @@ STEPS = (
         microbatches=4,
     ),
     StepRecipe("overlap-dropped-even-bfloat16", {"capacity.factor": 0.5, **_HALF}, tokens=(22,), microbatches=2),
-    StepRecipe("overlap-recomputed-uneven-bfloat16", {**_GATED, **_DEFERRED, "overlap.recompute_experts": True, **_HALF}),
+    StepRecipe(
+        "overlap-recomputed-uneven-bfloat16", {**_GATED, **_DEFERRED, "overlap.recompute_experts": True, **_HALF}
+    ),
     StepRecipe("overlap-recomputed-uneven", {**_SHARED, "overlap.recompute_experts": True}),
     StepRecipe("overlap-recomputed-deferred-uneven", {**_DEFERRED, "overlap.recompute_experts": True}, microbatches=2),
     StepRecipe("overlap-dropped-even", {"capacity.factor": 0.5}, tokens=(22,), microbatches=2),
