@@ -159,15 +159,22 @@ def stream(entered: Stream) -> Iterator[None]:
         _entered.pop()
 
 
-def all_to_all_single(output: Tensor, input: Tensor, *splits: Any, async_op: bool = False, **how: Any) -> Any:
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
     """Stand for `torch.distributed.all_to_all_single`: on a side stream it is issued and not waited for.
 
     It sends a copy: the caller may give the memory of its input back, which a device's allocator keeps for the stream.
     """
-    on = current_stream()
+    on, splits = current_stream(), (output_split_sizes, input_split_sizes)
     if async_op or not _overlaps or on is _DEFAULT:
-        return dist.all_to_all_single(output, input, *splits, async_op=async_op, **how)
-    work = dist.all_to_all_single(output, input.detach().clone(), *splits, async_op=True, **how)
+        return dist.all_to_all_single(output, input, *splits, group, async_op)
+    work = dist.all_to_all_single(output, input.detach().clone(), *splits, group, async_op=True)
     on.issued.append(_Issued(work.wait, output))
     return None
 
@@ -178,7 +185,7 @@ def overlapping() -> Iterator[None]:
 
     `Tensor.record_stream`, which tells an allocator which streams use a tensor, takes streams of this module then.
     """
-    Tensor.record_stream = lambda tensor, used: None  # type: ignore[method-assign]
+    Tensor.record_stream = lambda tensor, used: None  # type: ignore[assignment,method-assign]
     _overlaps.append(True)
     try:
         yield

@@ -39,7 +39,7 @@ class WithoutWaits(MegatronCore):
         streams.Event.wait = lambda self, stream=None: None  # type: ignore[method-assign]
         for module in list(sys.modules.values()):
             if hasattr(module, "should_free_input"):
-                module.should_free_input = lambda *_: False
+                setattr(module, "should_free_input", lambda *_: False)  # noqa: B010 - which module differs
         return super().open(topology, device)
 
 
@@ -59,11 +59,20 @@ class WithoutSharedExperts(MegatronCore):
         return super().open(topology, device)
 
 
-@pytest.fixture
+PRELOAD = (*MegatronCore.preload, "moe_conformance.scenarios.moe_step")
+
+
+@pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    """Ranks that have imported Megatron-Core already, for one test: some change it."""
-    preload = (*MegatronCore.preload, "moe_conformance.scenarios.moe_step")
-    with Engine(preload=preload, environment=MegatronCore.environment) as engine:
+    """Ranks that have imported Megatron-Core already."""
+    with Engine(preload=PRELOAD, environment=MegatronCore.environment) as engine:
+        yield engine
+
+
+@pytest.fixture
+def changed() -> Iterator[Engine]:
+    """Ranks for one test, which changes the library."""
+    with Engine(preload=PRELOAD, environment=MegatronCore.environment) as engine:
         yield engine
 
 
@@ -85,7 +94,7 @@ def differing(right: dict[Any, Grad], other: dict[Any, Grad]) -> set[str]:
     return {
         name.partition("/")[2]
         for (name, expert), grad in right.items()
-        if not torch.equal(grad.value, other[name, expert].value)  # type: ignore[arg-type]
+        if not torch.equal(grad.value, other[name, expert].value)
     }
 
 
@@ -106,14 +115,14 @@ class TestSchedule:
         for rank in seen(outcome_of(engine, MegatronCore, "overlap-watched-uneven-bfloat16")):
             assert 2 <= len(rank.products)
 
-    def test_an_event_that_is_not_waited_for_shows(self, engine: Engine) -> None:
+    def test_an_event_that_is_not_waited_for_shows(self, changed: Engine) -> None:
         """Tokens are used before they have arrived, while they are NaN."""
-        for rank in seen(outcome_of(engine, WithoutWaits, "overlap-delayed-uneven-bfloat16")):
+        for rank in seen(outcome_of(changed, WithoutWaits, "overlap-delayed-uneven-bfloat16")):
             assert any(bool(y.isnan().any()) for y in rank.overlapped[0].y)
 
-    def test_a_product_that_is_left_out_shows(self, engine: Engine) -> None:
+    def test_a_product_that_is_left_out_shows(self, changed: Engine) -> None:
         """The gradients of shared experts are missing, and no others."""
-        for rank in seen(outcome_of(engine, WithoutSharedExperts, "overlap-deferred-even-bfloat16")):
+        for rank in seen(outcome_of(changed, WithoutSharedExperts, "overlap-deferred-even-bfloat16")):
             shared = {"shared_gate", "shared_up", "shared_down"}
             assert shared == differing(dict(rank.sequential.local), dict(rank.overlapped[0].local))
 

@@ -32,8 +32,8 @@ class TestDelays:
         y = layer.product(x)
         y.backward(upstream)
         assert torch.equal(x.detach() @ layer.weight.detach().t(), y.detach())
-        assert torch.equal(upstream @ layer.weight.detach(), x.grad)  # type: ignore[arg-type]
-        assert torch.equal(gradient(x.detach(), upstream), layer.weight.grad)  # type: ignore[arg-type]
+        assert torch.equal(upstream @ layer.weight.detach(), x.grad)
+        assert torch.equal(gradient(x.detach(), upstream), layer.weight.grad)
         assert ["ran"] == hooks
 
     def test_delayed_they_come_in_the_order_of_the_backwards(self) -> None:
