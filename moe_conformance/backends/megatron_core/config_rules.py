@@ -154,7 +154,7 @@ def _kernel(asked: Settings) -> dict[str, str]:
     """Return the field of the kernel: the default is DeepEP's, others are HybridEP's and NCCL EP's ("freeing")."""
     if asked.kernel is None:
         return {}
-    if asked.kernel == "freeing" and differences.has_field("moe_ncclep_static_shape"):
+    if asked.kernel == "freeing" and differences.has_field("moe_ncclep_zero_copy"):
         return {"moe_flex_dispatcher_backend": "ncclep"}
     installed = library.token_dispatcher.hybrid_ep_dispatch is not None
     if asked.kernel == "freeing" or (asked.kernel == "present") != installed:
