@@ -28,7 +28,7 @@ class Sends:
 
         Where the ranks disagree all of them raise; a kernel that needs it hangs or reads foreign memory.
         """
-        sent_W2 = torch.stack([in_rank_TW.sum(0), torch.full((in_rank_TW.shape[1],), agreed)], 1)
+        sent_W2 = torch.stack([in_rank_TW.sum(0), torch.full((in_rank_TW.shape[1],), agreed)], 1).int()
         received_W2 = torch.empty_like(sent_W2)
         dist.all_to_all_single(received_W2, sent_W2, group=group)
         numbers = received_W2[:, 1].tolist()

@@ -16,12 +16,15 @@ from moe_conformance.backends.megatron_core.backend import MegatronCore
 from moe_conformance.contract import Limit, Session, Topology, Unsupported
 
 DEEPEP, DEEPEP_V2, HYBRIDEP, NCCLEP = "deepep", "deepep-v2", "hybridep", "nccl-ep"
+CHUNK = 64  # tokens
 PADS = ("moe_hybridep_pad_uneven_dispatch_inputs", "moe_hybridep_pad_variable_tokens")  # by version
 
 _TOP = "its manager takes the largest K weights of the dense map: weights that are zero or negative lose to empty ones"
 _EMPTY = "its manager sends K rows of every token: it has no mask for slots that are empty"
 _KERNEL_FLOAT32 = "weights are sent as float32, which is all that the kernels take"
 _EQUAL = "HybridEP takes equally many tokens from all ranks, and this version does not pad them"
+_MAXIMUM = "its manager gives the kernel the tokens of its own rank as the maximum, which must be one for all: MF-05"
+_BOUND = "the first batch of a rank, in chunks of 64, bounds its tokens for the process: MF-06"
 
 
 class MegatronFlex(MegatronCore):
@@ -30,17 +33,21 @@ class MegatronFlex(MegatronCore):
     name: ClassVar[str] = "megatron-core-flex"
     variants: ClassVar[tuple[str, ...]] = (DEEPEP, HYBRIDEP, NCCLEP, DEEPEP_V2)
 
+    # Both are over the interfaces of others: the maps of one, and the wrappers that all of them share.
+    sampled: ClassVar[tuple[str, ...]] = (NCCLEP, DEEPEP_V2)
+
     def limits(self, variant: str) -> Sequence[Limit]:
         """What the managers exclude, and the dispatcher."""
         dtypes = Limit("dtype", (torch.float32, torch.bfloat16, torch.float16), _KERNEL_FLOAT32, proof="undefined")
         positive = [Limit(name, (False,), _TOP, proof="undefined") for name in ("zero_weights", "negative_weights")]
         of_variant = {
             DEEPEP: positive,
-            DEEPEP_V2: positive,
+            DEEPEP_V2: [*positive, Limit("uneven_tokens", (False,), _MAXIMUM, proof="undefined")],
             HYBRIDEP: [] if self._pads() else [Limit("uneven_tokens", (False,), _EQUAL, proof="undefined")],
             NCCLEP: [
                 *positive,
                 Limit("dropped_slots", (False,), _EMPTY, proof="undefined"),
+                Limit("tokens", range(1, CHUNK + 1), _BOUND, proof="undefined"),
             ],
         }
         return (*super().limits(variant), dtypes, *of_variant[variant])

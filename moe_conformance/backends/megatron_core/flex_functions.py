@@ -156,8 +156,8 @@ class KernelRules(ConfigRules):
 
     def resolve(self, asked: Settings) -> Settings:
         """Resolve where a kernel is named; an absent one is one without its stand-in."""
-        if asked.kernel is None:
-            raise Unsupported("settings without a kernel are judged of the backend megatron-core")
+        if asked.kernel is None or asked.dispatcher != "fused":
+            raise Unsupported("settings of other dispatchers are judged of the backend megatron-core")
         if asked.kernel == "absent":
             with self._kernels.absent():
                 return super().resolve(asked)

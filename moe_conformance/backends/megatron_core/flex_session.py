@@ -38,6 +38,8 @@ class FlexSession(MegatronSession):
         """Build a layer and return its token dispatcher."""
         if config.capacity.padded:
             raise Unsupported("the flex dispatcher pads nothing: it takes a map that the router has filled up")
+        if config.experts < 1 or config.experts % self._topology.sizes["ep"]:
+            raise Unsupported(f"what does not divide is refused by the layer: {_ELSEWHERE}")
         self._kernels.forget()
         layer = self._layer(config.only(*LAYER, *CAPACITY, *OF_EXPERTS, *_FLEX))
         return FlexExchange(layer, config)
