@@ -22,6 +22,7 @@ class ColossalAI:
 
     name: ClassVar[str] = "colossalai"
     variants: ClassVar[tuple[str, ...]] = ("deepseek", "deepseek-v3", "mixtral")
+    sampled: ClassVar[tuple[str, ...]] = ("mixtral",)  # whole layers alone, of the functions that DeepSeek's block has
     library: ClassVar[Library] = Library(
         "colossalai",
         "colossalai",
