@@ -214,9 +214,9 @@ class _Experts:
     def __init__(self, config: Config, topology: Topology, library: Any, device: torch.device) -> None:
         held, index = config.experts // topology.sizes["ep"], topology.ranks("ep").index(topology.rank)
         self._held, self._function = range(index * held, (index + 1) * held), library.EPGroupGemm
-        self._module: Any = _Function(self._function, config, held, device)
+        module = _Function(self._function, config, held, device)
         mesh = DeviceMesh.from_group(topology.group("edp"), device.type)
-        fully_shard(self._module, mesh=mesh, reshard_after_forward=True)  # as of a module within a model
+        self._module: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True)  # as of a module within a model
         self._module.set_gradient_divide_factor(float(topology.sizes["world"]))
 
     @property

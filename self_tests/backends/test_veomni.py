@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -49,3 +50,24 @@ def test_it_computes_the_layer(engine: Engine, layout: Layout, name: str) -> Non
     assert torch.equal(expected.y_TD, y)
     assert torch.equal(expected.dx_TD, dx)
     assert torch.equal(expected.dweights_TK, dweights)
+
+
+@pytest.mark.parametrize("layout", [Layout(1), Layout(2, ep=2), Layout(4, ep=4)], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_its_experts_have_the_gradients_of_all_ranks(engine: Engine, layout: Layout, limit: float | None) -> None:
+    """Behind the backward that is written by hand, over stand-ins for kernels, with and without a clamp that is met."""
+    workload = next(w for w in recipes.corpus("alltoall", layout, "full") if w.name == "own-even")
+    workload = replace(workload, config=workload.config.changed({"activation.limit": limit}))
+    outcome = moe_step(engine, NAME, workload)
+    assert {"ok"} == {rank.status for rank in outcome.ranks}, [rank.error for rank in outcome.ranks]
+    assert "group_gemm_same_nk, group_gemm_same_mn" in outcome.ranks[0].resolved.values()
+    expected = oracle(workload)
+    largest = max(float(value.abs().max()) for value in expected.parameters.values())
+    errors = [
+        float((grad.value.double() * layout.world - expected.parameters[key]).abs().max()) / largest
+        for rank in outcome.ranks
+        for key, grad in (rank.grads_final or {}).items()
+        if grad.value is not None
+    ]
+    assert len(expected.parameters) == len(errors)
+    assert (limit is None) == (max(errors) < 1e-6)
