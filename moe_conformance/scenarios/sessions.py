@@ -99,11 +99,16 @@ def recorded() -> Iterator[Sequence[str]]:
     said: list[str] = []
     heard = _Heard(said)
     root = logging.getLogger()
-    root.addHandler(heard)
+    # Some libraries' loggers hand nothing on to the root.
+    others = (logger for logger in root.manager.loggerDict.values() if isinstance(logger, logging.Logger))
+    ends = [root, *(logger for logger in others if not logger.propagate)]
+    for logger in ends:
+        logger.addHandler(heard)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             yield said
         said += [str(warning.message) for warning in caught]
     finally:
-        root.removeHandler(heard)
+        for logger in ends:
+            logger.removeHandler(heard)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from moe_conformance.backends.deepspeed import library
+from moe_conformance.backends.deepspeed.config_rules import ConfigRules
 from moe_conformance.backends.deepspeed.exchange import Exchange
 from moe_conformance.backends.deepspeed.experts import Expert, Experts, engine_of
 from moe_conformance.backends.deepspeed.layer import Layer
@@ -103,6 +104,12 @@ class DeepSpeedSession(Session):
         engine = self._engine(self._gates(config, options, config.losses.layers), config)
         gates = [Gate(engine, number) for number in range(config.losses.layers)]
         return TrainingRouters(engine, gates, coefficient, self._placement)
+
+    def config_rules(self, config: Config) -> ConfigRules:
+        """Resolve settings on one rank, on which a layer of any sizes can be built."""
+        if self._topology.sizes["world"] > 1:
+            raise Unsupported("the adapter resolves settings on one rank")
+        return ConfigRules(config.only(*_SHAPE, "padding.packed"), self._placement)
 
     def token_padding(self, config: Config) -> TokenPadding:
         """Refuse: T is taken as it is."""
