@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar
@@ -12,7 +13,7 @@ import torch
 
 from moe_conformance.backends.library import Library
 from moe_conformance.backends.transformers.exchange import SharedExchange
-from moe_conformance.backends.transformers.experts import ShardedExperts
+from moe_conformance.backends.transformers.experts import GROUPED, ShardedExperts
 from moe_conformance.backends.transformers.layer import ModelLayer
 from moe_conformance.backends.transformers.packing import Packing
 from moe_conformance.backends.transformers.placement import Placement
@@ -90,6 +91,16 @@ class _Session(Session):
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
         self._topology, self._device = topology, device
+        self._grouped = True
+
+    @contextmanager
+    def without_optional(self) -> Iterator[Sequence[str]]:
+        """Build experts that run as with a torch that has no grouped product."""
+        self._grouped = False
+        try:
+            yield (GROUPED,)
+        finally:
+            self._grouped = True
 
     def exchange(self, config: Config) -> SharedExchange:
         """Install the implementation on a module that calls the given experts; it takes any T, also packed."""
@@ -109,7 +120,8 @@ class _Session(Session):
         if config.sharding == "gradients":
             raise Unsupported("FSDP2 shards parameters over replicas, and never gradients alone")
         _, implementation = _implementations(config.variant)
-        return ShardedExperts(config, Placement(config, self._topology, self._device), implementation)
+        placement = Placement(config, self._topology, self._device)
+        return ShardedExperts(config, placement, implementation, grouped=self._grouped)
 
     def layer(self, config: Config) -> ModelLayer:
         """Build the block of the model that has the requested layer."""

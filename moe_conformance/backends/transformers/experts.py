@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from moe_conformance.backends.transformers.placement import Placement
 from moe_conformance.backends.transformers.router import ONE_HEAD
 from moe_conformance.contract import Activation, Config, Delivery, Named, Read, Unsupported
 
+GROUPED = "grouped_mm of torch"  # for which the library has products in a loop
 _PARAMETERS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 _FUNCTIONS = {
     "silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu", "squared_relu": "relu2",
@@ -29,8 +32,12 @@ class ShardedExperts:
     Every backward reduces, as the library's training does without further settings.
     """
 
-    def __init__(self, config: Config, placement: Placement, implementation: str) -> None:
-        """Build all E experts, keep this rank's N, and let the library shard these over their replicas."""
+    def __init__(self, config: Config, placement: Placement, implementation: str, *, grouped: bool = True) -> None:
+        """Build all E experts, keep this rank's N, and let the library shard these over their replicas.
+
+        Without `grouped` they run as with a torch that has no grouped product.
+        """
+        self._grouped = grouped
         from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard
 
         built, model_config = _built(config)
@@ -47,9 +54,26 @@ class ShardedExperts:
         shard(self._model, placement)
 
     def _on_local_parameters(self, *given: Tensor) -> Tensor:
-        with self._style.context_around_forward(self._module, self._ep_mesh):
+        with self._style.context_around_forward(self._module, self._ep_mesh), self._torch():
             out: Tensor = self._experts_forward(*given)
         return out
+
+    def _torch(self) -> AbstractContextManager[object]:
+        """Return a context in which the library finds a grouped product in torch, or none."""
+        from transformers.integrations import moe
+
+        return nullcontext() if self._grouped else patch.object(moe, "_can_use_grouped_mm", lambda *_: False)
+
+    def _optional(self) -> str:
+        """Return what the library's own test says of the grouped product, where it is asked for."""
+        from transformers.integrations import moe
+
+        weight = local(self._module.gate_up_proj)
+        with self._torch():
+            found = self._module.config._experts_implementation == "grouped_mm" and moe._can_use_grouped_mm(
+                weight[0], weight, torch.zeros(1)
+            )
+        return GROUPED if found else "none"
 
     @property
     def resolved(self) -> Mapping[str, str]:
@@ -58,6 +82,7 @@ class ShardedExperts:
         return {
             "experts": type(self._module).__name__.removeprefix("FSDP"),
             "experts implementation": self._module.config._experts_implementation,
+            "optional": self._optional(),
             "shards": str(weight.placements) if isinstance(weight, DTensor) else "none",
             "reduction": reduction_of(self._model),
         }

@@ -7,6 +7,7 @@ many. A forward without gradients comes first.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from moe_conformance.contract import Config
 from moe_conformance.contract.topology import Layout
@@ -19,6 +20,8 @@ from moe_conformance.workloads.selection.profiles import USUAL_RANKS, Profile
 OPTIONAL = ExpertsStep(option="optional")
 _HELD, _TOKENS = 2, (8, 6, 4, 6)  # experts per rank, equal to K; tokens of rank r modulo 4
 _NAMES = {"own-with-shortcuts": False, "own-without-shortcuts": True}  # whether optional parts are hidden
+# The same where nothing is said of the routing, for libraries that have no forced routing.
+_UNSAID = {"own-with-optional-parts": False, "own-without-optional-parts": True}
 
 
 def draw_all(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
@@ -26,11 +29,19 @@ def draw_all(variant: str, layout: Layout, profile: Profile) -> Iterator[Workloa
     del profile
     if layout.world <= USUAL_RANKS:
         for name, hidden in _NAMES.items():
-            yield _workload(name, hidden, variant, layout)
+            yield _workload(name, hidden, variant, layout, (("round_robin", None),))
 
 
-def _workload(name: str, hidden: bool, variant: str, layout: Layout) -> Workload:
-    options = {"experts": _HELD * layout.ep, "top_k": _HELD, "routing.forced": (("round_robin", None),)}
+def draw_unsaid(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield the workloads whose config has no forced routing."""
+    del profile
+    if layout.world <= USUAL_RANKS:
+        for name, hidden in _UNSAID.items():
+            yield _workload(name, hidden, variant, layout, ())
+
+
+def _workload(name: str, hidden: bool, variant: str, layout: Layout, forced: tuple[Any, ...]) -> Workload:
+    options = {"experts": _HELD * layout.ep, "top_k": _HELD, "routing.forced": forced}
     config = Config(variant=variant).changed(options)
     tokens = tuple(tuple(_TOKENS[(rank + m) % 4] for rank in range(layout.world)) for m in range(2))
 
@@ -43,4 +54,7 @@ def _workload(name: str, hidden: bool, variant: str, layout: Layout) -> Workload
     return Workload(name, OPTIONAL, config, layout, Drawn(tokens, batch), "N0 F1 B1", parameters, twist=twist)
 
 
-CHAPTERS = (Chapter((OPTIONAL,), tuple(_NAMES), draw_all, quick=(SINGLE, EP2_EDP2)),)
+CHAPTERS = (
+    Chapter((OPTIONAL,), tuple(_NAMES), draw_all, quick=(SINGLE, EP2_EDP2)),
+    Chapter((OPTIONAL,), tuple(_UNSAID), draw_unsaid, "every", quick=(SINGLE,)),
+)
