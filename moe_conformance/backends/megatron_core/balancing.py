@@ -29,9 +29,9 @@ def with_balance(config: Config, pp: int) -> Config:
     if pp > 1:
         raise Unsupported("with pp > 1 finalize_model_grads needs the embeddings of a whole model")
     layers = config.balance.layers + config.balance.dense_layers
-    extra = (("moe_router_bias_update_rate", config.balance.rate), ("num_layers", layers))
+    extra: list[tuple[str, Any]] = [("moe_router_bias_update_rate", config.balance.rate), ("num_layers", layers)]
     if quantiles:
-        extra += (("moe_router_load_balancing_type", "quantile_balancing"), ("moe_router_enable_expert_bias", False))
+        extra += [("moe_router_load_balancing_type", "quantile_balancing"), ("moe_router_enable_expert_bias", False)]
     return replace(config, extra=(*config.extra, *extra), balance=Balance())
 
 

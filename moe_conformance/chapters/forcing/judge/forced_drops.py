@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.observed.drop_rule import DropRule
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place, places_of
 from moe_conformance.judging.shared.router.routers import require_ids
-from moe_conformance.judging.shared.router.token_drops import DropRule, Drops
+from moe_conformance.judging.shared.router.token_drops import Drops
 from moe_conformance.judging.verdict import NotOffered, WrongCount, WrongForm
 
 
@@ -26,17 +27,23 @@ def judge_drawn_fit(reading: Reading) -> Comparisons:
     workload = reading.outcome.workload
     places = places_of(workload, range(len(reading.ranks)))
     selected = {place: _selected(reading, place) for place in places}
-    routed = {place: reading.seen(*place).router.ids_TK for place in places}
-    for place in places:
-        require_ids(routed[place], place[1])
-    kept = {place: (selected[place][:, :, None] == routed[place][:, None, :]).any(-1) for place in places}
-    drops = Drops(workload, selected, 1.0, kept, DropRule.of(reading.claims))
+    kept = {place: _kept(reading, place, selected[place]) for place in places}
+    drops = Drops(workload, selected, 1, kept, DropRule.of(reading.claims))
     for place in places:
         expected = [drops.fits(place, capacity) for capacity in drops.capacities(place)]
         found = drops.kept_loads(place)
         said = f"rank {place[1]} in forward {place[0]}: experts keep {found} slots, expected {expected[0]}"
         wrong = f"{said}, with a capacity of {drops.capacities(place)[0]}"
         yield Comparison(place[1], "" if found in expected else wrong, pairs=workload.config.experts)
+
+
+def _kept(reading: Reading, place: Place, selected_TK: Tensor) -> Tensor:
+    """Return which selected slots are routed, bool (T, K)."""
+    ids_TK, rank = reading.seen(*place).router.ids_TK, place[1]
+    if ids_TK is None or ids_TK.shape != selected_TK.shape:
+        raise WrongForm("route", f"the ids of rank {rank} are not {tuple(selected_TK.shape)}", ranks=(rank,))
+    require_ids(ids_TK, rank)
+    return (selected_TK[:, :, None] == ids_TK[:, None, :]).any(-1)
 
 
 def _selected(reading: Reading, place: Place) -> Tensor:
