@@ -13,7 +13,6 @@ import torch
 from moe_conformance.backends.library import Library
 from moe_conformance.contract import Limit, Session, Topology
 
-_STATE = "the dispatcher keeps the splits, the map and the shapes of the last dispatch on itself"
 _TRUST = "nothing is checked: what one rank raises leaves the others waiting, and other sizes abort the process"
 _MAP = "the dispatcher takes a boolean map (T, E), in which a token has an expert once or not at all"
 _EVEN = "all_gather_into_tensor and reduce_scatter_tensor take equal sizes: other sizes abort or hang on gloo"
@@ -50,7 +49,6 @@ class MegatronCore:
     def limits(self, variant: str) -> Sequence[Limit]:
         """What the dispatchers' interfaces exclude."""
         limits = (
-            Limit("halves_in_flight", (1,), _STATE, proof="undefined"),
             Limit("duplicate_experts", (False,), _MAP, proof="undefined"),
             Limit("wrong_use", (False,), _TRUST, proof="undefined"),
             Limit("uneven_tp_tokens", (False,), _SEQUENCE, proof="undefined"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -25,7 +26,11 @@ def wrapped(module: Any, config: Any, **options: Any) -> Any:
 
 
 class Exchange:
-    """A token dispatcher, driven as MoELayer drives it. All state is on the dispatcher: the handle is None."""
+    """A token dispatcher, driven as MoELayer drives it.
+
+    All state of a dispatch is on the dispatcher (MC-05). A copy of one that has dispatched nothing is the handle, so that
+    every microbatch in flight has a dispatcher of its own, in the same groups.
+    """
 
     def __init__(self, layer: Any) -> None:
         self._dispatcher = layer.token_dispatcher
@@ -46,6 +51,7 @@ class Exchange:
             "ep ranks": str(dispatcher.ep_size),
             "etp ranks": str(dispatcher.tp_size),
             "capacity factor": str(dispatcher.config.moe_expert_capacity_factor),
+            "in flight": "a dispatcher for each microbatch",
         } | _SHIMS
 
     @property
@@ -54,18 +60,19 @@ class Exchange:
         gathers = isinstance(self._dispatcher, library.token_dispatcher.MoEAllGatherTokenDispatcher)
         return Claims(wire="all", routing="maps") if gathers else Claims()
 
-    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, None]:
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         """Run the three steps before the experts; x is (T, D) or [sequence, batch, D]."""
         probs_TE, map_TE = routing.dense()
-        hidden, probs = self._dispatcher.dispatch_preprocess(x, map_TE, probs_TE)
-        hidden, probs = self._dispatcher.token_dispatch(hidden, probs)
-        rows_RD, counts_N, probs_R = self._dispatcher.dispatch_postprocess(hidden, probs)
-        return Delivery.grouped(rows_RD, counts_N, probs_R), None
+        dispatcher = copy(self._dispatcher)
+        hidden, probs = dispatcher.dispatch_preprocess(x, map_TE, probs_TE)
+        hidden, probs = dispatcher.token_dispatch(hidden, probs)
+        rows_RD, counts_N, probs_R = dispatcher.dispatch_postprocess(hidden, probs)
+        return Delivery.grouped(rows_RD, counts_N, probs_R), dispatcher
 
-    def combine(self, rows: Tensor, handle: None) -> Tensor:
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
         """Run the three steps after the experts, whose output is weighted already."""
-        sent_back = self._dispatcher.token_combine(self._dispatcher.combine_preprocess(rows))
-        y: Tensor = self._dispatcher.combine_postprocess(sent_back)
+        sent_back = handle.token_combine(handle.combine_preprocess(rows))
+        y: Tensor = handle.combine_postprocess(sent_back)
         return y
 
 
