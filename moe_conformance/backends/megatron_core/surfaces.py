@@ -28,8 +28,8 @@ def wrapped(module: Any, config: Any, **options: Any) -> Any:
 class Exchange:
     """A token dispatcher, driven as MoELayer drives it.
 
-    All state of a dispatch is on the dispatcher (MC-05). A copy of one that has dispatched nothing is the handle, so that
-    every microbatch in flight has a dispatcher of its own, in the same groups.
+    All state of a dispatch is on the dispatcher (MC-05). A copy of one that has dispatched nothing is the handle: every
+    microbatch in flight has a dispatcher of its own, in the same groups.
     """
 
     def __init__(self, layer: Any) -> None:
