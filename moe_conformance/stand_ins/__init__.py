@@ -12,10 +12,10 @@ nccl_ep.py     `transformer_engine.pytorch.ep`, NCCL's expert parallelism in Tra
 streams.py     `torch.cuda`'s streams and events
 delayed_weights.py  layers whose weight gradients are computed later, as Transformer Engine's
 
-Each of the kernels is written from the public source of one commit, which it names, and does what that documents: argument names,
-layouts, handles, alignment, overflow. Where the kernel leaves memory unwritten or unready, it is filled with values
-that no caller may use. A stand-in refuses what the kernel's host side refuses; the classes `Wide...` take rows of any
-floating type and width, so that a caller can be judged exactly.
+Each of the kernels is written from the public source of one commit, which it names, and does what that documents:
+argument names, layouts, handles, alignment, overflow. Where the kernel leaves memory unwritten or unready, it is filled
+with values that no caller may use. A stand-in refuses what the kernel's host side refuses; the classes `Wide...` take
+rows of any floating type and width, so that a caller can be judged exactly.
 
 What reports of it says "stand-in, no verdict of the kernel" (`NOTE`).
 """
