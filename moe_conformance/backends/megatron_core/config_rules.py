@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import importlib.metadata
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional
 
-from moe_conformance.backends.megatron_core import differences, library
+from moe_conformance.backends.megatron_core import command_line, differences, library
 from moe_conformance.contract import Config, Settings, Unsupported, VersionLimit, refusals
 
 _DISPATCHERS = {"fused": "flex"}
+_NCCL_EP = ("moe_ncclep_static_shape", "moe_ncclep_zero_copy")  # one of them is there where NCCL EP is
 _SCOPES = {"attention": "attn", "router": "moe_router"}
 _OVERLAP, _DEFERRED_UNDER_GRAPH = ("torch", "2.6.0"), ("transformer-engine", "2.10.0")
 # Of valid settings: what needs a package that is not installed, or a second rank.
@@ -30,11 +32,17 @@ class ConfigRules:
     @property
     def resolved(self) -> Mapping[str, str]:
         """What is built."""
-        return {"rules": "TransformerConfig, MoELayer", "shims": ", ".join(library.SHIMS)}
+        found = f"validate_args where a graph holds deferred weights, as with TE {command_line.TRANSFORMER_ENGINE}"
+        return {"rules": f"TransformerConfig, MoELayer; {found}", "shims": ", ".join(library.SHIMS)}
 
     def limits(self, asked: Settings) -> Sequence[VersionLimit]:
         """Return the limits that `TransformerConfig` asserts."""
         needed = [_OVERLAP] if asked.overlap else []
+        if command_line.checks(asked):
+            stood_in = VersionLimit(
+                "transformer-engine", command_line.TRANSFORMER_ENGINE, command_line.TRANSFORMER_ENGINE
+            )
+            return [*(VersionLimit(name, least, _installed(name)) for name, least in needed), stood_in]
         if asked.defer_weight_gradients and asked.capture is not None:
             needed.append(_DEFERRED_UNDER_GRAPH)
         return [VersionLimit(name, least, _installed(name)) for name, least in needed]
@@ -43,7 +51,12 @@ class ConfigRules:
         """Build the config, and with ep = pp = 1 its MoE layer; return the settings of both."""
         if asked.versions:
             raise Unsupported("Megatron-Core reads the versions that are installed, and no others")
-        built = library.TransformerConfig(**self._fields(asked))
+        found: AbstractContextManager[None] = nullcontext()
+        if command_line.checks(asked):
+            command_line.validate(asked, self._config.hidden, self._config.ffn)
+            found = command_line.transformer_engine()
+        with found:
+            built = library.TransformerConfig(**self._fields(asked))
         layer = None
         if built.num_moe_experts is not None and asked.ep == asked.pp == 1:
             with refusals(AssertionError, ImportError, match=_DOCUMENTED):
@@ -154,7 +167,7 @@ def _kernel(asked: Settings) -> dict[str, str]:
     """Return the field of the kernel: the default is DeepEP's, others are HybridEP's and NCCL EP's ("freeing")."""
     if asked.kernel is None:
         return {}
-    if asked.kernel == "freeing" and differences.has_field("moe_ncclep_zero_copy"):
+    if asked.kernel == "freeing" and any(map(differences.has_field, _NCCL_EP)):
         return {"moe_flex_dispatcher_backend": "ncclep"}
     installed = library.token_dispatcher.hybrid_ep_dispatch is not None
     if asked.kernel == "freeing" or (asked.kernel == "present") != installed:
