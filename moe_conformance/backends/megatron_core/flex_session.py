@@ -17,11 +17,22 @@ from moe_conformance.backends.megatron_core.flex_kernels import SAID, Kernels
 from moe_conformance.backends.megatron_core.layer import Layer
 from moe_conformance.backends.megatron_core.session import MegatronSession
 from moe_conformance.backends.megatron_core.surfaces import Exchange
-from moe_conformance.contract import Capacity, Claims, Config, Delivery, Routing, Topology, Unsupported, refusals
+from moe_conformance.contract import (
+    Capacity,
+    Claims,
+    Config,
+    Delivery,
+    ReceiveBuffer,
+    Routing,
+    Topology,
+    Unsupported,
+    refusals,
+)
 
 ALIGNMENT = 64  # HYBRIDEP_TOKEN_ALIGNMENT of the library; its versions before have none
 _BACKENDS = {DEEPEP: "deepep", DEEPEP_V2: "deepepv2", HYBRIDEP: "hybridep", NCCLEP: "ncclep"}
-_FLEX = ("padding.tokens", "padding.alignment", "receive_buffer.factor", "receive_buffer.overflow")
+_FLEX = ("padding.tokens", "padding.alignment", "receive_buffer")
+BLOCK = 256  # rows, to which a receive buffer is rounded up with the option that it needs
 _REFUSED = "dispatcher requires TPxEP > 1|drop and pad is not supported yet"  # by managers, while they are built
 _ELSEWHERE = "it does not depend on the dispatcher: judged of the backend megatron-core"
 
@@ -118,7 +129,7 @@ def _with_flex(config: Config, sizes: Mapping[str, int]) -> Config:
 
 
 def _refuse_budget(config: Config) -> None:
-    if config.receive_buffer.factor is not None or config.receive_buffer.overflow != "refuse":
+    if config.receive_buffer != ReceiveBuffer():
         raise Unsupported(f"{config.variant} has no receive buffer of a factor that drops what is beyond it")
     if config.padding.tokens != "no":
         raise Unsupported(f"{config.variant} pads no token counts")
@@ -143,14 +154,23 @@ def _hybridep(config: Config, sizes: Mapping[str, int]) -> list[tuple[str, Any]]
         if config.padding.alignment != ALIGNMENT:
             raise Unsupported(f"HybridEP's tokens are padded to multiples of {ALIGNMENT}, which cannot be set")
     fields: list[tuple[str, Any]] = [] if pads is None else [(pads, True)]
-    if config.receive_buffer.factor is not None:
+    if config.receive_buffer.factor is not None or config.receive_buffer.rows is not None:
         if not differences.has_field("moe_expert_rank_capacity_factor"):
             raise Unsupported("this version of Megatron-Core has no receive buffer of fixed size")
-        fields.append(("moe_expert_rank_capacity_factor", config.receive_buffer.factor))
+        fields.append(("moe_expert_rank_capacity_factor", _budget(config)))
         fields.append(("use_transformer_engine_op_fuser", True))  # which the factor needs
     elif config.receive_buffer.overflow != "refuse":
         raise Unsupported("nothing overflows without a factor")
     return fields
+
+
+def _budget(config: Config) -> float:
+    """Return the factor; a number of rows can be asked for if it is one block, which the smallest factors make."""
+    if config.receive_buffer.factor is not None:
+        return config.receive_buffer.factor
+    if config.receive_buffer.rows != BLOCK or config.receive_buffer.overflow != "drop":
+        raise Unsupported(f"the buffer is a factor, rounded up to {BLOCK} rows, and what is beyond it is dropped")
+    return 1.001 / (ALIGNMENT * config.top_k)  # a row for every 64 tokens, all of which are rounded up to one block
 
 
 def _ncclep(config: Config, sizes: Mapping[str, int]) -> list[tuple[str, Any]]:
@@ -181,7 +201,7 @@ class FlexExchange(Exchange):
         """Take the dispatcher of the layer."""
         super().__init__(layer)
         self._variant, self._manager = config.variant, layer.token_dispatcher._comm_manager
-        self._static = config.receive_buffer.factor is not None
+        self._static = config.receive_buffer != ReceiveBuffer()
         self.hidden, self.experts = config.hidden, config.experts
 
     @property

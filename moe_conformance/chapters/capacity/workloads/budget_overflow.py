@@ -31,6 +31,7 @@ class Budget:
     schedule: str = ""  # "": one microbatch after the other
     memory: Literal["plain", "filled"] = "plain"
     factor: float | None = None  # multiple of the balanced load, in place of rows; all tokens go to one ep coordinate
+    rows: int | None = None  # the rows of the buffer, in place of those of a microbatch
 
 
 OVERFLOWS: Mapping[str, Budget] = {
@@ -54,10 +55,16 @@ OVERFLOWS: Mapping[str, Budget] = {
     "factor-overfull-even": Budget(((8,),), factor=1.0, over="drop"),
 }
 
+# For libraries whose buffers are blocks of 256 rows: the first two overflow it, the third leaves room.
+BLOCKS: Mapping[str, Budget] = {
+    "overfull-block-even": Budget(((130,), (200,), (3,)), over="drop", rows=256),
+    "overfull-block-in-flight-even": Budget(((200,), (3,)), over="drop", rows=256, schedule="F0 F1 B0 B1"),
+}
+
 
 def overflows(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the workloads of a variant on a layout."""
-    for name, budget in OVERFLOWS.items():
+    for name, budget in {**OVERFLOWS, **(BLOCKS if profile == "full" else {})}.items():
         schedule = budget.schedule or " ".join(f"F{m} B{m}" for m in range(len(budget.tokens)))
         recipe = Recipe(name, turns=budget.tokens, schedule=schedule, memory=budget.memory)
         if budget.factor is not None:
@@ -69,7 +76,9 @@ def overflows(variant: str, layout: Layout, profile: Profile) -> Iterator[Worklo
         if budget.factor is not None:
             yield workload
             continue
-        room = max(0, busiest(workload.config, layout, workload.batches[budget.of]) + budget.spare)
+        room = budget.rows
+        if room is None:
+            room = max(0, busiest(workload.config, layout, workload.batches[budget.of]) + budget.spare)
         yield replace(workload, config=workload.config.changed({"receive_buffer.rows": room}))
 
 
@@ -104,4 +113,6 @@ def busiest(config: Config, layout: Layout, ranks: tuple[Batch, ...]) -> int:
     return max(wanted)
 
 
-CHAPTERS = (Chapter((ExchangeStep(option="receive budget"),), tuple(OVERFLOWS), overflows, "every", (EP2, EP2_ETP2)),)
+CHAPTERS = (
+    Chapter((ExchangeStep(option="receive budget"),), (*OVERFLOWS, *BLOCKS), overflows, "every", (EP2, EP2_ETP2)),
+)
