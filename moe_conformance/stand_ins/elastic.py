@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.stand_ins.deep_ep import Buffer, Handle, WideBuffer
 from moe_conformance.stand_ins.events import EventHandle, EventOverlap
+from moe_conformance.stand_ins.rows import of_all_ranks
 
 _ALIGNED = 2 << 20
 
@@ -64,20 +64,28 @@ class ElasticBuffer:
         if num_bytes is None:
             num_bytes = self.get_buffer_size_hint(group, num_max_tokens_per_rank, hidden, num_topk)
         assert num_bytes % _ALIGNED == 0
-        every = torch.zeros(group.size(), dtype=torch.int64)
-        dist.all_gather_into_tensor(every, torch.tensor([num_bytes]), group=group)
-        if len(set(every.tolist())) > 1:
-            raise RuntimeError(f"the ranks make elastic buffers of {every.tolist()} bytes")
+        sizes = [size for (size,) in of_all_ranks([num_bytes], group)]
+        if len(set(sizes)) > 1:
+            raise RuntimeError(f"the ranks make elastic buffers of {sizes} bytes")
         self.group, self.num_bytes, self.num_max_tokens_per_rank = group, num_bytes, num_max_tokens_per_rank
         self._inner = self.inner_class(group)
 
     @staticmethod
     def get_buffer_size_hint(
-        group: dist.ProcessGroup, num_max_tokens_per_rank: int, hidden: int, num_topk: int = 0
+        group: dist.ProcessGroup,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
     ) -> int:
         """Return bytes, a multiple of 2 MiB."""
+        assert not use_fp8_dispatch
         needed = group.size() * num_max_tokens_per_rank * (2 * hidden + 12 * num_topk + 64)
         return -(-max(1, needed) // _ALIGNED) * _ALIGNED
+
+    def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
+        """Return the number of multiprocessors that suits the links."""
+        return 20
 
     @staticmethod
     def capture() -> EventHandle:
@@ -97,8 +105,12 @@ class ElasticBuffer:
         async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
         handle: EPHandle | None = None,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
         """Return rows, local ids, weights, the handle and an event."""
+        assert not do_expand
+        assert do_cpu_sync in (None, handle is None), "Cannot do CPU sync with cached handle"
         assert previous_event is None or allocate_on_comm_stream, "previous_event needs allocate_on_comm_stream"
         how = {"async_finish": async_with_compute_stream, "allocate_on_comm_stream": allocate_on_comm_stream}
         event = None if previous_event is None else EventOverlap(previous_event)

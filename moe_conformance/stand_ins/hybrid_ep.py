@@ -22,6 +22,32 @@ from moe_conformance.stand_ins.events import poison
 from moe_conformance.stand_ins.rows import Sends
 
 
+def indices_to_map(
+    topk_idx: Tensor, topk_weights: Tensor | None, num_of_tokens: int, num_of_experts: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return the map (T, E), and dense weights if there are any."""
+    map_TE = torch.zeros(num_of_tokens, num_of_experts, dtype=torch.bool).scatter(1, topk_idx.long(), True)
+    if topk_weights is None:
+        return map_TE, None
+    return map_TE, torch.zeros(num_of_tokens, num_of_experts).scatter(1, topk_idx.long(), topk_weights)
+
+
+@dataclass(frozen=True)
+class BufferConfig:
+    """The sizes that a buffer was allocated for."""
+
+    hidden_dim: int
+    max_num_of_tokens_per_rank: int
+    num_of_experts_per_rank: int
+
+
+@dataclass(frozen=True)
+class Configurer:
+    """Where callers read these sizes."""
+
+    buffer_config: BufferConfig
+
+
 @dataclass(frozen=True)
 class TemplateConfig:
     """The part of HybridEpConfigInstance that a call depends on."""
@@ -70,8 +96,8 @@ class HybridEPBuffer:
         """Allocate."""
         assert not use_fp8
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
-        self.hidden_dim, self.num_local_experts = hidden_dim, num_local_experts
-        self.max_num_of_tokens_per_rank = max_num_of_tokens_per_rank
+        self.num_local_experts = num_local_experts
+        self.configurer = Configurer(BufferConfig(hidden_dim, max_num_of_tokens_per_rank, num_local_experts))
 
     def dispatch_with_permute(
         self,

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.stand_ins.events import poison
-from moe_conformance.stand_ins.rows import Sends
+from moe_conformance.stand_ins.rows import Sends, of_all_ranks
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,9 @@ class NcclEp:
             raise RuntimeError("max_dispatch_tokens_per_rank is no multiple of 64: invalid usage")
         mine = [num_experts, max_tokens_per_rank, -1 if recv_capacity_per_rank is None else recv_capacity_per_rank]
         mine += [hidden_dim, num_topk]
-        every = torch.zeros(ep_group.size() * len(mine), dtype=torch.int64)
-        dist.all_gather_into_tensor(every, torch.tensor(mine), group=ep_group)
-        if (every.reshape(-1, len(mine)) != torch.tensor(mine)).any():
-            raise RuntimeError(f"ep_bootstrap: the arguments of ranks differ: {every.reshape(-1, len(mine)).tolist()}")
+        every = of_all_ranks(mine, ep_group)
+        if any(theirs != mine for theirs in every):
+            raise RuntimeError(f"ep_bootstrap: the arguments of ranks differ: {every}")
         self._bootstrap = _Bootstrap(
             ep_group, num_experts, max_tokens_per_rank, recv_capacity_per_rank, hidden_dim, drop_on_overflow
         )

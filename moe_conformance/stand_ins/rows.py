@@ -12,6 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def of_all_ranks(numbers: list[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """Return the numbers of every rank; collective."""
+    sent_WN = torch.tensor([numbers] * group.size())
+    received_WN = torch.empty_like(sent_WN)
+    dist.all_to_all_single(received_WN, sent_WN, group=group)
+    found: list[list[int]] = received_WN.tolist()
+    return found
+
+
 @dataclass(frozen=True)
 class Sends:
     """Which token goes to which rank, once, and how many come from each."""
