@@ -112,11 +112,16 @@ class ElasticBuffer:
         assert not do_expand
         assert do_cpu_sync in (None, handle is None), "Cannot do CPU sync with cached handle"
         assert previous_event is None or allocate_on_comm_stream, "previous_event needs allocate_on_comm_stream"
-        how = {"async_finish": async_with_compute_stream, "allocate_on_comm_stream": allocate_on_comm_stream}
         event = None if previous_event is None else EventOverlap(previous_event)
         if handle is not None:
             assert topk_idx is None
-            rows_RD, *_, after = self._inner.dispatch(x, handle.layout, previous_event=event, **how)
+            rows_RD, *_, after = self._inner.dispatch(
+                x,
+                handle.layout,
+                previous_event=event,
+                async_finish=async_with_compute_stream,
+                allocate_on_comm_stream=allocate_on_comm_stream,
+            )
             return rows_RD, None, None, handle, after
         assert topk_idx is not None
         assert num_experts is not None
@@ -136,7 +141,8 @@ class ElasticBuffer:
             is_token_in_rank=in_rank_TW,
             expert_alignment=alignment,
             previous_event=event,
-            **how,
+            async_finish=async_with_compute_stream,
+            allocate_on_comm_stream=allocate_on_comm_stream,
         )
         made = EPHandle(num_experts, alignment, most, num_sms or 20, topk_idx.clone(), counts, layout)
         return rows_RD, ids_RK, weights_RK, made, after

@@ -12,7 +12,7 @@ T tokens of each rank, E experts, N experts held, D hidden, W ranks, M tokens se
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -242,5 +242,6 @@ class WideHybridEPBuffer(HybridEPBuffer):
     _require_summands = _require_rows
 
 
-def _aligned(counts_N: Tensor, multiple: Any) -> Tensor:
-    return -(-counts_N // multiple) * multiple
+def _aligned(counts_N: Tensor, multiple: int) -> Tensor:
+    padded_N: Tensor = -(-counts_N // multiple) * multiple
+    return padded_N

@@ -73,10 +73,9 @@ class EpBuffer:
 class NcclEp:
     """The module: one context for the process."""
 
-    EpBuffer = EpBuffer
-
     def __init__(self) -> None:
         """Begin without a context."""
+        self.EpBuffer = EpBuffer  # under the name that callers look up
         self._bootstrap: _Bootstrap | None = None
 
     @property

@@ -122,7 +122,7 @@ def with_nccl_ep(scene: Scene) -> tuple[Any, ...]:
     R = int(counts_N.sum())
     answers_CD = torch.where(torch.arange(capacity)[:, None] < R, rows_CD * weights_C[:, None], 0.0)
     y_TD = library.ep_combine(buffer, answers_CD, num_local_tokens=len(x_TD))
-    y_TD.sum().backward()  # type: ignore[no-untyped-call]
+    y_TD.sum().backward()
     inputs = (x_TD.detach(), ids_TK, weights_TK.detach())
     arrived = (rows_CD.detach(), weights_C.detach(), counts_N.tolist())
     return inputs, arrived, (y_TD.detach(), x_TD.grad, weights_TK.grad)
@@ -218,8 +218,8 @@ def uneven_tokens(scene: Scene) -> str:
     x_TD, ids_TK, weights_TK = scene.batch()
     map_TE, _ = dense(ids_TK, weights_TK)
     buffer = HybridEPBuffer(group_of(scene), 16, 64, N)
-    given = {"hidden": torch.zeros(len(x_TD), 16, dtype=torch.bfloat16), "routing_map": map_TE}
-    return caught(lambda: buffer.dispatch_with_permute(**given))
+    rows_TD = torch.zeros(len(x_TD), 16, dtype=torch.bfloat16)
+    return caught(lambda: buffer.dispatch_with_permute(hidden=rows_TD, routing_map=map_TE))
 
 
 class TestNcclEP:
