@@ -15,9 +15,7 @@ from torch import Tensor
 def of_all_ranks(numbers: list[int], group: dist.ProcessGroup) -> list[list[int]]:
     """Return the numbers of every rank; collective."""
     sent_WN = torch.tensor([numbers] * group.size())
-    received_WN = torch.empty_like(sent_WN)
-    dist.all_to_all_single(received_WN, sent_WN, group=group)
-    found: list[list[int]] = received_WN.tolist()
+    found: list[list[int]] = _exchanged(sent_WN, [1] * len(sent_WN), [1] * len(sent_WN), group).tolist()
     return found
 
 
@@ -38,8 +36,7 @@ class Sends:
         Where the ranks disagree all of them raise; a kernel that needs it hangs or reads foreign memory.
         """
         sent_W2 = torch.stack([in_rank_TW.sum(0), torch.full((in_rank_TW.shape[1],), agreed)], 1).int()
-        received_W2 = torch.empty_like(sent_W2)
-        dist.all_to_all_single(received_W2, sent_W2, group=group)
+        received_W2 = _exchanged(sent_W2, [1] * len(sent_W2), [1] * len(sent_W2), group)
         numbers = received_W2[:, 1].tolist()
         if len(set(numbers)) > 1:
             raise RuntimeError(f"the ranks have {numbers} where the kernel needs one number")
@@ -69,6 +66,13 @@ class Sends:
         return self._exchanged(rows_R, self.received_W, self.sent_W)
 
     def _exchanged(self, rows: Tensor, sent_W: tuple[int, ...], received_W: tuple[int, ...]) -> Tensor:
-        arrived = rows.new_empty(sum(received_W), *rows.shape[1:])
-        dist.all_to_all_single(arrived, rows.contiguous(), list(received_W), list(sent_W), group=self.group)
-        return arrived
+        return _exchanged(rows, list(sent_W), list(received_W), self.group)
+
+
+def _exchanged(rows: Tensor, sent_W: list[int], received_W: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Return what arrives; a rank that is alone keeps a copy of what it has."""
+    if len(sent_W) == 1:
+        return rows.clone(memory_format=torch.contiguous_format)
+    arrived = rows.new_empty(sum(received_W), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows.contiguous(), received_W, sent_W, group=group)
+    return arrived

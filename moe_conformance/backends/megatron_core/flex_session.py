@@ -16,7 +16,7 @@ from moe_conformance.backends.megatron_core.flex_functions import KernelRules, T
 from moe_conformance.backends.megatron_core.flex_kernels import SAID, Kernels
 from moe_conformance.backends.megatron_core.layer import Layer
 from moe_conformance.backends.megatron_core.session import MegatronSession
-from moe_conformance.backends.megatron_core.surfaces import Exchange
+from moe_conformance.backends.megatron_core.surfaces import Exchange, Experts
 from moe_conformance.contract import (
     Capacity,
     Claims,
@@ -49,11 +49,15 @@ class FlexSession(MegatronSession):
         """Build a layer and return its token dispatcher."""
         if config.capacity.padded:
             raise Unsupported("the flex dispatcher pads nothing: it takes a map that the router has filled up")
-        if config.experts < 1 or config.experts % self._topology.sizes["ep"]:
-            raise Unsupported(f"what does not divide is refused by the layer: {_ELSEWHERE}")
+        self._require_divided(config)
         self._kernels.forget()
         layer = self._layer(config.only(*LAYER, *CAPACITY, *OF_EXPERTS, *_FLEX))
         return FlexExchange(layer, config)
+
+    def experts(self, config: Config) -> Experts:
+        """Build a layer and return its experts."""
+        self._require_divided(config)
+        return super().experts(config)
 
     def token_padding(self, config: Config) -> TokenPadding:
         """Build a layer and return the padding of its manager."""
@@ -93,6 +97,10 @@ class FlexSession(MegatronSession):
         self._kernels.forget()
         built = self._layer(config.only(*LAYER, *ROUTER, *SHARED))
         return FlexLayer(built, config, self._topology)
+
+    def _require_divided(self, config: Config) -> None:
+        if config.experts < 1 or config.experts % self._topology.sizes["ep"]:
+            raise Unsupported(f"what does not divide is refused by the layer: {_ELSEWHERE}")
 
     def _layer(self, config: Config, number: int = 1) -> Any:
         with refusals(AssertionError, ValueError, match=_REFUSED):
