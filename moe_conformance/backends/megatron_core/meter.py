@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.megatron_core import differences, library
-from moe_conformance.contract import Metered, MeteredPass, MeteredResults, Routing, Unsupported
+from moe_conformance.contract import Metered, MeteredPass, MeteredResults, Routing
 
 _NOT_SELECTED = -50.0  # a logit below those of all selected experts, which are weights in [0, 1)
 
@@ -79,16 +79,15 @@ class LoadMeter:
         return tuple(self._layers[0].local_expert_indices)
 
     def switch(self, on: bool) -> None:
-        """Set the option of all layers.
-
-        Raises:
-            Unsupported: there is none.
-        """
-        if self._tracker is None:
-            raise Unsupported("the counter of the balance bias and the recorded routes have no switch")
+        """Set the options of all layers: what MoELayer and TopKRouter ask in every forward."""
         self._on = on
         for layer in self._layers.values():
-            layer.config.log_moe_overload_factor = on
+            self._set(layer)
+
+    def _set(self, layer: Any) -> None:
+        layer.router.enable_expert_bias = self._on
+        if self._tracker is not None:
+            layer.config.log_moe_overload_factor = self._on
 
     def report(self, number: int) -> Metered:
         """Let the tracker report to a writer, with values of layers; a caller asks only where the option is set."""
@@ -131,8 +130,7 @@ class LoadMeter:
     def _layer(self, number: int) -> Any:
         if number not in self._layers:
             layer = self._build(number + 1)  # the library counts from 1
-            if self._tracker is not None:
-                layer.config.log_moe_overload_factor = self._on
+            self._set(layer)
             for parameter in layer.experts.parameters():
                 torch.nn.init.constant_(parameter, 0.5)
             self._layers[number] = layer
@@ -148,10 +146,11 @@ class LoadMeter:
         layer.moe_layer_recompute = metered.recomputed  # what recompute_modules=["moe"] sets
         with torch.set_grad_enabled(metered.kind != "evaluation"):
             x = leaves[0] if leaves[0].dim() == 3 else leaves[0].unsqueeze(1)
-            library.RouterReplay.set_global_router_replay_action(library.RouterReplayAction.RECORD)
+            if self._on:
+                layer.router.router_replay.set_router_replay_action(library.RouterReplayAction.RECORD)
             y: Tensor = layer(x)[0].reshape(metered.x.shape)
-            library.RouterReplay.clear_global_router_replay_action()
-        if self._trace is not None:
+            layer.router.router_replay.clear_router_replay_action()
+        if self._on and self._trace is not None:
             self._trace[_place(metered)] = layer.router.router_replay.recorded_topk_idx.clone()
         if asks:
             self._running[_place(metered)] = y, leaves, metered

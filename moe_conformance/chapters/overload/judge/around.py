@@ -119,7 +119,7 @@ def _judge_no_values(outcome: Outcome) -> Comparisons:
     _, plain, again = _same_runs(outcome)
     for call in (plain, again):
         for rank, found in enumerate(values(outcome, call + 1, "values")):
-            wrong = f"rank {rank}: the report of a meter that is off has the values {', '.join(found)}"
+            wrong = f"rank {rank}: the report of a meter that is off has the values {', '.join(found or ())}"
             yield Comparison(rank, wrong if found else "", kind="values")
 
 
