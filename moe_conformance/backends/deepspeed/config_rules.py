@@ -13,7 +13,6 @@ from moe_conformance.backends.deepspeed.placement import Placement, build
 from moe_conformance.contract import Config, Settings, Unsupported, VersionLimit
 
 _MAPPED = {"experts", "top_k", "dispatcher", "kernel", "extra"}
-_OWN = {"dtype", "accumulate_in_product"}  # of what a layer of this library is part of, whatever they are
 
 
 class ConfigRules:
@@ -35,7 +34,7 @@ class ConfigRules:
 
     def resolve(self, asked: Settings) -> Settings:
         """Build the layer, and read its settings. The fused exchange is that of Tutel, if it is installed."""
-        others = {field.name: field.default for field in fields(Settings) if field.name not in _MAPPED | _OWN}
+        others = {field.name: field.default for field in fields(Settings) if field.name not in _MAPPED}
         if odd := [f"{name}={getattr(asked, name)!r}" for name in others if getattr(asked, name) != others[name]]:
             raise Unsupported(f"DeepSpeed's MoE layer has no option {', '.join(odd)}")
         if asked.experts is None:
@@ -59,8 +58,6 @@ class ConfigRules:
             top_k=layer.gate.k,
             dispatcher="fused" if fused else "alltoall",
             kernel="present" if fused else None,
-            dtype=asked.dtype,
-            accumulate_in_product=asked.accumulate_in_product,
         )
 
     def build(self, asked: Settings, layers: int) -> Any:

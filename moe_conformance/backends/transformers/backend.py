@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 
 from moe_conformance.backends.library import Library
+from moe_conformance.backends.transformers.config_rules import ConfigRules
 from moe_conformance.backends.transformers.exchange import SharedExchange
 from moe_conformance.backends.transformers.experts import GROUPED, ShardedExperts
 from moe_conformance.backends.transformers.layer import ModelLayer
@@ -142,6 +143,12 @@ class _Session(Session):
         config.only(*_SHAPE, *_ROUTING, "losses")
         require_trained(config, self._topology.sizes["cp"])
         return TrainingRouters(config, Placement(config, self._topology, self._device))
+
+    def config_rules(self, config: Config) -> ConfigRules:
+        """Resolve settings on one rank, and change those of built layers."""
+        if self._topology.sizes["world"] > 1:
+            raise Unsupported("the adapter resolves settings on one rank")
+        return ConfigRules(config.only(*_SHAPE, "padding.packed"))
 
     def packing(self, config: Config) -> Packing:
         """Build the collator of padding-free batches."""

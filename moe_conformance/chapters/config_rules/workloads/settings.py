@@ -26,7 +26,7 @@ _KERNELS = "RULE-24"
 RULES = tuple(f"RULE-{number:02}" for number in range(6, 28) if number != 25)
 # Rules whose broken settings a backend may change, with a warning.
 CHANGING = ("RULE-06", "RULE-07", "RULE-15", "RULE-23", "RULE-24")
-SHOWN, UNKNOWN, LATER = "options-shown", "options-unknown", "options-changed"
+SHOWN, UNKNOWN, LATER, NAMED = "options-shown", "options-unknown", "options-changed", "options-changed-by-name"
 
 _ON = Settings(overlap=True, ep=2)
 _CAPTURED = replace(_ON, defer_weight_gradients=True, capture=("router",))
@@ -123,13 +123,18 @@ _CHANGES = (
     (Settings(), Settings(experts=4)),
     (Settings(), Settings(top_k=9)),
 )
+# Changes of options under a library's own names, from the default.
+_NAMED = (
+    (Settings(), Settings(extra=(("experts_implementation", "batched_mm"),))),
+    (Settings(), Settings(extra=(("experts_implementation", "batched"),))),
+)
 _LAYERS = 3
 
 
-def _changes(ranks: int) -> tuple[Call, ...]:
+def _changes(changes: Sequence[tuple[Settings, Settings]], ranks: int) -> tuple[Call, ...]:
     """Return calls that build layers, show, change and show them, then build and show layers as they should be."""
     calls: list[Call] = []
-    for before, to in _CHANGES:
+    for before, to in changes:
         first = Ref(len(calls))
         then = Ref(len(calls) + 4)
         for method, given in (
@@ -146,7 +151,7 @@ def _changes(ranks: int) -> tuple[Call, ...]:
 
 def names() -> tuple[str, ...]:
     """Return the names of the workloads."""
-    return (*map(workload_of, RULES), SHOWN, UNKNOWN, LATER)
+    return (*map(workload_of, RULES), SHOWN, UNKNOWN, LATER, NAMED)
 
 
 def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
@@ -165,8 +170,9 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     for name, options in ((SHOWN, _OPTIONS), (UNKNOWN, _UNKNOWN)):
         calls = _calls([(settings,) * layout.world for settings in options])
         yield Workload(name, ON_CONFIG_RULES, config, layout, (), calls=calls, shows=frozenset({name}))
-    calls = _changes(layout.world)
-    yield Workload(LATER, ON_CONFIG_RULES, config, layout, (), calls=calls, shows=frozenset({LATER}))
+    for name, changes in ((LATER, _CHANGES), (NAMED, _NAMED)):
+        calls = _changes(changes, layout.world)
+        yield Workload(name, ON_CONFIG_RULES, config, layout, (), calls=calls, shows=frozenset({LATER}))
 
 
 def _calls(by_rank: Sequence[tuple[Settings, ...]]) -> tuple[Call, ...]:
