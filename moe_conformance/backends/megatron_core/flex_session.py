@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -230,14 +231,20 @@ class FlexExchange(Exchange):
         pads = any(getattr(self._dispatcher.config, name, False) for name in PADS)
         return replace(found, padding="group_max", alignment=ALIGNMENT) if pads else found
 
-    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, None]:
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         """Dispatch; with a receive buffer of fixed size, read and reset its flag, as a trainer does with every step."""
-        delivery, _ = super().dispatch(x, routing)
+        delivery, dispatcher = super().dispatch(x, routing)
         if not self._static:
-            return delivery, None
-        flag = bool(self._dispatcher.check_over_budget())
-        self._dispatcher.reset_over_budget()
-        return replace(delivery, overflowed=flag), None
+            return delivery, dispatcher
+        flag = bool(dispatcher.check_over_budget())
+        dispatcher.reset_over_budget()
+        return replace(delivery, overflowed=flag), dispatcher
+
+    def _fresh(self) -> Any:
+        """Return a dispatcher that has dispatched nothing; its state is the manager's."""
+        dispatcher = super()._fresh()
+        dispatcher._comm_manager = copy(self._manager)
+        return dispatcher
 
     def padded(self, tokens: int) -> int:
         """Return the number of tokens that the manager dispatches for as many; collective."""

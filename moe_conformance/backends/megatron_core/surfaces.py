@@ -63,7 +63,7 @@ class Exchange:
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         """Run the three steps before the experts; x is (T, D) or [sequence, batch, D]."""
         probs_TE, map_TE = routing.dense()
-        dispatcher = copy(self._dispatcher)
+        dispatcher = self._fresh()
         hidden, probs = dispatcher.dispatch_preprocess(x, map_TE, probs_TE)
         hidden, probs = dispatcher.token_dispatch(hidden, probs)
         rows_RD, counts_N, probs_R = dispatcher.dispatch_postprocess(hidden, probs)
@@ -74,6 +74,10 @@ class Exchange:
         sent_back = handle.token_combine(handle.combine_preprocess(rows))
         y: Tensor = handle.combine_postprocess(sent_back)
         return y
+
+    def _fresh(self) -> Any:
+        """Return a dispatcher that has dispatched nothing."""
+        return copy(self._dispatcher)
 
 
 class Experts:
