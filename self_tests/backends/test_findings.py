@@ -202,7 +202,7 @@ class TestPages:
         waivers = tomllib.loads((ROOT / "waivers" / f"{library.name}.toml").read_text())["waiver"]
         pages = [each for each in LIBRARIES if f"{library.name}-".startswith(f"{each.name}-")]
         of = {path.stem: each.name for each in pages for path in each.scripts}
-        ids = [each["id"][:5] for each in waivers]
+        ids = ["-".join(each["id"].split("-")[:2]) for each in waivers]
         expected = [(id in of, f"docs/findings/{of.get(id)}.md, {id}") for id in ids]
         found = [(True, ":".join(each["evidence"].split(":")[:1])) for each in waivers]
         assert expected == found
