@@ -108,6 +108,7 @@ class TestSchedule:
             assert set() == differing(dict(rank.sequential.local), dict(first.local))
         resolved = outcome.ranks[0].resolved
         assert "combined_1f1b_schedule_for_no_pipelining" == resolved["schedule"]
+        assert "TEGroupedMLP" == resolved["experts"]
         assert "delayed weight gradients of Transformer Engine's linear layers" in resolved["stand-ins"]
 
     def test_all_to_alls_are_in_flight_during_products(self, engine: Engine) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_conformance.stand_ins.delayed_weights import Delays
+from moe_conformance.stand_ins.delayed_weights import Delays, GroupedLinear
 
 
 class Linear(Delays):
@@ -15,7 +15,7 @@ class Linear(Delays):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
-        self.begin_delays()
+        self.begin_delays(self.weight)
 
 
 def gradient(x: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
@@ -54,6 +54,22 @@ class TestDelays:
         layer.backward_dw()
         expected = [gradient(x.detach(), upstream) for x, upstream in batches]
         assert all(map(torch.equal, expected, found))
+
+    def test_grouped_layers_delay_all_their_weights_together(self) -> None:
+        """Delayed or not, each weight has the gradient of its part of the rows; an empty part gives zeros."""
+        layer, rows = GroupedLinear(3, 2, 5, torch.float32), [2, 0, 3]
+        x, upstream = torch.randn(5, 2), torch.randn(5, 5)
+        expected = [gradient(*parts) for parts in zip(x.split(rows), upstream.split(rows), strict=True)]
+        for delays in (False, True):
+            layer.zero_grad()
+            layer.wgrad_store.enabled = delays
+            y, bias = layer(x.clone().requires_grad_(), rows)
+            y.backward(upstream)
+            if delays:
+                assert [None] * 3 == [weight.grad for weight in layer.parameters()]
+                layer.backward_dw()
+            found = [weight.grad for weight in layer.parameters()]
+            assert (None, True) == (bias, all(map(torch.equal, expected, found)))
 
     def test_one_too_many_raises(self) -> None:
         """There is nothing to compute."""

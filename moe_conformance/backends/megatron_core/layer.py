@@ -59,11 +59,11 @@ class Layer:
         yield Named("router", None, read(self._layer.router.weight))
         if self._layer.router.expert_bias is not None:
             yield Named("balance_bias", None, read(self._layer.router.expert_bias))
-        for expert, mlp in zip(self._layer.local_expert_indices, self._layer.experts.local_experts, strict=True):
-            gate_FD, up_FD = read(mlp.linear_fc1.weight).chunk(2, 0)
+        for expert, (fc1, fc2) in zip(self._layer.local_expert_indices, _matrices(self._layer.experts), strict=True):
+            gate_FD, up_FD = read(fc1).chunk(2, 0)
             yield Named("gate", expert, gate_FD, (0, *self._etp))
             yield Named("up", expert, up_FD, (0, *self._etp))
-            yield Named("down", expert, read(mlp.linear_fc2.weight), (1, *self._etp))
+            yield Named("down", expert, read(fc2), (1, *self._etp))
         if self._layer.shared_experts is not None:
             yield from self._shared(self._layer.shared_experts, read)
 
@@ -78,6 +78,15 @@ class Layer:
             start = units.stop
         if shared.gate_weight is not None:
             yield Named("shared_score", None, read(shared.gate_weight))
+
+
+def _matrices(experts: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the stacked gate and up projection and the down projection of every expert of this rank."""
+    for i in range(experts.num_local_experts):
+        if hasattr(experts, "local_experts"):  # SequentialMLP
+            yield experts.local_experts[i].linear_fc1.weight, experts.local_experts[i].linear_fc2.weight
+        else:  # TEGroupedMLP
+            yield getattr(experts.linear_fc1, f"weight{i}"), getattr(experts.linear_fc2, f"weight{i}")
 
 
 def _place(topology: Topology, group: str) -> tuple[int, int]:

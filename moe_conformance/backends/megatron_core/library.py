@@ -25,7 +25,8 @@ with warnings.catch_warnings():
     from megatron.core.pipeline_parallel import combined_1f1b, schedules
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, mappings, random
     from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe import experts, moe_utils, token_dispatcher
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -53,6 +54,7 @@ __all__ = [
     "GPTModel",
     "IdentityOp",
     "LocalSpecProvider",
+    "MLPSubmodules",
     "MoELayer",
     "ModuleSpec",
     "RouterReplay",
@@ -63,6 +65,7 @@ __all__ = [
     "TransformerLayerSubmodules",
     "activations",
     "combined_1f1b",
+    "experts",
     "finalize_model_grads",
     "fine_grained_callables",
     "get_bias_dropout_add",
