@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]  # the folder in which moe_conformance lies
 
 _ID = re.compile(r"\b[A-Z]+-\d\d\b")
 # A heading of a finding, and the requirements of the checks that detected it.
-_DETECTED = rf"^## {_ID.pattern}[^\n]*\n+Detected by {_ID.pattern}(?:(?:, and |, | and ){_ID.pattern})*"
+_DETECTED = rf"^## [A-Z]+-\d+ [^\n]*\n+Detected by {_ID.pattern}(?:(?:, and |, | and ){_ID.pattern})*"
 _CHECKS, _ORACLES = "moe_conformance/distributed_tests", "moe_conformance/reference"
 _NATIVE, _PLANTS = "moe_conformance/backends/native", ("self_tests/chapters", "self_tests/planted_bugs")
 _DECIDING = "moe_conformance/spec/deciding.toml"

@@ -61,6 +61,15 @@ class TestList:
         reasoned = {id for id, each in spec.load().items() if each.without_library}
         assert set() == reasoned - set(explaining.native_only())
 
+    def test_limits_and_shoulds_are_judged_by_their_findings(self) -> None:
+        """No waiver is of them: `explain` names what their checks detected."""
+        found = printed("explain", "EXCH-44").splitlines()
+        assert [
+            "megatron-core: fails by MC-41",
+            "torchtitan: fails by TT-07",
+            "transformers: fails by TF-10",
+        ] == sorted(line.strip() for line in found if "fails by" in line)
+
     def test_libraries_that_were_judged(self) -> None:
         """With their versions, what passes there, and what is waived: in some versions what newer ones have mended."""
         lines = [line for line in printed("explain", "GRAD-08").splitlines() if line.startswith("  megatron-core ")]

@@ -48,7 +48,7 @@ class DeepSpeedSession(Session):
 
     def experts(self, config: Config) -> Experts:
         """Build a layer and return its experts."""
-        config.only(*_SHAPE, "weights_applied", "token_copies")
+        config.only(*_SHAPE, "weights_applied", "token_copies", "capacity.padded")
         self._require_copies(config)
         layer = self._layer(config)
         layer.deepspeed_moe.gate.requires_grad_(False)
