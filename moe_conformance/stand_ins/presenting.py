@@ -17,6 +17,20 @@ def module(name: str, **attributes: Any) -> ModuleType:
     return made
 
 
+class Namespace(ModuleType):
+    """A module with some of its names replaced."""
+
+    def __init__(self, module: ModuleType, **replaced: Any) -> None:
+        """Take the module, and what stands under some names instead."""
+        super().__init__(module.__name__)
+        self.__dict__.update(replaced)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the module has under any other name."""
+        return getattr(self._module, name)
+
+
 @contextmanager
 def presented(modules: Mapping[str, ModuleType | None]) -> Iterator[None]:
     """Let imports find these modules; None: let them find nothing. What was there before is put back."""

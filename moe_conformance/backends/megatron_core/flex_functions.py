@@ -12,8 +12,8 @@ from torch import Tensor
 
 from moe_conformance.backends.megatron_core.config_rules import ConfigRules
 from moe_conformance.backends.megatron_core.flex_kernels import SAID, Kernels
-from moe_conformance.backends.megatron_core.shims import Namespace
 from moe_conformance.contract import Config, Received, Settings, Unsupported
+from moe_conformance.stand_ins.presenting import Namespace
 
 
 @dataclass(frozen=True)

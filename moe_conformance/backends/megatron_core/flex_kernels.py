@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from moe_conformance.backends.megatron_core import library
-from moe_conformance.backends.megatron_core.shims import Namespace
 from moe_conformance.stand_ins import NOTE, deep_ep, elastic, events, hybrid_ep, nccl_ep
-from moe_conformance.stand_ins.presenting import loaded_with, module
+from moe_conformance.stand_ins.presenting import Namespace, loaded_with, module
 
 SAID = {
     "deep_ep": f"{NOTE}; rows of any floating type",

@@ -233,17 +233,16 @@ class FlexExchange(Exchange):
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         """Dispatch; with a receive buffer of fixed size, read and reset its flag, as a trainer does with every step."""
-        delivery, dispatcher = super().dispatch(x, routing)
+        delivery, handle = super().dispatch(x, routing)
         if not self._static:
-            return delivery, dispatcher
-        flag = bool(dispatcher.check_over_budget())
-        dispatcher.reset_over_budget()
-        return replace(delivery, overflowed=flag), dispatcher
+            return delivery, handle
+        flag = bool(handle.check_over_budget())
+        handle.reset_over_budget()
+        return replace(delivery, overflowed=flag), handle
 
-    def _fresh(self) -> Any:
-        """Return a dispatcher that has dispatched nothing; its state is the manager's."""
-        dispatcher = super()._fresh()
-        dispatcher._comm_manager = copy(self._manager)
+    def _of_a_microbatch(self) -> Any:
+        dispatcher = super()._of_a_microbatch()
+        dispatcher._comm_manager = self._manager = copy(self._manager)  # where all state is
         return dispatcher
 
     def padded(self, tokens: int) -> int:

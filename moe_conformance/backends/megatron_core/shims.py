@@ -16,18 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.stand_ins import streams
-
-
-class Namespace(ModuleType):
-    """A module with some of its names replaced."""
-
-    def __init__(self, module: ModuleType, **replaced: Any) -> None:
-        super().__init__(module.__name__)
-        self.__dict__.update(replaced)
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+from moe_conformance.stand_ins.presenting import Namespace
 
 
 def apply(

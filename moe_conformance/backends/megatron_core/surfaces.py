@@ -63,21 +63,21 @@ class Exchange:
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         """Run the three steps before the experts; x is (T, D) or [sequence, batch, D]."""
         probs_TE, map_TE = routing.dense()
-        dispatcher = self._fresh()
+        dispatcher = self._of_a_microbatch()
         hidden, probs = dispatcher.dispatch_preprocess(x, map_TE, probs_TE)
         hidden, probs = dispatcher.token_dispatch(hidden, probs)
         rows_RD, counts_N, probs_R = dispatcher.dispatch_postprocess(hidden, probs)
         return Delivery.grouped(rows_RD, counts_N, probs_R), dispatcher
+
+    def _of_a_microbatch(self) -> Any:
+        """Return a dispatcher that no other microbatch has."""
+        return copy(self._dispatcher)
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         """Run the three steps after the experts, whose output is weighted already."""
         sent_back = handle.token_combine(handle.combine_preprocess(rows))
         y: Tensor = handle.combine_postprocess(sent_back)
         return y
-
-    def _fresh(self) -> Any:
-        """Return a dispatcher that has dispatched nothing."""
-        return copy(self._dispatcher)
 
 
 class Experts:
