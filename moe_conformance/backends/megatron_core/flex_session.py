@@ -242,14 +242,15 @@ class FlexExchange(Exchange):
 
     def _of_a_microbatch(self) -> Any:
         dispatcher = super()._of_a_microbatch()
-        dispatcher._comm_manager = self._manager = copy(self._manager)  # where all state is
+        # All state is on the manager: the layer's own one dispatches nothing.
+        dispatcher._comm_manager = self._manager = copy(self._dispatcher._comm_manager)
         return dispatcher
 
     def padded(self, tokens: int) -> int:
         """Return the number of tokens that the manager dispatches for as many; collective."""
         nothing_TE = torch.zeros(tokens, self.experts)
         self._dispatcher.dispatch_preprocess(torch.zeros(tokens, self.hidden), nothing_TE.bool(), nothing_TE)
-        return int(self._manager._padded_num_tokens)
+        return int(self._dispatcher._comm_manager._padded_num_tokens)
 
 
 class TokenPadding:
