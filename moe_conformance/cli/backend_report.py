@@ -18,7 +18,7 @@ from moe_conformance.workloads.selection.profiles import fitting
 
 Say = Callable[[str], None]
 
-_TRIES = 5  # cases of one kind, until one runs
+_TRIES, _REFUSED = 5, 20  # cases of one kind that fail, and that are refused, until one runs
 _LACKS = "this backend offers no "  # begins the refusal of a method of Session that is not overridden
 
 
@@ -73,8 +73,12 @@ def _runs(engine: Engine, target: str, cases: Sequence[Case]) -> tuple[list[str]
     ran: list[str] = []
     faults: dict[str, str] = {}  # by kind, of the first case that failed
     for kind, some in by_kind.items():
-        for case in some[:_TRIES]:
+        failed = refused = 0
+        for case in some:
+            if failed == _TRIES or refused == _REFUSED:
+                break
             outcome = moe_step(engine, target, case.workload)
+            failed, refused = failed + bool(outcome.blamed), refused + (outcome.refusal is not None)
             if outcome.blamed:
                 rank = outcome.blamed[0]
                 fault = f"{kind} ({case.id}): rank {rank.rank} {rank.status} in {rank.reached}: {rank.error}"

@@ -57,6 +57,10 @@ GATES: Mapping[str, Mapping[str, Any]] = {
     "capacity.factor = 1, drop_policy = position, top_k = 1": {**_GSHARD, "top_k": 1},
 }
 
+# A library may overlap models in half precision alone.
+STEPS: Mapping[str, Mapping[str, Any]] = {"bfloat16": {"dtype": torch.bfloat16}}
+OTHERWISE: Mapping[str, Mapping[str, Mapping[str, Any]]] = {"router": GATES, "layer": GATES, "overlapped_step": STEPS}
+
 How = Literal["offered", "refused", "not adapted", "failed"]
 
 
@@ -77,7 +81,7 @@ class Offer:
     option: str
     how: How
     reason: str = ""
-    gate: str = ""  # the entry of `GATES` with which it was built
+    gate: str = ""  # the entry of `OTHERWISE` with which it was built
 
 
 def names() -> tuple[str, ...]:
@@ -107,12 +111,13 @@ def run(context: RankContext, request: OfferRequest) -> tuple[Offer, ...]:
 
 
 def _first(session: Any, surface: str, plain: Config, request: OfferRequest) -> tuple[Offer, Config]:
-    """Build a surface with the plain config, or with the first of `GATES` that it accepts, and return the config too.
+    """Build a surface with the plain config, or with the first of `OTHERWISE` that it accepts, and return the config.
 
     If it accepts none, the offer of the plain config is returned.
     """
     first = _try(session, surface, "", plain, request)
-    for gate, values in GATES.items() if surface in ("router", "layer") and first.how == "not adapted" else ():
+    again = first.how == "not adapted" or (first.how == "refused" and surface == "overlapped_step")
+    for gate, values in OTHERWISE.get(surface, {}).items() if again else ():
         offer = _try(session, surface, "", plain.changed(values), request)
         if offer.how == "offered":
             return replace(offer, gate=gate), plain.changed(values)
