@@ -38,10 +38,10 @@ def judge_drawn_fit(reading: Reading) -> Comparisons:
 
 
 def _kept(reading: Reading, place: Place, selected_TK: Tensor) -> Tensor:
-    """Return which selected slots are routed, bool (T, K)."""
+    """Return which selected slots are routed, bool (T, K); a table of ids has as many slots as the fullest token."""
     ids_TK, rank = reading.seen(*place).router.ids_TK, place[1]
-    if ids_TK is None or ids_TK.shape != selected_TK.shape:
-        raise WrongForm("route", f"the ids of rank {rank} are not {tuple(selected_TK.shape)}", ranks=(rank,))
+    if ids_TK is None or len(ids_TK) != len(selected_TK):
+        raise WrongForm("route", f"the ids of rank {rank} are not of {len(selected_TK)} tokens", ranks=(rank,))
     require_ids(ids_TK, rank)
     return (selected_TK[:, :, None] == ids_TK[:, None, :]).any(-1)
 
