@@ -86,7 +86,7 @@ def judge_rule(outcome: Outcome, rule: str, tally: Tally) -> None:
     that limit only. Valid settings may be refused by a limit that the library documents.
 
     Raises:
-        NotOffered: the adapter has no settings that break the rule, or no valid settings were accepted.
+        NotOffered: the adapter has no settings that break the rule, or all settings were refused.
         Unrefused: they were built on some ranks without an error.
         WrongForm: they were built with a change that the rule does not allow, or without a warning.
         Refused: valid settings were refused, or built otherwise than requested.
@@ -103,7 +103,7 @@ def judge_rule(outcome: Outcome, rule: str, tally: Tally) -> None:
         if rules and rule not in rules:
             continue
         judged += rule in rules
-        accepted += not rules and not example.refusing
+        accepted += not example.refusing  # valid settings, or what stands openly in the place of invalid ones
         findings += _wrong_outcomes(example, rule, usual) if rules else _wrong_builds(example)
         for rank in range(len(example.answers)):
             tally.add(pairs=1, rank=rank)
