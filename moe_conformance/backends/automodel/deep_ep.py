@@ -59,7 +59,7 @@ class _Session(Session):
         original = importlib.import_module(f"{_PACKAGE}.fused_a2a")
         self._fused: Any = loaded_with(original, _kernels())
         cuda = Namespace(torch.cuda, synchronize=lambda device: None)  # after the first dispatch, to tell the time
-        self._fused.torch = Namespace(torch, cuda=cuda)
+        vars(self._fused)["torch"] = Namespace(torch, cuda=cuda)
         names = [name for name in vars(original) if name in vars(self._dispatcher) and not name.startswith("_")]
         self._before = {name: getattr(self._dispatcher, name) for name in names}
         vars(self._dispatcher).update({name: getattr(self._fused, name) for name in names})

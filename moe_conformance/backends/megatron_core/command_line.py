@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from moe_conformance.backends.megatron_core import library, shims
+from moe_conformance.backends.megatron_core import library
 from moe_conformance.contract import Settings
+from moe_conformance.stand_ins.presenting import Namespace
 
 TRANSFORMER_ENGINE = "2.12.0"  # the oldest that validate_args lets a graph hold deferred weight gradients with
 _NAMES = {"attention": "attn", "router": "moe_router"}
@@ -69,7 +70,7 @@ def _arguments() -> Any:
         typing.override = lambda method: method  # type: ignore[attr-defined]
     arguments: Any = importlib.import_module("megatron.training.arguments")
     if not torch.cuda.is_available():  # it asks what the GPU can do: as a Hopper
-        arguments.torch = shims.Namespace(torch, cuda=shims.Namespace(torch.cuda, get_device_capability=lambda: (9, 0)))
+        arguments.torch = Namespace(torch, cuda=Namespace(torch.cuda, get_device_capability=lambda: (9, 0)))
     return arguments
 
 

@@ -1,0 +1,48 @@
+"""Automodel's flex dispatcher over stand-ins, held against the oracles by itself: no judge takes part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moe_conformance.backends.automodel.deep_ep import AutomodelDeepEP
+from moe_conformance.contract import Unsupported
+from moe_conformance.contract.topology import Layout
+from moe_conformance.engine import Engine
+from moe_conformance.scenarios.moe_step import moe_step
+from moe_conformance.stand_ins import NOTE
+from moe_conformance.workloads import recipes
+from self_tests.backends.dense import oracle, seen
+
+try:
+    AutomodelDeepEP().versions()  # importing the library here would take seconds: only the ranks need it
+except Unsupported as missing:
+    pytest.skip(str(missing), allow_module_level=True)
+
+NAME = "moe_conformance.backends.automodel.deep_ep:AutomodelDeepEP"
+EP2 = Layout(2, ep=2)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """Ranks that have imported Automodel already."""
+    preload = (*AutomodelDeepEP.preload, "moe_conformance.scenarios.moe_step")
+    with Engine(preload=preload, environment=AutomodelDeepEP.environment) as engine:
+        yield engine
+
+
+class TestExchange:
+    @pytest.mark.parametrize("name", ["uneven", "rank-without-tokens", "dropped-uneven", "even-bfloat16"])
+    @pytest.mark.parametrize("variant", AutomodelDeepEP.variants)
+    def test_it_computes_the_layer(self, engine: Engine, variant: str, name: str) -> None:
+        """Output and gradients equal the dense formulation to the bit, and the kernel is said to be a stand-in."""
+        workload = next(w for w in recipes.corpus(variant, EP2, "full") if w.name == name)
+        outcome = moe_step(engine, NAME, workload)
+        assert ["ok", "ok"] == [rank.status for rank in outcome.ranks], [rank.error for rank in outcome.ranks]
+        expected, (y, dx, dweights) = oracle(outcome.workload), seen(outcome)
+        assert torch.equal(expected.y_TD, y)
+        assert torch.equal(expected.dx_TD, dx)
+        assert torch.equal(expected.dweights_TK, dweights)
+        assert NOTE in outcome.ranks[0].resolved["deep_ep"]
