@@ -28,7 +28,7 @@ SCRIPTS = 5  # in bfloat16
 class StaleBuffer(Buffer):
     """A buffer whose cached dispatch is one row off."""
 
-    def dispatch(self, x: Tensor, handle: tuple[Any, ...] | None = None, **given: Any) -> tuple[Any, ...]:  # type: ignore[override]
+    def dispatch(self, x: Tensor, handle: Any = None, **given: Any) -> tuple[Any, ...]:  # type: ignore[override]
         """Turn the rows."""
         rows_RD, *rest = super().dispatch(x, handle, **given)
         return (rows_RD if handle is None else rows_RD.roll(1, 0), *rest)
@@ -37,7 +37,7 @@ class StaleBuffer(Buffer):
 class LooseBuffer(Buffer):
     """A buffer that adds the first of two biases only."""
 
-    def combine(self, x: Tensor, handle: tuple[Any, ...], **given: Any) -> tuple[Tensor, Tensor | None, object]:  # type: ignore[override]
+    def combine(self, x: Tensor, handle: Any, **given: Any) -> tuple[Tensor, Tensor | None, object]:  # type: ignore[override]
         """Drop the second."""
         bias = given.pop("bias", None)
         return super().combine(x, handle, bias=bias[0] if isinstance(bias, tuple) else bias, **given)
@@ -46,7 +46,7 @@ class LooseBuffer(Buffer):
 class TurnedBuffer(Buffer):
     """A buffer that adds up weights in another order of slots than they were sent in."""
 
-    def combine(self, x: Tensor, handle: tuple[Any, ...], **given: Any) -> tuple[Tensor, Tensor | None, object]:  # type: ignore[override]
+    def combine(self, x: Tensor, handle: Any, **given: Any) -> tuple[Tensor, Tensor | None, object]:  # type: ignore[override]
         """Turn the slots."""
         y_TD, weights_TK, event = super().combine(x, handle, **given)
         return y_TD, None if weights_TK is None else weights_TK.roll(1, 1), event
