@@ -7,11 +7,13 @@ The model is one stage without embedding and output layer; its attention returns
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -63,15 +65,17 @@ def model(built: Any, delays: bool) -> Any:
     parts = library.TransformerLayerSubmodules(
         self_attention=_NoAttention, mlp=mlp, mlp_bda=library.get_bias_dropout_add
     )
-    return library.GPTModel(
-        built,
-        library.ModuleSpec(module=library.TransformerLayer, submodules=parts),
-        vocab_size=1,
-        max_sequence_length=1,
-        pre_process=False,
-        post_process=False,
-        position_embedding_type="none",
-    )
+    # It chooses an attention of Transformer Engine by variables of the process, and there is none here to read them.
+    with patch.dict(os.environ):
+        return library.GPTModel(
+            built,
+            library.ModuleSpec(module=library.TransformerLayer, submodules=parts),
+            vocab_size=1,
+            max_sequence_length=1,
+            pre_process=False,
+            post_process=False,
+            position_embedding_type="none",
+        )
 
 
 class OverlappedLayer(Layer):
