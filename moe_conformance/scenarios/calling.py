@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -73,18 +73,22 @@ def call_through(through: Through, method: Callable[..., Any], arguments: Mappin
 
 
 def takes(method: Callable[..., Any], names: Sequence[str]) -> bool:
-    """Return whether a method takes arguments of these names, or as many by position.
+    """Return whether a method has a parameter for each of these arguments, by name or by position.
+
+    One that asks for more arguments takes these: its call raises, which is a failure.
 
     >>> takes(lambda rows, handle: rows, ("rows", "handle", "biases"))
     False
     """
-    if _has_parameters(method, names):
-        return True
     try:
-        inspect.signature(method).bind(*names)
-    except TypeError:
-        return False
-    return True
+        signature = inspect.signature(method)
+    except ValueError:  # it is not written in Python
+        return True
+    for by_position, by_name in (((), dict.fromkeys(names)), (names, {})):
+        with suppress(TypeError):
+            signature.bind_partial(*by_position, **by_name)
+            return True
+    return False
 
 
 def _has_parameters(method: Callable[..., Any], names: Iterable[str]) -> bool:

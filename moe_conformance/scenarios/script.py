@@ -89,7 +89,7 @@ class Script:
         for call in self.workload.calls:
             method, given = getattr(surface, call.method, None), tuple(call.given[self.context.rank])
             if method is not None and not takes(method, given):
-                raise Unsupported(f"{call.method} of this surface takes no {given[-1]}")
+                raise Unsupported(f"{call.method} of this surface takes fewer arguments than {', '.join(given)}")
         if self.workload.parameters:
             parameters.write(surface, self.workload.parameters)
         without_noise(surface)

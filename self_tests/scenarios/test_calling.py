@@ -22,3 +22,8 @@ class TestTakes:
     def test_an_argument_too_many_is_not_taken(self) -> None:
         """A combine that adds no biases has no parameter for them."""
         assert not takes(Combining().combine, ("rows_RD", "handle", "biases"))
+
+    def test_an_argument_too_few_is_taken(self) -> None:
+        """What the method asks for beyond them raises when it is called: a failure, and not a part left out."""
+        assert takes(Combining().combine, ("rows_RD",))
+        assert takes(Combining().combine, ())

@@ -12,9 +12,9 @@ from moe_conformance.chapters.overload.judge.reports import AVERAGE, judge_names
 from moe_conformance.chapters.overload.workloads.conditions import scripts
 from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine
-from moe_conformance.judging.verdict import NotOffered, Tally
+from moe_conformance.judging.verdict import NotOffered, Tally, WrongCount
 from moe_conformance.scenarios.moe_step import moe_step
-from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.scenarios.outcome import Outcome, RankOutcome
 
 
 @pytest.fixture(scope="module")
@@ -24,17 +24,27 @@ def engine() -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture(scope="module")
-def without_factors(engine: Engine) -> Outcome:
-    """What native's meter reports of recomputed forwards, without the factors."""
-    workload = next(each for each in scripts("alltoall", Layout(1), "quick") if each.name == "load-recomputed-alike")
+def reported(engine: Engine, layout: Layout, ranks_without: set[int]) -> Outcome:
+    """Return what native's meter reports of recomputed forwards, without the factors on some ranks."""
+    workload = next(each for each in scripts("alltoall", layout, "quick") if each.name == "load-recomputed-alike")
     outcome = moe_step(engine, "native", workload)
-    (rank,) = outcome.ranks
+    return replace(
+        outcome, ranks=tuple(_without(rank) if rank.rank in ranks_without else rank for rank in outcome.ranks)
+    )
+
+
+def _without(rank: RankOutcome) -> RankOutcome:
     answers = tuple(
         replace(each, values={**each.values, "values": None}) if "values" in each.values else each
         for each in rank.answers
     )
-    return replace(outcome, ranks=(replace(rank, answers=answers),))
+    return replace(rank, answers=answers)
+
+
+@pytest.fixture(scope="module")
+def without_factors(engine: Engine) -> Outcome:
+    """What a meter without factors reports, on one rank."""
+    return reported(engine, Layout(1), {0})
 
 
 class TestWithoutFactors:
@@ -44,6 +54,12 @@ class TestWithoutFactors:
         for judge in (lambda *given: judge_values(*given, AVERAGE), judge_names, judge_uneven, *costs):
             with pytest.raises(NotOffered, match="this meter has no overload factors"):
                 judge(without_factors, Tally())
+
+    def test_factors_on_some_ranks_are_no_part_left_out(self, engine: Engine) -> None:
+        """A rank whose report lacks what the reports of others have fails, with its number."""
+        outcome = reported(engine, Layout(2, ep=2), {1})
+        with pytest.raises(WrongCount, match="step 0 on rank 1 has no overload factors, others have"):
+            judge_values(outcome, Tally(), AVERAGE)
 
     def test_counter_and_trace_are_judged(self, without_factors: Outcome) -> None:
         """They stand beside the factors."""

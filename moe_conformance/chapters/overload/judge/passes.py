@@ -14,7 +14,7 @@ from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.run import require_finished
 from moe_conformance.judging.observed.script import answers
-from moe_conformance.judging.verdict import NotOffered
+from moe_conformance.judging.verdict import NotOffered, WrongCount
 from moe_conformance.reference.overload.factors import Entry, entry
 from moe_conformance.reference.overload.peaks import cumulative, cumulative_interval
 from moe_conformance.reference.overload.timelines import (
@@ -79,12 +79,22 @@ def with_factors(outcome: Outcome) -> tuple[Covered, ...]:
     """Return what `covered` does.
 
     Raises:
-        NotOffered: the meter has no overload factors.
+        NotOffered: no report of any rank has overload factors.
+        WrongCount: some have, and some have not.
     """
     reports = covered(outcome)
-    if any(answer.values.get("values", ()) is None for step in reports for answer in answers(outcome, step.call)):
+    without = [
+        (step.number, rank)
+        for step in reports
+        for rank, answer in enumerate(answers(outcome, step.call))
+        if answer.values.get("values", ()) is None
+    ]
+    if not without:
+        return reports
+    if len(without) == len(reports) * len(outcome.ranks):
         raise NotOffered("this meter has no overload factors")
-    return reports
+    number, rank = without[0]
+    raise WrongCount("report", f"the report of step {number} on rank {rank} has no overload factors, others have")
 
 
 def stage_by_rank(layout: Layout) -> tuple[int, ...]:
