@@ -38,6 +38,14 @@ def seen(outcome: Outcome) -> tuple[Tensor, Tensor, Tensor]:
     return y, dx, dweights
 
 
+def assert_equal_to_the_bit(outcome: Outcome) -> None:
+    """Output and gradients of a run equal the dense formulation, bit for bit."""
+    expected, (y, dx, dweights) = oracle(outcome.workload), seen(outcome)
+    assert torch.equal(expected.y_TD, y)
+    assert torch.equal(expected.dx_TD, dx)
+    assert torch.equal(expected.dweights_TK, dweights)
+
+
 def assert_routed_alike(outcome: Outcome, allowed: float, router_ED: Tensor | None = None) -> list[Routed]:
     """In their first microbatch, routers of all ranks chose the same experts, in any order, and weighed them alike.
 

@@ -13,15 +13,14 @@ import torch
 
 from moe_conformance.backends.automodel import Automodel
 from moe_conformance.chapters.losses import workloads as losses
-from moe_conformance.contract import Config, Unsupported
-from moe_conformance.contract.topology import Layout, Topology
-from moe_conformance.engine import Engine, Job, RankContext
-from moe_conformance.scenarios.moe_step import moe_step
+from moe_conformance.contract.topology import Layout
+from moe_conformance.engine import Engine
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.scenarios.parameters import shard_of
 from moe_conformance.workloads import layers as shared_experts
 from moe_conformance.workloads import recipes, routers
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
+from self_tests.backends.asking import finished, refusals
 from self_tests.backends.dense import assert_layer_alike, assert_routed_alike, oracle, seen, worst
 
 pytest.importorskip("nemo_automodel")
@@ -41,27 +40,12 @@ def engine() -> Iterator[Engine]:
 
 def run(engine: Engine, workload: Workload) -> Outcome:
     """Run a workload, which every rank must finish."""
-    outcome = moe_step(engine, NAME, workload)
-    assert ["ok"] * workload.layout.world == [rank.status for rank in outcome.ranks], [r.error for r in outcome.ranks]
-    return outcome
+    return finished(engine, NAME, workload)
 
 
 def pinned(variant: str, layout: Layout, name: str) -> Workload:
     """The pinned workload of that name."""
     return next(w for w in recipes.corpus(variant, layout, "full") if w.name == name)
-
-
-def refusal(context: RankContext, asked: tuple[Layout, str, dict[str, Any]]) -> tuple[str, str]:
-    """On a rank: ask for a surface, and return who refuses it, and why."""
-    layout, surface, fields = asked
-    session = Automodel().open(Topology(layout, context.rank, context.groups), CPU)
-    try:
-        getattr(session, surface)(Config(variant="loop").changed(fields))
-    except Unsupported as error:
-        return error.by, str(error)
-    finally:
-        session.close()
-    return "nobody", ""
 
 
 class TestModule:
@@ -185,9 +169,6 @@ class TestRefusals:
         self, engine: Engine, layout: Layout, surface: str, fields: dict[str, Any], reason: str
     ) -> None:
         """Every rank refuses, in the name of the adapter."""
-        asked = (layout, surface, fields)
-        result = engine.run(Job(f"{__name__}:refusal", asked, layout.world, layout.groups(), deadline_s=30.0))
-        for rank in result.ranks:
-            assert "ok" == rank.status, rank.error
-            assert "adapter" == rank.value[0]
-            assert reason in rank.value[1]
+        for who, why in refusals(engine, NAME, "loop", layout, surface, fields):
+            assert "adapter" == who
+            assert reason in why

@@ -14,13 +14,12 @@ import torch
 
 from moe_conformance.backends.colossalai import ColossalAI
 from moe_conformance.chapters.losses import workloads as losses
-from moe_conformance.contract import Config, Unsupported
-from moe_conformance.contract.topology import Layout, Topology
-from moe_conformance.engine import Engine, Job, RankContext
-from moe_conformance.scenarios.moe_step import moe_step
+from moe_conformance.contract.topology import Layout
+from moe_conformance.engine import Engine
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads import layers, recipes, routers
 from moe_conformance.workloads.records.workload import Workload
+from self_tests.backends.asking import finished, refusals
 from self_tests.backends.dense import assert_layer_alike, assert_routed_alike, oracle, seen, worst
 
 if find_spec("colossalai") is None:
@@ -38,22 +37,7 @@ def engine() -> Iterator[Engine]:
 
 def run(engine: Engine, workload: Workload) -> Outcome:
     """Run a workload, which every rank must finish."""
-    outcome = moe_step(engine, NAME, workload)
-    assert ["ok"] * workload.layout.world == [rank.status for rank in outcome.ranks], [r.error for r in outcome.ranks]
-    return outcome
-
-
-def refusal(context: RankContext, asked: tuple[Layout, str, dict[str, Any]]) -> tuple[str, str]:
-    """On a rank: ask for a surface, and return who refuses it, and why."""
-    layout, surface, fields = asked
-    session = ColossalAI().open(Topology(layout, context.rank, context.groups), torch.device("cpu"))
-    try:
-        getattr(session, surface)(Config(variant="deepseek").changed(fields))
-    except Unsupported as error:
-        return error.by, str(error)
-    finally:
-        session.close()
-    return "nobody", ""
+    return finished(engine, NAME, workload)
 
 
 def test_importing_the_adapter_does_not_import_the_library() -> None:
@@ -147,8 +131,6 @@ def test_what_it_cannot_ask_for_is_refused(
     engine: Engine, layout: Layout, surface: str, fields: dict[str, Any], reason: str
 ) -> None:
     """Every rank refuses, in the name of the adapter."""
-    job = Job(f"{__name__}:refusal", (layout, surface, fields), layout.world, layout.groups(), deadline_s=30.0)
-    for rank in engine.run(job).ranks:
-        assert "ok" == rank.status, rank.error
-        assert "adapter" == rank.value[0]
-        assert reason in rank.value[1]
+    for who, why in refusals(engine, NAME, "deepseek", layout, surface, fields):
+        assert "adapter" == who
+        assert reason in why

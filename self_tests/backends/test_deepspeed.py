@@ -14,17 +14,23 @@ import torch
 
 from moe_conformance.backends.deepspeed import DeepSpeed
 from moe_conformance.chapters.losses import workloads as losses
-from moe_conformance.contract import Config, Unsupported
 from moe_conformance.contract.topology import Layout, Topology
 from moe_conformance.engine import Engine, Job, RankContext
 from moe_conformance.reference.capacity import drops
-from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.scenarios.parameters import shard_of
 from moe_conformance.workloads import layers as shared_experts
 from moe_conformance.workloads import recipes, routers
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
-from self_tests.backends.dense import assert_layer_alike, assert_routed_alike, oracle, seen, worst
+from self_tests.backends.asking import finished, refusals
+from self_tests.backends.dense import (
+    assert_equal_to_the_bit,
+    assert_layer_alike,
+    assert_routed_alike,
+    oracle,
+    seen,
+    worst,
+)
 
 pytest.importorskip("deepspeed")
 
@@ -49,25 +55,7 @@ def pinned(layout: Layout, name: str) -> Workload:
 
 def run(engine: Engine, workload: Workload) -> Outcome:
     """Run a workload, which every rank must finish."""
-    outcome = moe_step(engine, NAME, workload)
-    assert ["ok"] * workload.layout.world == [rank.status for rank in outcome.ranks], [r.error for r in outcome.ranks]
-    return outcome
-
-
-def refusal(context: RankContext, asked: tuple[Layout, str, dict[str, Any]]) -> tuple[str, str]:
-    """On a rank: ask for a surface, and return who refuses it, and why."""
-    layout, surface, fields = asked
-    try:
-        session = DeepSpeed().open(Topology(layout, context.rank, context.groups), CPU)
-    except Unsupported as error:
-        return error.by, str(error)
-    try:
-        getattr(session, surface)(Config(variant="moe").changed(fields))
-    except Unsupported as error:
-        return error.by, str(error)
-    finally:
-        session.close()
-    return "nobody", ""
+    return finished(engine, NAME, workload)
 
 
 def closed(context: RankContext, layout: Layout) -> bool:
@@ -119,10 +107,7 @@ class TestExchange:
     def test_it_computes_the_layer(self, engine: Engine, layout: Layout, name: str) -> None:
         """Output and gradients of the suite's expert equal the dense formulation to the bit."""
         outcome = run(engine, pinned(layout, name))
-        expected, (y, dx, dweights) = oracle(outcome.workload), seen(outcome)
-        assert torch.equal(expected.y_TD, y)
-        assert torch.equal(expected.dx_TD, dx)
-        assert torch.equal(expected.dweights_TK, dweights)
+        assert_equal_to_the_bit(outcome)
 
     @pytest.mark.parametrize("layout", [TP2_EP2, TP2_EP4], ids=lambda layout: layout.name)
     def test_tensor_ranks_share_the_places(self, engine: Engine, layout: Layout) -> None:
@@ -257,9 +242,6 @@ class TestRefusals:
         self, engine: Engine, layout: Layout, surface: str, fields: dict[str, Any], by: str, reason: str
     ) -> None:
         """Every rank refuses, the adapter in its own name, and the library where it raises itself."""
-        asked = (layout, surface, fields)
-        result = engine.run(Job(f"{__name__}:refusal", asked, layout.world, layout.groups(), deadline_s=30.0))
-        for rank in result.ranks:
-            assert "ok" == rank.status, rank.error
-            assert by == rank.value[0]
-            assert reason in rank.value[1]
+        for who, why in refusals(engine, NAME, "moe", layout, surface, fields):
+            assert by == who
+            assert reason in why

@@ -16,7 +16,7 @@ from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.stand_ins import NOTE
 from moe_conformance.workloads import recipes
-from self_tests.backends.dense import oracle, seen
+from self_tests.backends.dense import assert_equal_to_the_bit, oracle, seen
 
 try:
     MegatronFlex().versions()  # importing the library here would take seconds: only the ranks need it
@@ -96,10 +96,7 @@ class TestExchange:
     def test_it_computes_the_layer(self, engine: Engine, variant: str, layout: Layout) -> None:
         """Output and gradients of the suite's expert equal the dense formulation to the bit."""
         outcome = run(engine, variant, layout, "even")
-        expected, (y, dx, dweights) = oracle(outcome.workload), seen(outcome)
-        assert torch.equal(expected.y_TD, y)
-        assert torch.equal(expected.dx_TD, dx)
-        assert torch.equal(expected.dweights_TK, dweights)
+        assert_equal_to_the_bit(outcome)
 
     @pytest.mark.parametrize("name", ["rank-without-tokens", "dropped-uneven", "uneven-bfloat16"])
     def test_deepep_takes_other_numbers_of_tokens(self, engine: Engine, name: str) -> None:

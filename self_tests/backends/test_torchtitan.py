@@ -26,7 +26,14 @@ from moe_conformance.workloads import recipes, routers
 from moe_conformance.workloads.records import features
 from moe_conformance.workloads.records.runs import ExpertsStep
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
-from self_tests.backends.dense import assert_layer_alike, assert_routed_alike, oracle, seen, worst
+from self_tests.backends.dense import (
+    assert_equal_to_the_bit,
+    assert_layer_alike,
+    assert_routed_alike,
+    oracle,
+    seen,
+    worst,
+)
 
 pytest.importorskip("torchtitan")
 
@@ -117,10 +124,7 @@ class TestExchange:
         if variant == "torchao":
             pytest.importorskip("torchao")
         outcome = run(engine, variant, EP2, name)
-        expected, (y, dx, dweights) = oracle(outcome.workload), seen(outcome)
-        assert torch.equal(expected.y_TD, y)
-        assert torch.equal(expected.dx_TD, dx)
-        assert torch.equal(expected.dweights_TK, dweights)
+        assert_equal_to_the_bit(outcome)
 
     def test_the_local_dispatcher_computes_the_layer(self, engine: Engine) -> None:
         """Without expert parallelism nothing is sent."""

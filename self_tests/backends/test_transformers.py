@@ -27,7 +27,14 @@ from moe_conformance.workloads import layers as shared_experts
 from moe_conformance.workloads import recipes, routers
 from moe_conformance.workloads.records import features
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
-from self_tests.backends.dense import assert_layer_alike, assert_routed_alike, oracle, seen, worst
+from self_tests.backends.dense import (
+    assert_equal_to_the_bit,
+    assert_layer_alike,
+    assert_routed_alike,
+    oracle,
+    seen,
+    worst,
+)
 
 try:
     Transformers().versions()  # importing the library here would take seconds: only the ranks need it
@@ -148,10 +155,7 @@ class TestExchange:
 
     def check(self, outcome: Outcome) -> None:
         """Compare to the bit."""
-        expected, (y, dx, dweights) = oracle(outcome.workload), seen(outcome)
-        assert torch.equal(expected.y_TD, y)
-        assert torch.equal(expected.dx_TD, dx)
-        assert torch.equal(expected.dweights_TK, dweights)
+        assert_equal_to_the_bit(outcome)
 
     @pytest.mark.parametrize(
         ("variant", "layout", "told"),

@@ -14,14 +14,18 @@ import torch
 
 from moe_conformance.backends.tutel import Tutel
 from moe_conformance.chapters.losses import workloads as losses
-from moe_conformance.contract import Config, Unsupported
-from moe_conformance.contract.topology import Layout, Topology
-from moe_conformance.engine import Engine, Job, RankContext
-from moe_conformance.scenarios.moe_step import moe_step
+from moe_conformance.contract.topology import Layout
+from moe_conformance.engine import Engine
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads import layers, recipes, routers
 from moe_conformance.workloads.records.workload import Workload
-from self_tests.backends.dense import assert_layer_alike, assert_routed_alike, oracle, seen, worst
+from self_tests.backends.asking import finished, refusals
+from self_tests.backends.dense import (
+    assert_equal_to_the_bit,
+    assert_layer_alike,
+    assert_routed_alike,
+    worst,
+)
 
 if find_spec("tutel_custom_kernel") is None:
     pytest.skip("Tutel and its extension are not here", allow_module_level=True)
@@ -38,27 +42,12 @@ def engine() -> Iterator[Engine]:
 
 def run(engine: Engine, workload: Workload) -> Outcome:
     """Run a workload, which every rank must finish."""
-    outcome = moe_step(engine, NAME, workload)
-    assert ["ok"] * workload.layout.world == [rank.status for rank in outcome.ranks], [r.error for r in outcome.ranks]
-    return outcome
+    return finished(engine, NAME, workload)
 
 
 def pinned(layout: Layout, name: str) -> Workload:
     """The pinned workload of that name."""
     return next(w for w in recipes.corpus("alltoall", layout, "full") if w.name == name)
-
-
-def refusal(context: RankContext, asked: tuple[Layout, str, dict[str, Any]]) -> tuple[str, str]:
-    """On a rank: ask for a surface, and return who refuses it, and why."""
-    layout, surface, fields = asked
-    session = Tutel().open(Topology(layout, context.rank, context.groups), torch.device("cpu"))
-    try:
-        getattr(session, surface)(Config(variant="alltoall").changed(fields))
-    except Unsupported as error:
-        return error.by, str(error)
-    finally:
-        session.close()
-    return "nobody", ""
 
 
 def test_importing_the_adapter_does_not_import_the_library() -> None:
@@ -73,10 +62,7 @@ class TestExchange:
     def test_it_computes_the_layer(self, engine: Engine, layout: Layout, name: str) -> None:
         """Output and gradients of the suite's expert equal the dense formulation to the bit."""
         outcome = run(engine, pinned(layout, name))
-        expected, (y, dx, dweights) = oracle(outcome.workload), seen(outcome)
-        assert torch.equal(expected.y_TD, y)
-        assert torch.equal(expected.dx_TD, dx)
-        assert torch.equal(expected.dweights_TK, dweights)
+        assert_equal_to_the_bit(outcome)
 
     def test_it_says_what_it_repaired(self, engine: Engine) -> None:
         """A group that is the world needs no repair, and a part of it does."""
@@ -135,8 +121,6 @@ def test_what_it_cannot_ask_for_is_refused(
     engine: Engine, layout: Layout, surface: str, fields: dict[str, Any], by: str, reason: str
 ) -> None:
     """Every rank refuses, in the name of the adapter or of the library."""
-    job = Job(f"{__name__}:refusal", (layout, surface, fields), layout.world, layout.groups(), deadline_s=30.0)
-    for rank in engine.run(job).ranks:
-        assert "ok" == rank.status, rank.error
-        assert by == rank.value[0]
-        assert reason in rank.value[1]
+    for who, why in refusals(engine, NAME, "alltoall", layout, surface, fields):
+        assert by == who
+        assert reason in why

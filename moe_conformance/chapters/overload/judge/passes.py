@@ -94,7 +94,7 @@ def with_factors(outcome: Outcome) -> tuple[Covered, ...]:
     if len(without) == len(reports) * len(outcome.ranks):
         raise NotOffered("this meter has no overload factors")
     number, rank = without[0]
-    raise WrongCount("report", f"the report of step {number} on rank {rank} has no overload factors, others have")
+    raise WrongCount("run", f"the report of step {number} on rank {rank} has no overload factors, others have")
 
 
 def stage_by_rank(layout: Layout) -> tuple[int, ...]:
