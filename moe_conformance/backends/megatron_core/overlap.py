@@ -65,7 +65,7 @@ def model(built: Any, delays: bool) -> Any:
     parts = library.TransformerLayerSubmodules(
         self_attention=_NoAttention, mlp=mlp, mlp_bda=library.get_bias_dropout_add
     )
-    # It chooses an attention of Transformer Engine by variables of the process, and there is none here to read them.
+    # It chooses an attention of Transformer Engine by variables of the process, which stay set (MC-153).
     with patch.dict(os.environ):
         return library.GPTModel(
             built,
