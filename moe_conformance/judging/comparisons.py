@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -93,6 +93,7 @@ def judge(
             if faults:
                 findings = likeliest(faults)
                 beginning, note = "".join(start.words for start in starts), "".join(map(str, notes))
+                findings = [replace(each, error=by_kind.get(each.kind, error).__name__) for each in findings]
                 fail(by_kind.get(findings[0].kind, error), stage, findings, start=beginning, note=note)
 
         first, *rest = inspect.signature(compare).parameters.values()
@@ -120,11 +121,16 @@ def _count(comparisons: Comparisons, tally: Tally) -> tuple[list[Sequence[Findin
             elif isinstance(compared, Finding):
                 faults.append((compared,))
             elif findings := compared.findings():
-                faults.append(findings)
-                tally.beyond = max(tally.beyond, min(compared.worst, MOST))
+                beyond = min(compared.worst, MOST)
+                faults.append([replace(each, beyond=beyond) if each.beyond is None else each for each in findings])
+                tally.beyond = max(tally.beyond, beyond)
             else:
                 tally.add(elements=compared.elements, pairs=compared.pairs, rank=compared.rank, worst=compared.worst)
     except NotOffered:
         if not faults:
             raise
+    except Mismatch as mismatch:  # what was found before it is no less wrong
+        before = [finding for findings in faults for finding in findings[:1]]
+        mismatch.findings = (*(finding for _, finding in mismatch.every_finding()), *before)
+        raise
     return faults, starts, notes

@@ -7,23 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from moe_conformance.judging.verdict import Finding as Finding
 from moe_conformance.judging.verdict import Mismatch, Stage
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One fault, in words. A message has the first and the worst finding of each kind, and counts the others."""
-
-    kind: str  # a message sums findings of one kind up; of the kind "" it lists the first three
-    sentence: str
-    ranks: tuple[int, ...]  # at which the fault is
-    size: float = 0.0  # the size of the error in any unit, only used to choose the worst of a kind
 
 
 def tell(findings: Sequence[Finding]) -> str:
@@ -80,7 +70,9 @@ def fail(
 ) -> NoReturn:
     """Raise a mismatch whose message is `start`, the findings and `note`, and that blames the ranks of all findings."""
     ranks = tuple(sorted({rank for finding in findings for rank in finding.ranks}))
-    raise error(stage, start + tell(findings) + note, ranks=ranks, ratio=ratio)
+    mismatch = error(stage, start + tell(findings) + note, ranks=ranks, ratio=ratio)
+    mismatch.findings, mismatch.start, mismatch.note = tuple(findings), start, note
+    raise mismatch
 
 
 def common_ratio(actual: Tensor, expected: Tensor, tolerance: float = 0.0) -> float | None:

@@ -18,9 +18,7 @@ def of_its_own_kind(mismatch: Mismatch, judge: str) -> Mismatch:
     The subclass has the name of its base class, and is the same one for the same fault.
     """
     kind = _kind(type(mismatch), judge, mismatch.place)  # type: ignore[arg-type]  # mypy takes no class for hashable
-    found = kind(mismatch.stage, mismatch.sentence, ranks=mismatch.ranks, ratio=mismatch.ratio)
-    found.place, found.size = mismatch.place, mismatch.size
-    return found
+    return mismatch.retold(kind)
 
 
 @cache

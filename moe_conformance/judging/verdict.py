@@ -6,7 +6,7 @@ two faults of one kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -71,6 +71,19 @@ class Tally:
         self.decided |= other.decided
 
 
+@dataclass(frozen=True)
+class Finding:
+    """One fault, in words. A message has the first and the worst finding of each kind, and counts the others."""
+
+    kind: str  # a message sums findings of one kind up; of the kind "" it lists the first three
+    sentence: str
+    ranks: tuple[int, ...]  # at which the fault is
+    size: float = 0.0  # the size of the error in any unit, only used to choose the worst of a kind
+    # The largest observed/allowed error of what it tells, 0 if exact; None: no larger than that of the whole check.
+    beyond: float | None = None
+    error: str = ""  # the type of mismatch that it is by itself, if not that of the mismatch that has it
+
+
 class NotOffered(Exception):
     """The backend does not offer what is to be judged; the message has the reason. Neither a pass nor a failure."""
 
@@ -96,6 +109,41 @@ class Mismatch(AssertionError):
         self.requirement: str | None = None  # set by a check of several requirements: the one that is violated
         self.place = ""  # the line at which a rank failed, to distinguish two crashes
         self.outcome: Outcome | None = None  # set by a check that draws its own workloads: the workload that failed
+        self.findings: tuple[Finding, ...] = ()  # all of them, also those that the sentence only counts
+        self.start, self.note = "", ""  # before and behind the findings in the sentence
+        self.rest: tuple[Callable[[], None], ...] = ()  # judges of the check that were not called, see `in_turn`
+
+    def every_finding(self) -> Iterator[tuple[str, Finding]]:
+        """Yield each finding with the message that it would have alone; one of the whole sentence if there is none."""
+        for finding in self.findings or (Finding("", self.sentence, self.ranks),):
+            around = (self.start, self.note) if self.findings else ("", "")
+            yield f"{self.stage}: {around[0]}{finding.sentence}{around[1]}", finding
+
+    def further(self) -> Iterator[Mismatch]:
+        """Yield what the judges find that were not called since this one ended the check.
+
+        One that cannot judge, by whatever exception, finds nothing: what it reads may be what is wrong.
+        """
+        for judge in self.rest:
+            try:
+                judge()
+            except Mismatch as mismatch:
+                yield mismatch
+                yield from mismatch.further()
+            except Exception:
+                continue
+
+    def retold(
+        self, kind: type[Mismatch] | None = None, *, start: str = "", note: str = "", ranks: tuple[int, ...] = ()
+    ) -> Mismatch:
+        """Return it in another type, with words before and behind its sentence, or of other ranks."""
+        told = (kind or type(self))(
+            self.stage, f"{start}{self.sentence}{note}", ranks=ranks or self.ranks, ratio=self.ratio
+        )
+        told.size, told.requirement, told.place, told.outcome = self.size, self.requirement, self.place, self.outcome
+        told.findings, told.rest = self.findings, self.rest
+        told.start, told.note = start + self.start, self.note + note
+        return told
 
 
 class WrongDelivery(Mismatch):
@@ -204,3 +252,17 @@ class Hung(RunFailed):
 
 class Died(RunFailed):
     """The process of a rank ended."""
+
+
+def in_turn(judges: Iterable[Callable[[], None]]) -> None:
+    """Call judges in turn. The first that raises ends the check; its mismatch has the others as `rest`.
+
+    They are called where a waiver excuses that mismatch, so that it hides nothing that they would find.
+    """
+    calls = iter(judges)
+    for call in calls:
+        try:
+            call()
+        except Mismatch as mismatch:
+            mismatch.rest = (*mismatch.rest, *calls)
+            raise

@@ -16,9 +16,9 @@ from moe_conformance.plugin.case_items import CaseItem, Check
 from moe_conformance.plugin.factors import Factors
 from moe_conformance.plugin.foreseeing import foreseen
 from moe_conformance.plugin.outcomes import Kept, Outcomes
-from moe_conformance.plugin.recording import as_of_a_crash, attach, record_of, translate
+from moe_conformance.plugin.recording import as_of_a_crash, attach, excused, record_of, translate
 from moe_conformance.plugin.run import Run
-from moe_conformance.plugin.trial import Ending, Trial, ending
+from moe_conformance.plugin.trial import Ending, Trial, ending, further
 from moe_conformance.report.records import EVERY_RANK_FINISHES, FAILING, FOLLOWS
 from moe_conformance.reproducing.alongside import Twins
 from moe_conformance.reproducing.examining import refusal_by_limit, refusal_of
@@ -104,6 +104,8 @@ class CaseRun:
         message = ended.message
         if ended.verdict == "error":
             ended = replace(ended, detail=_python_traceback(check, call))
+        if call.excinfo is not None and excused(self.run, check, trial, ended):
+            ended = replace(ended, faults=(*ended.faults, *further(trial, call.excinfo.value)))
         ended = repeating.looked_again(
             self.run, self.outcomes, check, trial, ended, case, partial(self._call_again, check, case)
         )

@@ -104,7 +104,8 @@ def _excused(ended: Ending, waiver: Waiver) -> Ending:
         return replace(ended, verdict="waived", message=f"waived by {waiver.id}: {ended.message}")
     fault = next(fault for fault in ended.faults if not waiver.excuses([fault]))
     size = "" if fault.size is None else f", {fault.size:.3g} x the allowed error"
-    note = f"{waiver.id} waives another failure here; this is {fault.kind} in {fault.stage}{size}"
+    told = "" if fault.message in ended.message else f": {fault.message}"
+    note = f"{waiver.id} waives another failure here; this is {fault.kind} in {fault.stage}{size}{told}"
     return replace(ended, detail="\n".join(filter(None, [note, ended.detail])))
 
 
@@ -112,6 +113,12 @@ def advised(run: Run, requirements: tuple[str, ...], ended: Ending) -> bool:
     """Whether a failed item does not fail the run: it violates SHOULD requirements only, without --strict."""
     strict = run.options.strict or run.options.plant  # a planted bug of a SHOULD is to be detected
     return ended.verdict == "fail" and not strict and only_should(requirements)
+
+
+def excused(run: Run, item: pytest.Item, trial: Trial, ended: Ending) -> bool:
+    """Whether a waiver names all faults of a failed item."""
+    waiver = waiver_of(run, item, trial, ended.violated or trial.requirements, ended)
+    return waiver is not None and waiver.excuses(ended.faults)
 
 
 def waiver_of(run: Run, item: pytest.Item, trial: Trial, requirements: tuple[str, ...], ended: Ending) -> Waiver | None:

@@ -13,7 +13,7 @@ import pytest
 from moe_conformance.engine import NO_ANSWER, EngineError
 from moe_conformance.judging.verdict import Mismatch
 from moe_conformance.plugin.outcomes import Kept, Outcomes
-from moe_conformance.plugin.recording import advised, waiver_of
+from moe_conformance.plugin.recording import advised, excused
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial, ending
 from moe_conformance.scenarios.outcome import Outcome
@@ -52,10 +52,7 @@ def looked_again(
     if ended.verdict == "hang" and NO_ANSWER in ended.message:
         return ended
     requirements = ended.violated or trial.requirements
-    waiver = waiver_of(run, item, trial, requirements, ended)
-    if advised(run, requirements, ended):
-        return ended
-    if waiver is not None and waiver.excuses(ended.faults):
+    if advised(run, requirements, ended) or excused(run, item, trial, ended):
         return ended
     failed = next((mismatch.outcome for mismatch in ended.failed), None) or trial.outcome
     try:

@@ -119,10 +119,7 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
         detail="\n".join([*_drawn(first), *evidence(first, outcome)]),
         violated=_violated(mismatches),
         failed=tuple(mismatch for mismatch in mismatches if mismatch.outcome is not None),
-        faults=tuple(
-            Fault(type(mismatch).__name__, mismatch.stage, str(mismatch), _size(mismatch, trial))
-            for mismatch in mismatches
-        ),
+        faults=tuple(fault for mismatch in mismatches for fault in _faults(mismatch, trial)),
         ratio=first.ratio,
         crashed=isinstance(first, RunFailed) and not _finished(outcome),
     )
@@ -173,9 +170,22 @@ def _violated(mismatches: list[Mismatch]) -> tuple[str, ...]:
     return tuple(sorted({requirement for requirement in named if requirement})) if all(named) else ()
 
 
-def _size(mismatch: Mismatch, trial: Trial) -> float | None:
-    """Return the error of a mismatch over the allowed error: the mismatch of a drawn batch has it, else the tally."""
-    return mismatch.size if mismatch.outcome is not None else trial.tally.beyond or None
+def _faults(mismatch: Mismatch, trial: Trial) -> Iterator[Fault]:
+    """Yield every finding of a mismatch, those too that its message only counts, each with its own size if it has one.
+
+    Else it is no larger than the error of the whole check: the mismatch of a drawn batch has that, else the tally.
+    """
+    most = mismatch.size if mismatch.outcome is not None else trial.tally.beyond
+    for message, finding in mismatch.every_finding():
+        size = most if finding.beyond is None else finding.beyond
+        yield Fault(finding.error or type(mismatch).__name__, mismatch.stage, message, size or None)
+
+
+def further(trial: Trial, error: BaseException | None) -> tuple[Fault, ...]:
+    """Return what the judges find that an exception kept from being called; it asks for them, which may take runs."""
+    if not isinstance(error, Mismatch):
+        return ()
+    return tuple(fault for mismatch in error.further() for fault in _faults(mismatch, trial))
 
 
 def _finished(outcome: Outcome | None) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from moe_conformance.judging.verdict import in_turn
 from moe_conformance.spec import BadSpec, marked
 
 if TYPE_CHECKING:
@@ -111,11 +112,13 @@ class Row:
         self.__name__, self.__qualname__, self.__module__ = name, f"{owner.__qualname__}.{name}", owner.__module__
 
     def __call__(self, **offered: Any) -> None:
-        """Call the judges."""
-        for judge, passed in self._calls:
-            if self.twins is not None and _RAN in passed and _RAN not in offered:
-                offered[_RAN] = offered["twins"](self.twins(offered["reading"].outcome.workload))
-            judge(*(offered[each] if isinstance(each, _CaseArgument) else each for each in passed))
+        """Call the judges; see `in_turn` for those behind one that raises."""
+        in_turn(partial(self._judge, judge, passed, offered) for judge, passed in self._calls)
+
+    def _judge(self, judge: Judge, passed: Sequence[Any], offered: dict[str, Any]) -> None:
+        if self.twins is not None and _RAN in passed and _RAN not in offered:
+            offered[_RAN] = offered["twins"](self.twins(offered["reading"].outcome.workload))
+        judge(*(offered[each] if isinstance(each, _CaseArgument) else each for each in passed))
 
 
 class _CaseArgument(str):

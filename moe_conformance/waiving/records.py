@@ -35,12 +35,12 @@ class Item:
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of an item.
+    """One fault of an item: one finding of its check, also if the message of the check only counts it.
 
     Attributes:
         kind: The type of the mismatch: "WrongOutput", "Died", ...
         stage: "experts", "gradient", "run", ...
-        message: The diagnosis.
+        message: The diagnosis, as if the check had this finding alone.
         size: The observed over the allowed error; None if no error was compared.
     """
 

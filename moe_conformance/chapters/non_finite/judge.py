@@ -98,7 +98,7 @@ def judge_other_experts(reading: Reading, tally: Tally) -> None:
             experts.judge_expert_gradients(clean, Tally(), free=free | _not_finite(reading))
         except Mismatch:
             raise wrong from None
-        raise WrongGradient(wrong.stage, wrong.sentence + _DESIGN, ranks=wrong.ranks, ratio=wrong.ratio) from None
+        raise wrong.retold(note=_DESIGN) from None
 
 
 # ---- how -----------------------------------------------------------------------------------------------------

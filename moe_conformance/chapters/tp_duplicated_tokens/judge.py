@@ -203,8 +203,8 @@ def _judge_every_copy(reading: Reading, tally: Tally, judges: tuple[Judge, ...])
             groups = reading.outcome.workload.layout.groups()["tp"]
             renamed = {min(group): group[copy] for group in groups}
             ranks = tuple(renamed.get(rank, rank) for rank in found.ranks)
-            sentence = f"on tp rank {copy}, for every token; tp rank 0 is correct: {found.sentence}"
-            raise type(found)(found.stage, sentence, ranks=ranks, ratio=found.ratio) from None
+            start = f"on tp rank {copy}, for every token; tp rank 0 is correct: "
+            raise found.retold(start=start, ranks=ranks) from None
 
 
 def _of_copy(reading: Reading, copy: int) -> Distinct:

@@ -94,9 +94,9 @@ def outside(who: str, rank: int, value: Tensor, target: Target) -> Finding:
     """Return a finding that states the worst element of one token or tensor, without a cause."""
     worst, be = compare(value, *target), is_or_are(who)
     if not bool(torch.isfinite(value).all()):
-        return Finding("not finite", f"{who} {be} {worst}", (rank,), worst.size)
+        return Finding("not finite", f"{who} {be} {worst}", (rank,), worst.size, worst.counted)
     ratio = factor(value, *target, {})
     if ratio is None:
-        return Finding("outside", f"{who} {be} {worst}", (rank,), worst.size)
+        return Finding("outside", f"{who} {be} {worst}", (rank,), worst.size, worst.counted)
     kind = "factor of a token" if ratio else "zero"
-    return Finding(kind, f"{who} {be} {ratio_words(ratio, {})}: {worst}", (rank,), worst.size)
+    return Finding(kind, f"{who} {be} {ratio_words(ratio, {})}: {worst}", (rank,), worst.size, worst.counted)

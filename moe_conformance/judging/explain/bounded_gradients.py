@@ -23,7 +23,7 @@ from moe_conformance.workloads.records.workload import ParameterKey, Workload
 Gradients = Mapping[ParameterKey, Tensor]  # of whole parameters, summed over some tokens
 Run = tuple[str, Gradients]
 
-_EXPLAINED = 24  # wrong tensors that are described in words; more add no information, and each takes milliseconds
+_EXPLAINED = 24  # wrong tensors whose mistake is looked for; more add no information, and each takes milliseconds
 
 
 def part_name(key: ParameterKey, shard: Shard) -> str:
@@ -107,9 +107,7 @@ def explain_gradients(oracle: Oracle, held: Sequence[Held], names: Mapping[str, 
         return [finding for finding, _ in causes], causes[0][1] if everything else None
     explainer, wrong = _Explainer(oracle, names), [gradient for gradient in held if not gradient.holds()]
     findings = likeliest([explainer.explain(gradient) for gradient in wrong[:_EXPLAINED]])
-    for gradient in wrong[_EXPLAINED:]:
-        findings.append(Finding("not explained", f"the gradient of {gradient.name} is wrong too", (gradient.rank,)))
-    return findings, None
+    return findings + [explainer.briefly(gradient) for gradient in wrong[_EXPLAINED:]], None
 
 
 def stage_of(reading: Reading, expected: StageAnswers[Any], wrong: Sequence[Held]) -> Stage:
@@ -194,7 +192,8 @@ def _by_group(
             return []
         ranks = tuple(sorted({gradient.rank for gradient in same}))
         sentence = f"{what} is {ratio_words(ratio, names)}"
-        findings.append((Finding(what if alone else "factor", sentence, ranks, abs(ratio - 1)), ratio))
+        beyond = max(compare(gradient.value, *gradient.target).counted for gradient in same)
+        findings.append((Finding(what if alone else "factor", sentence, ranks, abs(ratio - 1), beyond), ratio))
     return findings
 
 
@@ -218,19 +217,33 @@ class _Explainer:
 
     def explain(self, held: Held) -> list[Finding]:
         """Return the findings that may explain one wrong tensor, for `likeliest`; their kind is the cause."""
-        worst, who = compare(held.value, *held.target), f"the gradient of {held.name}"
         if held.idle:
-            sentence = f"{who} is {worst}, and no token reached the expert"
-            return [Finding("leftover", sentence, (held.rank,), worst.size)]
+            return [self._finding(held, "leftover", ", and no token reached the expert")]
         causes = self._causes(held)
         if causes and causes[0].ratio is not None:
             first, *causes = causes
-            sentence = f"{who} is {first.words}: {worst}"
-            found = [Finding(f"factor {first.words}", sentence, (held.rank,), worst.size)]
+            found = [self._factor(held, first)]
         else:
-            found = [] if causes else [Finding("outside", f"{who} is {worst}", (held.rank,), worst.size)]
-        kinds = [(cause.words, f"{who} is {worst}; likely cause: {cause.words}") for cause in causes]
-        return found + [Finding(words, sentence, (held.rank,), worst.size) for words, sentence in kinds]
+            found = [] if causes else [self._finding(held, "outside")]
+        return found + [self._finding(held, cause.words, f"; likely cause: {cause.words}") for cause in causes]
+
+    def briefly(self, held: Held) -> Finding:
+        """Return the finding about one more wrong tensor, whose cause is looked for in its own values alone."""
+        cause = cause_of(held.value, held.target, (), self.names, self.oracle.workload.config.dtype)
+        if cause is None:
+            return self._finding(held, "not explained")
+        if cause.ratio is not None:
+            return self._factor(held, cause)
+        return self._finding(held, cause.words, f"; likely cause: {cause.words}")
+
+    def _factor(self, held: Held, cause: Cause) -> Finding:
+        worst = compare(held.value, *held.target)
+        sentence = f"the gradient of {held.name} is {cause.words}: {worst}"
+        return Finding(f"factor {cause.words}", sentence, (held.rank,), worst.size, worst.counted)
+
+    def _finding(self, held: Held, kind: str, more: str = "") -> Finding:
+        worst = compare(held.value, *held.target)
+        return Finding(kind, f"the gradient of {held.name} is {worst}{more}", (held.rank,), worst.size, worst.counted)
 
     def _causes(self, held: Held) -> list[Cause]:
         dtype = self.oracle.workload.config.dtype

@@ -53,7 +53,8 @@ def explain_tokens(
 
     cause = explained(places, ())
     if cause:
-        return [Finding("cause", cause.sentence(name, tokens[0].sentence), ranks, _off(cause))], cause.ratio
+        sentence = cause.sentence(name, tokens[0].sentence)
+        return [Finding("cause", sentence, ranks, _off(cause), _beyond(tokens))], cause.ratio
     causes: dict[Cause, list[int]] = {}
     for rank in ranks:
         of = tuple(place for place in places if place[1] == rank)
@@ -65,13 +66,18 @@ def explain_tokens(
     for cause, alike in causes.items():
         whose = f"rank {alike[0]}" if len(alike) == 1 else f"ranks {alike}"
         who = f"{name} of {whose} only" if cause.ratio is None else f"{name} on {whose}"
-        example = next(finding.sentence for finding in tokens if finding.ranks[0] in alike)
-        findings.append(Finding("cause of a rank", cause.sentence(who, example), tuple(alike), _off(cause)))
+        theirs = [finding for finding in tokens if finding.ranks[0] in alike]
+        sentence = cause.sentence(who, theirs[0].sentence)
+        findings.append(Finding("cause of a rank", sentence, tuple(alike), _off(cause), _beyond(theirs)))
     return findings, None
 
 
 def _off(cause: Cause) -> float:
     return 0.0 if cause.ratio is None else abs(cause.ratio - 1)
+
+
+def _beyond(tokens: Sequence[Finding]) -> float:
+    return max(finding.beyond or 0.0 for finding in tokens)
 
 
 def _joined(targets: Targets, places: Sequence[Place]) -> Target:

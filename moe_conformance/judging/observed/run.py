@@ -18,6 +18,7 @@ from moe_conformance.judging.observed import probe_expected as expected
 from moe_conformance.judging.observed.claims import claims_of
 from moe_conformance.judging.verdict import (
     Died,
+    Finding,
     Hung,
     MalformedClaim,
     Mismatch,
@@ -268,11 +269,14 @@ def require_finished(outcome: Outcome) -> None:
         return
     failed = outcome.blamed or tuple(unfinished)
     first, others = failed[0], failed[1:]
-    error = f": {first.error}" if first.error else ""
     also = f"; {some(map(_ending, others))}" if others else ""
     kind, stage = _KINDS.get(first.status, (RunFailed, "run"))
-    mismatch = kind(stage, f"{_ending(first)}{error}{also}", ranks=tuple(rank.rank for rank in failed))
+    mismatch = kind(stage, f"{_how(first)}{also}", ranks=tuple(rank.rank for rank in failed))
     mismatch.place = place_of(first)
+    mismatch.findings = tuple(
+        Finding("", _how(rank), (rank.rank,), error=_KINDS.get(rank.status, (RunFailed, stage))[0].__name__)
+        for rank in failed
+    )
     raise mismatch
 
 
@@ -296,6 +300,11 @@ def place_of(rank: RankOutcome) -> str:
 
 
 _LINE = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
+
+
+def _how(rank: RankOutcome) -> str:
+    """Return how a rank ended, with its error if it has one."""
+    return f"{_ending(rank)}: {rank.error}" if rank.error else _ending(rank)
 
 
 def _ending(rank: RankOutcome) -> str:

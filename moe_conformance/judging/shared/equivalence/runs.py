@@ -194,9 +194,7 @@ def read_twin(ran: Ran) -> Reading:
     try:
         return read(ran.outcome)
     except Mismatch as mismatch:
-        failure = type(mismatch)(mismatch.stage, f"run {ran.twin.how}, {mismatch.sentence}", ranks=mismatch.ranks)
-        failure.place = mismatch.place
-        raise failure from mismatch
+        raise mismatch.retold(start=f"run {ran.twin.how}, ") from mismatch
 
 
 # ---- what is left alone --------------------------------------------------------------------------------------------
