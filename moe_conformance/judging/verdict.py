@@ -238,6 +238,10 @@ class Refused(Mismatch):
     """A configuration that must be built was refused, on all or on some ranks."""
 
 
+class FalseLimit(Mismatch):
+    """A limit that the backend declares as refused by its library is not; nothing else of the case is judged."""
+
+
 class RunFailed(Mismatch):
     """The run did not finish on all ranks, or a rank returned without some required result."""
 

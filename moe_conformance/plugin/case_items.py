@@ -124,7 +124,7 @@ class CaseItem(pytest.Item):
         super().__init__(**node)
         self.case = case
         self.checks: list[Check] = []
-        self.crashes: set[str] = set()  # the messages of those that were reported under EXCH-09
+        self.faults: set[str] = set()  # the messages of faults of the whole case that a check has reported
         self.failed = False  # a check that reads this case alone
         self._run = run
         self._reported: Check | None = None

@@ -16,7 +16,14 @@ from moe_conformance.plugin.case_items import CaseItem, Check
 from moe_conformance.plugin.factors import Factors
 from moe_conformance.plugin.foreseeing import foreseen
 from moe_conformance.plugin.outcomes import Kept, Outcomes
-from moe_conformance.plugin.recording import as_of_a_crash, attach, excused, record_of, translate
+from moe_conformance.plugin.recording import (
+    as_of_its_case,
+    attach,
+    excused,
+    of_whole_case,
+    record_of,
+    translate,
+)
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial, ending, further
 from moe_conformance.report.records import EVERY_RANK_FINISHES, FAILING, FOLLOWS
@@ -100,7 +107,7 @@ class CaseRun:
         stops = (pytest.exit.Exception, KeyboardInterrupt)
         call = pytest.CallInfo.from_call(partial(self._call, item, check, trial), when="call", reraise=stops)
         ended = ending(trial, call.excinfo.value if call.excinfo else None)
-        ended = as_of_a_crash(ended, item.crashes, elsewhere=_finishing(item) not in (None, check))
+        ended = as_of_its_case(ended, item.faults, elsewhere=_finishing(item) not in (None, check))
         message = ended.message
         if ended.verdict == "error":
             ended = replace(ended, detail=_python_traceback(check, call))
@@ -109,13 +116,14 @@ class CaseRun:
         ended = repeating.looked_again(
             self.run, self.outcomes, check, trial, ended, case, partial(self._call_again, check, case)
         )
-        record = record_of(self.run, check, trial, ended)
-        if record.verdict == "fail":
+        of_case = of_whole_case(self.run, item.checks, trial, ended) if ended.of_case else ()
+        record = record_of(self.run, check, trial, ended, of_case)
+        if record.verdict == "fail" and not ended.of_case:
             when = check.definition.mark.kwargs.get("when")
             ended_with_size = self._factors.with_size(ended, case, when, partial(self._call_again, check))
             record = replace(record, message=ended_with_size.message)
-        if ended.crashed and record.requirements == EVERY_RANK_FINISHES:
-            item.crashes.add(message)
+        if ended.of_case and record.verdict in FAILING:
+            item.faults.add(message)
         report = pytest.TestReport(
             nodeid=check.nodeid,
             location=check.location,

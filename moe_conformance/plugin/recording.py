@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moe_conformance.plugin.run import Run
-from moe_conformance.plugin.trial import Ending, Trial
+from moe_conformance.plugin.trial import Ending, Trial, check_and_requirements
 from moe_conformance.report.records import CASE_CRASHED, EVERY_RANK_FINISHES, FAILING, PROPERTY, Record
 from moe_conformance.report.words import failure
 from moe_conformance.waiving import Item, Waiver, only_should
@@ -19,13 +19,24 @@ from moe_conformance.workloads.drawn.example import to_json
 from moe_conformance.workloads.records.features import traits
 
 
-def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending) -> Record:
-    """Return the record of an item that ended; a waiver changes the verdict of a failure, and of a pass."""
+def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending, of_case: Sequence[str] | None = None) -> Record:
+    """Return the record of an item that ended; a waiver changes the verdict of a failure, and of a pass.
+
+    A fault of the whole case is one of all requirements that its checks decide, and a crash one of EXCH-09 too.
+
+    Args:
+        run: What is judged.
+        item: The check's node.
+        trial: Its trial.
+        ended: How it ended.
+        of_case: The requirements of the checks of its case; None if it draws.
+    """
     decided = tuple(sorted(trial.tally.decided)) if ended.verdict == "pass" else ()
     requirements = ended.violated or decided or trial.requirements
     waiver = waiver_of(run, item, trial, requirements, ended)
-    if ended.crashed and not _known(waiver, requirements, ended):
-        requirements = EVERY_RANK_FINISHES
+    if ended.of_case and not _known(waiver, requirements, ended):
+        beside = EVERY_RANK_FINISHES if ended.crashed else ()
+        requirements = tuple(dict.fromkeys((*requirements, *beside, *(of_case or ()))))
     if advised(run, requirements, ended):
         ended = replace(ended, verdict="not kept", message=f"SHOULD, not kept: {ended.message}")
     elif waiver is not None and ended.verdict in ("fail", "crash", "hang"):
@@ -79,18 +90,28 @@ def _kept_examples(run: Run, trial: Trial, ended: Ending) -> tuple[str, ...]:
     return tuple(commands)
 
 
-def as_of_a_crash(ended: Ending, reported_crashes: Collection[str], elsewhere: bool) -> Ending:
-    """Return how a check ended: "not run" if its case crashed and another check reports the crash.
+def as_of_its_case(ended: Ending, reported: Collection[str], elsewhere: bool) -> Ending:
+    """Return how a check ended: "not run" if a fault of the whole case ended it that another check reports.
 
     Args:
         ended: How it ended.
-        reported_crashes: The messages of the case's crashes that checks of it have reported under EXCH-09.
-        elsewhere: Another check of the case decides EXCH-09.
+        reported: The messages of the case's faults that checks of it have reported.
+        elsewhere: Another check of the case decides EXCH-09, and reports a crash.
     """
-    if not ended.crashed or not (elsewhere or ended.message in reported_crashes):
-        return ended
-    why = f"not run: the case crashed, which is reported under {EVERY_RANK_FINISHES[0]}"
-    return Ending("not run", why, CASE_CRASHED)
+    if (ended.of_case and ended.message in reported) or (ended.crashed and elsewhere):
+        what = "crashed" if ended.crashed else "breaks a limit that is declared wrongly"
+        return Ending("not run", f"not run: the case {what}, which another check of it reports", CASE_CRASHED)
+    return ended
+
+
+def of_whole_case(run: Run, checks: Iterable[pytest.Item], trial: Trial, ended: Ending) -> tuple[str, ...]:
+    """Return the requirements that a fault of a whole case violates: those of its checks, without waived ones."""
+    found: dict[str, None] = {}
+    for check in checks:
+        _, requirements = check_and_requirements(check)
+        if not _known(waiver_of(run, check, trial, requirements, ended), requirements, ended):
+            found |= dict.fromkeys(requirements)
+    return tuple(found)
 
 
 def _known(waiver: Waiver | None, requirements: tuple[str, ...], ended: Ending) -> bool:

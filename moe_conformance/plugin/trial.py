@@ -10,7 +10,7 @@ from hypothesis.errors import FlakyFailure, Unsatisfiable
 
 from moe_conformance.engine import EngineError
 from moe_conformance.engine.infrastructure import classify
-from moe_conformance.judging.verdict import Mismatch, NotOffered, RunFailed, Tally
+from moe_conformance.judging.verdict import FalseLimit, Mismatch, NotOffered, RunFailed, Tally
 from moe_conformance.plugin.evidence import evidence
 from moe_conformance.report.records import Verdict
 from moe_conformance.scenarios.outcome import Outcome
@@ -83,6 +83,7 @@ class Ending:
     faults: tuple[Fault, ...] = ()  # what a waiver is compared with
     ratio: float | None = None  # the one factor by which all elements are off
     crashed: bool = False  # a rank of the case did not finish: no check of it has anything to judge
+    of_case: bool = False  # it is a fault of the whole case, by which all of its checks end: a crash, or a false limit
 
 
 def ending(trial: Trial, error: BaseException | None) -> Ending:
@@ -110,6 +111,7 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
         return Ending("infrastructure", f"infrastructure: {machine}", "Infrastructure", first.stage)
     lines = [f"{_UNSTABLE} {mismatch}" if mismatch in unstable else str(mismatch) for mismatch in mismatches]
     verdict = _run_verdict(outcome) if isinstance(first, RunFailed) else "fail"
+    crashed = isinstance(first, RunFailed) and not _finished(outcome)
     return Ending(
         verdict="unstable" if first in unstable else verdict,
         message="\n".join(lines),
@@ -121,7 +123,8 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
         failed=tuple(mismatch for mismatch in mismatches if mismatch.outcome is not None),
         faults=tuple(fault for mismatch in mismatches for fault in _faults(mismatch, trial)),
         ratio=first.ratio,
-        crashed=isinstance(first, RunFailed) and not _finished(outcome),
+        crashed=crashed,
+        of_case=crashed or isinstance(first, FalseLimit),
     )
 
 

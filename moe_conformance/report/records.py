@@ -27,7 +27,8 @@ PROPERTY = "moe-conformance"
 FOLLOWS = "moe-conformance-follows"  # property of a failure that another of its case explains: shown at the end
 
 EVERY_RANK_FINISHES = ("EXCH-09",)  # violated by a case in which a rank raised, died or hung
-CASE_CRASHED = "CaseCrashed"  # the kind of a check not run since a rank of its case crashed or hung
+CASE_CRASHED = "CaseCrashed"  # the kind of a check not run since another reports a fault of their whole case
+FALSE_LIMIT = "FalseLimit"  # the kind of a fault of the whole case that is no crash
 
 
 def nothing_compared() -> dict[str, Any]:
@@ -78,8 +79,9 @@ class Record:
 
     def reproduce(self, again: str) -> str:
         """Return the command that judges only this item, given the command that repeats the run."""
-        # The check that met a crash may be one of another requirement than the one that is violated.
-        only = "" if self.verdict in ("crash", "hang") else f" --only {','.join(self.requirements)}"
+        # A fault of the whole case violates requirements of other checks too.
+        whole = self.verdict in ("crash", "hang") or self.kind == FALSE_LIMIT
+        only = "" if whole else f" --only {','.join(self.requirements)}"
         return f"{again}{only} -- -k {shlex.quote(self.item)}"
 
     def to_json(self) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moe_conformance import spec
-from moe_conformance.report.records import FAILING, Record
+from moe_conformance.report.records import FAILING, FALSE_LIMIT, Record
 from moe_conformance.waiving import only_should
 
 IN_FULL = 5  # kinds of failure that the terminal shows in full
+_REQUIRED = 4  # requirements of one failure whose sentence is shown
 _ADVISED = 20  # lines at most on requirements of the level SHOULD that are not kept
 # The part of a message that names a claim with which the observed behaviour is correct.
 _CLAIMED = re.compile(r"; (?:a backend|a router|one) that [^;,]*? claims? \w+ = '\w+'")
@@ -60,9 +61,13 @@ def failure(record: Record, again: str, script: str = "") -> str:
 def required(record: Record) -> list[str]:
     """Return the requirements that an item violates, a line each: id and sentence, which says MUST or SHOULD."""
     known = spec.load()
-    return [
+    told = [
         f"{requirement}: {known[requirement].sentence}" for requirement in record.requirements if requirement in known
     ]
+    if len(told) <= _REQUIRED:
+        return told
+    others = ", ".join(record.requirements[_REQUIRED:])
+    return [*told[:_REQUIRED], f"and {others}, by which nothing could be judged"]
 
 
 def groups(records: Iterable[Record]) -> list[Group]:
@@ -85,17 +90,27 @@ _RANK: dict[str, int] = {"crash": 0, "hang": 1}
 def kind(record: Record) -> tuple[str, ...]:
     """Return the kind of a failure; two failures of equal kind are grouped.
 
-    A run that did not finish fails every check that reads it, whatever the requirement; so does a fault of the suite.
+    A run that did not finish fails every check that reads it, whatever the requirement; so does a false limit, or a
+    fault of the suite. Of an exception it does not matter on which rank and in which operation it was raised.
     """
-    if record.verdict in ("crash", "hang", "error", "infrastructure"):
+    if record.verdict == "crash" and (raised := _RAISED.search(record.message)):
+        return (record.verdict, record.kind or "", shape(raised[1]))
+    if record.verdict in ("crash", "hang", "error", "infrastructure") or record.kind == FALSE_LIMIT:
         return (record.verdict, record.kind or "", shape(record.message))
     return (record.verdict, record.kind or "", record.stage or "", *record.requirements)
 
 
 def shape(message: str) -> str:
-    """Return the first clause without numbers and addresses: rank 1 and ranks 2, 3 that fail alike are one kind."""
+    """Return the first clause without numbers and addresses: rank 1 and ranks 2, 3 that fail alike are one kind.
+
+    >>> shape("shape '[2, 10]' is invalid at 0x7f; so did rank 1") == shape("shape '[3, 1, 5]' is invalid at 0x8e")
+    True
+    """
     clause = message.partition("\n")[0].partition(";")[0]
-    return re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "#", clause)
+    return re.sub(r"#(, #)+", "#", re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "#", clause))
+
+
+_RAISED = re.compile(r"rank \d+ raised in \S+: (.+)")
 
 
 def texts(

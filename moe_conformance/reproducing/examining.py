@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from moe_conformance.judging.findings import some
-from moe_conformance.judging.verdict import Mismatch
+from moe_conformance.judging.verdict import FalseLimit
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.plan import Case
 from moe_conformance.workloads.records.features import broken
@@ -32,8 +32,8 @@ def refusal_by_limit(case: Case, outcome: Outcome) -> tuple[Literal["refused"], 
     """Return verdict and reason if a case that was built breaks a limit and every rank raised; None within limits.
 
     Raises:
-        Mismatch: the case breaks a limit that is declared as refused, and some rank did not raise by itself, or raised
-            an exception of a programming error.
+        FalseLimit: the case breaks a limit that is declared as refused, and some rank did not raise by itself, or
+            raised an exception of a programming error.
     """
     limit = broken(case.cell.limits, case.workload, case.cell.device)
     if limit is None or case.workload.run == ON_SESSION:  # where a refusal is a result
@@ -41,11 +41,11 @@ def refusal_by_limit(case: Case, outcome: Outcome) -> tuple[Literal["refused"], 
     ranks = outcome.ranks
     if slips := [rank for rank in ranks if rank.status == "raised" and (rank.error or "").startswith(_SLIPS)]:
         declared = f'a limit on {limit.on} with proof="refused"'
-        raise Mismatch("run", f"the backend declares {declared}, and rank {slips[0].rank} raised {slips[0].error}")
+        raise FalseLimit("run", f"the backend declares {declared}, and rank {slips[0].rank} raised {slips[0].error}")
     if all(rank.status == "raised" and not rank.secondary for rank in ranks):
         return "refused", f"refused by the library in {ranks[0].reached}: {ranks[0].error}"
     declared = f'the backend declares a limit on {limit.on} with proof="refused" ({limit.reason})'
     if all(rank.status == "ok" for rank in ranks):
-        raise Mismatch("run", f"{declared}, but the library raised nothing")
+        raise FalseLimit("run", f"{declared}, but the library raised nothing")
     others = some([f"rank {rank.rank}" for rank in ranks if rank.status != "raised" or rank.secondary])
-    raise Mismatch("run", f'{declared}, but {others} did not raise by itself; then it is proof="undefined"')
+    raise FalseLimit("run", f'{declared}, but {others} did not raise by itself; then it is proof="undefined"')

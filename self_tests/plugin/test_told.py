@@ -18,13 +18,15 @@ SPEC = spec.load()
 
 class TestWords:
     def test_a_crash_is_one_kind_on_every_check_and_rank(self) -> None:
-        """The requirement, the rank, addresses and who else failed do not make another kind."""
+        """The requirement, the rank, the operation, addresses and who else failed do not make another kind."""
         crashes = [
             record("EXCH-01", "crash", message="run: rank 0 raised in build: OSError: at 0x7f; so did rank 1"),
             record("EXCH-02", "crash", message="run: rank 3 raised in build: OSError: at 0x8e; so did rank 1, 2"),
             record("EXCH-02", "crash", message="run: rank 3 raised in forward:0: OSError: at 0x8e"),
+            record("EXCH-02", "crash", message="run: run with a second backward, rank 3 raised in open: OSError: at 1"),
+            record("EXCH-02", "crash", message="run: rank 3 raised in open: ValueError: at 1"),
         ]
-        assert [2, 1] == [len(group.records) for group in words.groups(crashes)]
+        assert [4, 1] == [len(group.records) for group in words.groups(crashes)]
 
     def test_values_fail_by_requirement_and_kind(self) -> None:
         """Two requirements are two kinds, and two types of mismatch under one requirement are."""

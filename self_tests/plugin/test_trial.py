@@ -8,8 +8,8 @@ import pytest
 from hypothesis.errors import FlakyFailure, Unsatisfiable
 
 from moe_conformance.contract.topology import Layout
-from moe_conformance.judging.verdict import Mismatch, NotOffered, Raised, RunFailed, WrongCount, WrongOutput
-from moe_conformance.plugin.recording import as_of_a_crash
+from moe_conformance.judging.verdict import FalseLimit, Mismatch, NotOffered, Raised, RunFailed, WrongCount, WrongOutput
+from moe_conformance.plugin.recording import as_of_its_case
 from moe_conformance.plugin.trial import Ending, Trial, ending
 from moe_conformance.report.records import CASE_CRASHED
 from moe_conformance.scenarios.outcome import Outcome, RankOutcome
@@ -87,12 +87,20 @@ class TestFailures:
     def test_a_crash_is_reported_by_one_check_of_a_case(self) -> None:
         """That of EXCH-09 where the case has one, else the first that meets it; a wrong result is always reported."""
         crash = ending(trial(RankOutcome(0, "raised")), Raised("run", "rank 0"))
-        assert crash is as_of_a_crash(crash, set(), elsewhere=False)
-        again = as_of_a_crash(crash, {crash.message}, elsewhere=False)
+        assert crash is as_of_its_case(crash, set(), elsewhere=False)
+        again = as_of_its_case(crash, {crash.message}, elsewhere=False)
         assert ("not run", CASE_CRASHED) == (again.verdict, again.kind)
-        assert again == as_of_a_crash(crash, set(), elsewhere=True)
+        assert again == as_of_its_case(crash, set(), elsewhere=True)
         wrong = ending(trial(RankOutcome(0, "raised")), WrongCount("dispatch", "one"))
-        assert wrong is as_of_a_crash(wrong, {wrong.message}, elsewhere=True)
+        assert wrong is as_of_its_case(wrong, {wrong.message}, elsewhere=True)
+
+    def test_a_false_limit_is_reported_by_one_check_of_a_case(self) -> None:
+        """By the first, since no requirement has to be that of limits."""
+        false = ending(trial(RankOutcome(0, "ok")), FalseLimit("run", "the library raised nothing"))
+        assert ("fail", False, True) == (false.verdict, false.crashed, false.of_case)
+        assert false is as_of_its_case(false, set(), elsewhere=True)
+        again = as_of_its_case(false, {false.message}, elsewhere=False)
+        assert ("not run", CASE_CRASHED) == (again.verdict, again.kind)
 
     def test_several_faults_are_all_told(self) -> None:
         """Hypothesis raises a group when it finds several, the one with the smallest example last."""

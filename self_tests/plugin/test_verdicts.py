@@ -42,8 +42,6 @@ VERDICTS = {
     "limited": ("limit", "limit"),
     "proves": ("refused", "refused"),
     "proves_late": ("refused", "refused"),
-    "stumbles": ("fail", "fail"),
-    "boasts": ("fail", "fail"),
 }
 
 
@@ -59,8 +57,10 @@ def expected_verdicts() -> dict[str, str]:
         found[f"test_finished[wrong-{layout}-even]"] = "pass"
         found[f"test_nothing[right-{layout}-even]"] = "vacuous"
         found[f"test_broken[right-{layout}-even]"] = "error"
-        # A crash is reported under EXCH-09; what other checks were not run is counted by cell.
+        # A fault of the whole case is reported once; what other checks were not run is counted by cell.
         found |= {f"test_finished[raises-{layout}-even]": "crash", f"test_outputs[raises-{layout}]": "not run"}
+        for variant in ("stumbles", "boasts"):
+            found |= {f"test_outputs[{variant}-{layout}-even]": "fail", f"test_finished[{variant}-{layout}]": "not run"}
     found |= {f"{check}[waits-single-even]": "pass" for check in ("test_outputs", "test_finished")}
     return found | {"test_finished[waits-ep2-even]": "hang", "test_outputs[waits-ep2]": "not run"}
 
@@ -181,13 +181,19 @@ class TestRecord:
 
 
 class TestCrash:
-    def test_it_is_reported_once_under_every_rank_finishes(self, report: dict[str, Any]) -> None:
-        """Of the checks of a case that crashed, that of EXCH-09 fails; the others say where the crash is reported."""
+    def test_it_is_one_failure_of_all_requirements_of_the_case(self, report: dict[str, Any]) -> None:
+        """Of the checks of a case that crashed, that of EXCH-09 fails, by their requirements too; the others say so."""
         crashed = [each for each in plugin_runs.records(report).values() if each.verdict in ("crash", "hang")]
-        assert {("EXCH-09",)} == {each.requirements for each in crashed}
+        assert {("EXCH-09", "EXCH-05")} == {each.requirements for each in crashed}
         assert 3 == len(crashed)
         other = record(report, "test_outputs[raises-ep2]")
-        assert "not run: the case crashed, which is reported under EXCH-09" == other.message
+        assert "not run: the case crashed, which another check of it reports" == other.message
+
+    def test_a_false_limit_is_one_failure_too(self, report: dict[str, Any]) -> None:
+        """The limit is of the case, and not of what each check judges."""
+        told = record(report, "test_outputs[boasts-ep2-even]")
+        assert ("FalseLimit", ("EXCH-05", "EXCH-09")) == (told.kind, told.requirements)
+        assert told.reproduce("again") == "again -- -k 'test_outputs[boasts-ep2-even]'"
 
     def test_what_was_not_run_for_it_is_not_said_to_fail_the_run(self, judged: Finished) -> None:
         """Nothing is added to the failure."""
