@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -108,11 +107,7 @@ def _floors(backend: str) -> tuple[floor.Floor, ...]:
 def _waived(backend: str, path_of_floor: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return the ids of a backend's waivers for the versions of a floor, with the requirements that they name."""
     path = waivers.path_for(backend, "")
-    entries = tomllib.loads(path.read_text(encoding="utf-8"))["waiver"] if path is not None else ()
-    versions = floor.read(path_of_floor).versions
-    return tuple(
-        (entry["id"], tuple(entry["requirements"])) for entry in entries if waivers.is_of(entry["versions"], versions)
-    )
+    return () if path is None else waivers.ids_in(path, floor.read(path_of_floor).versions)
 
 
 def _part(title: str, found: Sequence[Place | Judged], absent: str) -> Iterator[str]:

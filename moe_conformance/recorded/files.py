@@ -13,6 +13,7 @@ from safetensors.torch import load as parse
 from safetensors.torch import save
 from torch import Tensor
 
+from moe_conformance import reading
 from moe_conformance.recorded.codec import Encoder, decode
 from moe_conformance.recorded.judging import Verdict
 from moe_conformance.recorded.pools import BadRecording
@@ -105,7 +106,7 @@ def read(path: Path) -> Recorded:
         BadRecording: the files are not there, or hold no recorded case.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+        content = reading.json_of(path)
         tensors = parse(path.with_suffix(TENSORS).read_bytes())
         if content["format"] != FORMAT:
             raise BadRecording(f"its format is {content['format']!r}; this version reads format {FORMAT}")
@@ -154,7 +155,3 @@ def _ran_text(ran: Ran) -> str:
 
 def _object(texts: Mapping[str, str]) -> str:
     return "{" + ",".join(f"\n {json.dumps(name)}: {text}" for name, text in texts.items()) + "}"
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")

@@ -16,17 +16,18 @@ could refuse what it supported before, and every run would pass.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from packaging.version import Version
 
+from moe_conformance import reading
 from moe_conformance.report.records import CASE_CRASHED, FAILING, Record
 from moe_conformance.report.standing import Place, Standing, in_words, places, standings
 
 FOLDER = Path(__file__).parents[1] / "floors"
+_MOST_BYTES = 1 << 22  # of a file
 RANKS = 4  # of the run from which a floor is written
 
 _HEAD = "# What must pass in the quick profile on 4 ranks. Written by `moe-conformance floor`, reviewed by a person."
@@ -111,9 +112,9 @@ def read(path: Path) -> Floor:
         Unreadable: it cannot be read or is none.
     """
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise Unreadable(f"the floor {path} cannot be read: {error}") from error
+        tables = reading.toml_of(path, _MOST_BYTES)
+    except reading.Unreadable as error:
+        raise Unreadable(f"the floor {path} cannot be used: {error}") from error
     versions = tables.pop("versions", {})
     places = set()
     if not _texts(versions):

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from moe_conformance import reading
 from moe_conformance.report.records import Record
 
 NAME = "records.jsonl"
@@ -42,8 +43,7 @@ def read(folder: Path) -> list[Record]:
     """Return the records of a run; the last line may have been cut off.
 
     Raises:
-        OSError: there is no such file.
-        ValueError, TypeError: a line is no record.
+        ValueError: there is no such file, or a line is no record.
     """
-    lines = (folder / NAME).read_text(encoding="utf-8").split("\n")
-    return [Record.from_json(json.loads(line)) for line in lines[:-1]]
+    lines = reading.text_of(folder / NAME).split("\n")
+    return [Record.from_json(reading.json_from(line)) for line in lines[:-1]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -94,13 +94,64 @@ class Record:
         """Return the record that `to_json` wrote.
 
         Raises:
-            TypeError: a field is missing or unknown.
+            ValueError: a field is missing, unknown, or of another type.
         """
-        values: dict[str, Any] = {name: tuple(value) if name in _TUPLES else value for name, value in data.items()}
+        if not isinstance(data, Mapping):
+            raise ValueError("a record is no object")
+        for name, value in data.items():
+            if name not in _TYPES or not _IS_OF[_TYPES[name]](value):
+                raise ValueError(f"a record has {name} = {repr(value)[:60]}")
+        if missing := [name for name in _TYPES if name not in data and name not in _DEFAULTS]:
+            raise ValueError(f"a record has no {missing[0]}")
+        values: dict[str, Any] = {
+            name: tuple(value) if _TYPES[name].startswith("tuple") else value for name, value in data.items()
+        }
         return cls(**values)
 
 
-_TUPLES = frozenset(field_.name for field_ in fields(Record) if str(field_.type).startswith("tuple"))
+_TYPES: Mapping[str, str] = {field_.name: str(field_.type) for field_ in fields(Record)}
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _each(values: object, is_one: Callable[[object], bool]) -> bool:
+    return isinstance(values, (list, tuple)) and all(map(is_one, values))
+
+
+def _of_names(values: object, is_one: Callable[[object], bool]) -> bool:
+    return isinstance(values, Mapping) and all(map(_text, values)) and all(map(is_one, values.values()))
+
+
+def _compared(value: object) -> bool:
+    known = isinstance(value, Mapping) and value.keys() == nothing_compared().keys()
+    return known and _whole(value["elements"]) and _whole(value["pairs"]) and _each(value["ranks"], _whole)  # type: ignore[index]
+
+
+# What a field may be in plain data, by its type.
+_IS_OF: Mapping[str, Callable[[object], bool]] = {
+    "str": _text,
+    "str | None": lambda value: value is None or _text(value),
+    "Verdict": lambda value: _text(value) and value in get_args(Verdict),
+    "int": _whole,
+    "float": _number,
+    "tuple[str, ...]": lambda value: _each(value, _text),
+    "tuple[int, ...]": lambda value: _each(value, _whole),
+    "tuple[int, int]": lambda value: _each(value, _whole) and len(value) == 2,  # type: ignore[arg-type]
+    "Mapping[str, Any]": _compared,
+    "Mapping[str, float]": lambda value: _of_names(value, _number),
+    "Mapping[str, int]": lambda value: _of_names(value, _whole),
+    "Mapping[str, str]": lambda value: _of_names(value, _text),
+}
 _DEFAULTS: Mapping[str, Any] = {
     field_.name: field_.default if field_.default_factory is MISSING else field_.default_factory()
     for field_ in fields(Record)

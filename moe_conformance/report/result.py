@@ -12,33 +12,21 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date, datetime
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from moe_conformance import waiving
+from moe_conformance import reading, waiving
 from moe_conformance.report import drawn, folding, journal, not_run, travelled
 from moe_conformance.report.records import Record, other_bits, overall
 from moe_conformance.spec import Requirement
 from moe_conformance.waiving import Waiver
-from moe_conformance.workloads.plan import SMOKE, VIRTUAL
 from moe_conformance.workloads.selection import shards
-from moe_conformance.workloads.selection.profiles import Profile
 
 NAME = "result.json"
 SCHEMA = 3  # version of the format
 UNFINISHED = "the run did not end: it was killed, or is still running"
-
-# The types of the fields of every head that cannot be null.
-_HEAD: Mapping[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("suite", "backend", "torch", "device", "profile", "command", "again", "started"), str),
-    **dict.fromkeys(("variants", "problems", "only", "waivers"), list),
-    **dict.fromkeys(("interrupted", "filtered"), bool),
-    "versions": dict,
-    "ranks": int,
-    "seconds": (int, float),
-}
-_OR_NULL = ("plant", "finished", "stopped", "shard")  # strings
 
 _WITH_REASON = ("refused", "not adapted", "limit", "not applicable")
 
@@ -181,8 +169,12 @@ def write(folder: Path, content: Mapping[str, Any]) -> Path:
     Every requirement and every entry is one line.
     """
     path, draft = folder / NAME, folder / f".{NAME}-{os.getpid()}"
-    draft.write_text("{\n" + ",\n".join(_lines(content)) + "\n}\n", encoding="utf-8")
-    draft.replace(path)
+    try:
+        draft.write_text("{\n" + ",\n".join(_lines(content)) + "\n}\n", encoding="utf-8")
+        draft.replace(path)
+    except OSError:  # a full disk: what was there before is still there
+        draft.unlink(missing_ok=True)
+        raise
     return path
 
 
@@ -206,17 +198,27 @@ def read(folder: Path) -> Report:
     Raises:
         NoReport: there is none, it cannot be read, or it has another format.
     """
+    if not (folder / NAME).is_file():
+        raise NoReport(f"there is no report in {folder}: {folder / NAME} is missing")
     try:
-        head = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        head = reading.json_of(folder / NAME)
+        if not isinstance(head, dict):
+            raise ValueError("it is no object")
         _require_schema(folder, head)
+        if wrong := reading.mismatch(head, _schema()):
+            raise ValueError(wrong)
         content = {name: head.pop(name) for name in ("requirements", "records", *folding.TABLES)}
         _require_head(head)
         records = journal.read(folder) if head["finished"] is None else folding.unfold(content)
-    except FileNotFoundError as error:
-        raise NoReport(f"there is no report in {folder}: {error.filename} is missing") from error
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise NoReport(f"{folder} holds no report of this suite: {type(error).__name__}: {error}") from error
+        raise NoReport(f"{folder} holds no report of this suite: {error}") from error
     return Report(folder, head, tuple(records), tuple(content["requirements"]))
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("result.schema.json").read_text(encoding="utf-8"))
+    return found
 
 
 def _require_schema(folder: Path, head: Mapping[str, Any]) -> None:
@@ -230,15 +232,10 @@ def _require_schema(folder: Path, head: Mapping[str, Any]) -> None:
 
 
 def _require_head(head: Mapping[str, Any]) -> None:
-    """Raise ValueError, TypeError or KeyError unless a head has all fields, with values of their types."""
-    wanted = {**_HEAD, **dict.fromkeys(_OR_NULL, (str, type(None)))}
-    for name, kind in wanted.items():
-        if name not in head:
-            raise ValueError(f"it does not say its {name}")
-        if not isinstance(head[name], kind):
-            raise ValueError(f"its {name} is {head[name]!r}")
-    if head["profile"] not in (*get_args(Profile), VIRTUAL, SMOKE):
-        raise ValueError(f"its profile is {head['profile']!r}")
+    """Raise ValueError, TypeError or KeyError unless the shard, the waivers and the dates of a head can be read."""
+    for name in ("started", "finished"):
+        if head[name] is not None:
+            datetime.fromisoformat(head[name])
     if head["shard"]:
         shards.parse(head["shard"])
     for entry in head["waivers"]:

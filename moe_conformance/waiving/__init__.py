@@ -7,7 +7,7 @@ proposal.py   writes a waiver for failures of a run, to be completed by a person
 
 from __future__ import annotations
 
-from .file import FOLDER, Unreadable, is_of, load, path_for, waiver_of
+from .file import FOLDER, Unreadable, ids_in, is_of, load, path_for, valid, waiver_of
 from .proposal import proposal
 from .records import Failure, Fault, Item, Names, Waiver, Waivers, only_should
 
@@ -20,10 +20,12 @@ __all__ = [
     "Unreadable",
     "Waiver",
     "Waivers",
+    "ids_in",
     "is_of",
     "load",
     "only_should",
     "path_for",
     "proposal",
+    "valid",
     "waiver_of",
 ]

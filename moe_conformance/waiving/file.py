@@ -4,7 +4,7 @@ One TOML file per backend, `waivers/<name>.toml`, with one `[[waiver]]` table pe
 
     id = "TT-01"
     requirements = ["EXCH-06"]
-    variants = ["alltoall"]                  # exact names or patterns with * and ?
+    variants = ["alltoall"]                  # variants, layouts, workloads: exact names or patterns with * and ?
     layouts = ["*"]
     workloads = ["dropped-*"]
     reason = "what the backend does instead"
@@ -18,11 +18,13 @@ One TOML file per backend, `waivers/<name>.toml`, with one `[[waiver]]` table pe
     [[waiver.failure]]
     kind = "WrongOutput"                     # and stage, as result.json has them
     stage = "combine"
-    words = ["as if an empty slot"]          # all of them are in the message
+    words = ["as if an empty slot"]          # all of them are in one finding, with what is before and behind it
     at_most = 100                            # times the allowed error, where it was bounded; 1e300 for NaN too
 
-An item that fails in one of these ways, and in no other, is shown as waived and does not fail the run. A crash or a
-hang is a kind of its own ("Raised", "Died", "Hung"); it violates EXCH-09, and is waived under that id or under those of
+An item all of whose findings are among these is shown as waived and does not fail the run. A finding is what a message
+tells of one token, tensor, rank or setting; each one counts, also those that the message only counts ("12 more of the
+same kind"), and those of the judges that the first failure kept from being called. A crash or a hang is a kind of its
+own ("Raised", "Died", "Hung"); it violates EXCH-09, and is waived under that id or under those of
 the checks that meet it. A waiver fails the run if it is expired, incomplete, misspelt or unused, or if an item that it
 matches passes. One of other versions than those installed is not applied.
 
@@ -38,7 +40,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from datetime import date, timedelta
@@ -49,6 +50,7 @@ from typing import Any, NamedTuple, get_args
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from moe_conformance import reading
 from moe_conformance.judging import verdict
 from moe_conformance.waiving.records import (
     ANY,
@@ -63,7 +65,9 @@ from moe_conformance.waiving.records import (
 )
 
 FOLDER = Path(__file__).parents[1] / "waivers"  # a link in a checkout, a folder where a wheel is installed
+_MOST_BYTES = 1 << 20  # of a file
 LONGEST = timedelta(days=400)  # from today to the date of the next review
+_LETTERS = 10  # that the words of a failure have together, at least
 _PLACEHOLDERS = frozenset({"?", "todo", "tbd", "xxx", "none", "nobody", "unknown"})
 
 
@@ -88,29 +92,53 @@ def load(path: Path | None, names: Names, today: date) -> Waivers:
     if path is None:
         return Waivers(None)
     try:
-        text = path.read_text(encoding="utf-8")
-        tables = tomllib.loads(text)
-    except OSError as error:
-        raise Unreadable(f"the waivers {path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise Unreadable(f"the waivers {path} are not TOML: {error}") from error
-    entries = tables.get("waiver", [])
-    if set(tables) - {"waiver"} or not isinstance(entries, list):
-        raise Unreadable(f"the waivers {path} hold something else than [[waiver]] tables")
+        text = reading.text_of(path, _MOST_BYTES)
+        return valid(path, text, reading.toml_from(text), names, today)
+    except reading.Unreadable as error:
+        raise Unreadable(f"the waivers {path} cannot be used: {error}") from error
+
+
+def valid(path: Path, text: str, tables: Mapping[str, Any], names: Names, today: date) -> Waivers:
+    """Return the waivers in the tables of a file with some text, as `load`."""
+    entries = _entries(tables)
     held: list[Waiver] = []
     elsewhere: list[str] = []
     problems: list[str] = []
     for position, entry in enumerate(entries):
         found = list(_problems(entry, names, today))
-        if entry.get("id") in (*(waiver.id for waiver in held), *elsewhere):
-            found.append(Problem("id", "its id occurs twice"))
         name = entry.get("id", f"waiver {position + 1}")
+        if name in (*(waiver.id for waiver in held), *elsewhere):
+            found.append(Problem("id", "its id occurs twice"))
         problems += [f"{path.name}, line {_line(text, position, field)}, {name}: {what}" for field, what in found]
         if not found and is_of(entry["versions"], names.versions):
             held.append(waiver_of(entry))
         elif not found:
             elsewhere.append(entry["id"])
     return Waivers(path, tuple(held), tuple(problems), tuple(elsewhere))
+
+
+def ids_in(path: Path, versions: Mapping[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the ids of a file's waivers for some versions, with the requirements that they name.
+
+    Raises:
+        Unreadable: the file cannot be read, or a waiver has none of these.
+    """
+    try:
+        return tuple(
+            (entry["id"], tuple(entry["requirements"]))
+            for entry in _entries(reading.toml_of(path, _MOST_BYTES))
+            if is_of(entry["versions"], versions)
+        )
+    except (reading.Unreadable, KeyError, TypeError, InvalidRequirement) as error:
+        raise Unreadable(f"the waivers {path} cannot be used: {error}") from error
+
+
+def _entries(tables: Mapping[str, Any]) -> list[dict[str, Any]]:
+    entries: Any = tables.get("waiver", [])
+    alike = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+    if not alike or set(tables) - {"waiver"}:
+        raise reading.Unreadable("it holds something else than [[waiver]] tables")
+    return [*entries]
 
 
 def waiver_of(entry: Mapping[str, Any]) -> Waiver:
@@ -148,8 +176,10 @@ def _problems(entry: Mapping[str, Any], names: Names, today: date) -> Iterator[P
     if shape:
         yield from shape
         return
+    for id in entry["requirements"]:
+        if id not in names.requirements:
+            yield Problem("requirements", f"requirements: {id!r} names none of {_some(names.requirements)}")
     for field, known in (
-        ("requirements", names.requirements),
         ("variants", names.variants | {ANY}),
         ("layouts", names.layouts | {ANY}),
         ("workloads", names.workloads | {"drawn"} | OF_GROUPS),
@@ -199,7 +229,7 @@ def _misshapen(entry: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(name, f"{name} is a date such as 2026-12-31, not {value!r}")
         elif kind == "str" and not (isinstance(value, str) and value.strip()):
             yield Problem(name, f"{name} is a sentence, not {value!r}")
-        elif kind == "str" and str(value).strip().lower() in _PLACEHOLDERS:
+        elif kind == "str" and _says_nothing(value):
             yield Problem(name, f"{name} is {value!r}, which says nothing; {_REQUESTS.get(name, 'fill it in')}")
         elif kind.startswith("tuple") and not _texts(value):
             yield Problem(name, f"{name} is a list of strings, not {value!r}")
@@ -218,14 +248,22 @@ def _wrong_failures(tables: Any) -> Iterator[str]:
         if odd := sorted((set(table) - {"at_most"}) ^ {"kind", "stage", "words"}):
             yield f"failure: it has kind, stage, words and at_most; {', '.join(odd)} is missing or unknown"
             continue
-        if table["kind"] not in _kinds():
+        if not isinstance(table["kind"], str) or table["kind"] not in _kinds():
             yield f"failure: kind {table['kind']!r} is none of {', '.join(sorted(_kinds()))}"
         if table["stage"] not in get_args(verdict.Stage):
             yield f"failure: stage {table['stage']!r} is none of {', '.join(get_args(verdict.Stage))}"
-        if not _texts(table["words"]) or _PLACEHOLDERS & {word.strip().lower() for word in table["words"]}:
+        if not _texts(table["words"]) or any(map(_says_nothing, table["words"])):
             yield f"failure: words is a list of pieces of the message, not {table['words']!r}"
-        if not (isinstance(table.get("at_most", 1.0), int | float) and table.get("at_most", 1.0) >= 1):
-            yield f"failure: at_most is a number of allowed errors, 1 or more, not {table['at_most']!r}"
+        elif len(re.findall(r"[^\W\d_]", "".join(table["words"]))) < _LETTERS:
+            yield f"failure: words {table['words']!r} are in many messages; give more of the one that is meant"
+        at_most = table.get("at_most", 1.0)
+        if type(at_most) not in (int, float) or not 1 <= at_most <= verdict.MOST:
+            yield f"failure: at_most is a number of allowed errors, 1 to {verdict.MOST:g}, not {at_most!r}"
+
+
+def _says_nothing(text: Any) -> bool:
+    """Whether a text is a placeholder, or has no two letters."""
+    return text.strip().lower() in _PLACEHOLDERS or len(re.findall(r"[^\W\d_]", text)) < 2
 
 
 def _kinds() -> set[str]:

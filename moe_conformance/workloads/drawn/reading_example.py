@@ -6,7 +6,6 @@ strategy could have drawn, so that a failure is the backend's fault.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 import torch
 from torch import Tensor
 
+from moe_conformance import reading
 from moe_conformance.contract import Config, RoutingOptions
 from moe_conformance.contract.topology import Layout
 from moe_conformance.reference.routing import selection
@@ -62,16 +62,9 @@ def backend_of(path: Path) -> str:
 
 def _content(path: Path) -> Mapping[str, Any]:
     try:
-        with path.open("rb") as file:
-            content = file.read(_LARGEST_FILE + 1)
-    except OSError as error:
-        raise BadExample(f"it cannot be read ({error.strerror})") from error
-    if len(content) > _LARGEST_FILE:
-        raise BadExample(f"it is larger than {_LARGEST_FILE >> 20} MiB")
-    try:
-        data = json.loads(content, parse_constant=_not_a_number)
-    except (ValueError, RecursionError) as error:
-        raise BadExample(f"it is not JSON: {error}") from error
+        data = reading.json_of(path, _LARGEST_FILE)
+    except reading.Unreadable as error:
+        raise BadExample(str(error)) from error
     return _object(data, "the file", ("said", "workload"))
 
 
@@ -273,7 +266,3 @@ def _dtype(value: object, where: str) -> torch.dtype:
 
 def _bad(where: str, value: object) -> NoReturn:
     raise BadExample(f"{where}: {value!r} is none that there is")
-
-
-def _not_a_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
