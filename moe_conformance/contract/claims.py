@@ -36,6 +36,10 @@ class Claims(ClaimsPart):
     # largest load of an expert on any rank where no capacity is configured; capacity_all: the same C rows for every
     # expert, gathered on all ranks of the group.
     wire: Literal["pairs", "tokens", "all", "copies", "capacity", "capacity_all"] = "pairs"
+    # How the outputs of experts come back with `wire` "all" (COST-03, COST-04). returned: to the rank of the token
+    # alone, as by a reduce-scatter; all_reduced: the outputs of all tokens are summed on all ranks, of which each keeps
+    # its own: twice the rows.
+    combined: Literal["returned", "all_reduced"] = "returned"
     # How routings are sent with `wire` "all" (COST-06). slots: as ids and weights (T, K); maps: as a boolean map (T, E)
     # and a map of weights (T, E), at most float32.
     routing: Literal["slots", "maps"] = "slots"
@@ -47,6 +51,19 @@ class Claims(ClaimsPart):
     multiple: int = 1
     # Where this exchange applies routing weights (EXCH-05). None: as `Session.weights_at` says.
     weights_at: Literal["input", "expert", "combine"] | None = None
+    # How often an expert lies in an ep group (EXPT-04). once: on one of its ranks; replicas: redundant experts, as load
+    # balancing makes them (EPLB): an expert may lie on several, once on each, and a routed pair reaches one of these
+    # replicas, which the exchange chooses (EXCH-01). All replicas hold the same values and end with the same gradient,
+    # that of the tokens of all of them (GRAD-05, GRAD-06), for which ep ranks may reduce gradients (COST-08).
+    placement: Literal["once", "replicas"] = "once"
+    # The scale of gradients between the two halves of an exchange (GRAD-01, GRAD-02). sum: backward passes them on as
+    # they are; mean_over_ep: the backward of combine divides them by ep, and that of dispatch multiplies by it. So
+    # experts have the mean over ep before their gradients are finished, and dL/dx is the same.
+    expert_gradients: Literal["sum", "mean_over_ep"] = "sum"
+    # The experts' own weights are not trained (GRAD-05, GRAD-06, GRAD-18, EXCH-41, EXCH-42): no, or experts: they have
+    # no gradient, since what is trained is added to them (LoRA), is zero at first and has no name in `named`. Outputs
+    # and the gradients of tokens, weights and router are judged; what is asked of these gradients is not adapted.
+    frozen: Literal["no", "experts"] = "no"
     # The dtype in which a router computes, if that is not the dtype of its tokens. With float32 on tokens of float64
     # layers are held to float32 (SHARE-01, GRAD-18, GROUP-07), and GROUP-07 fails if they compute in float64; checks of
     # routers alone do not follow it.

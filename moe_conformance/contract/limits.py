@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+OF_LAYOUTS = ("spread_experts", "sharded_experts")  # what a limit may be on for all of a layout
+
 
 @dataclass(frozen=True)
 class Limit:
@@ -36,6 +38,12 @@ class Limit:
     `proof="refused"`: outside of it the library raises on every rank, while it is built or in the step; the suite tries
     it and checks that.
     `proof="undefined"`: outside of it the library may hang or corrupt the device; not run, reported as unproved.
+    `proof="design"`: of `spread_experts` and `sharded_experts` alone: by design the library has nothing there to adapt,
+    such as an exchange on one rank, or shards of an expert. Nothing is run on these layouts, whatever the surface; they
+    are reported as not applicable by design, with the reason, in one line.
+
+    Raises:
+        ValueError: `proof` is none of these, or "design" for another `on`.
     """
 
     on: Literal[
@@ -45,7 +53,15 @@ class Limit:
     ]  # fmt: skip
     allowed: tuple[Any, ...] | range  # values of the case that may run, e.g. (torch.float32,) or (False,)
     reason: str  # quoted or derived from the library's own documentation or code
-    proof: Literal["refused", "undefined"] = "refused"
+    proof: Literal["refused", "undefined", "design"] = "refused"
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a proof that there is not, or not of this limit."""
+        if self.proof not in ("refused", "undefined", "design"):
+            raise ValueError(f"Limit.proof is {self.proof!r}; allowed: 'refused', 'undefined', 'design'")
+        if self.proof == "design" and self.on not in OF_LAYOUTS:
+            of = f"a limit on {self.on} is proof = 'refused' or 'undefined'"
+            raise ValueError(f"Limit.proof is 'design', which is for {' and '.join(OF_LAYOUTS)} alone; {of}")
 
     def allows(self, value: Any) -> bool:
         """Return whether a case with this value may run."""

@@ -27,6 +27,7 @@ from moe_conformance.plugin.recording import (
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending, Trial, ending, further
 from moe_conformance.report.records import EVERY_RANK_FINISHES, FAILING, FOLLOWS
+from moe_conformance.report.unjudged import BY_DESIGN
 from moe_conformance.reproducing.alongside import Twins
 from moe_conformance.reproducing.examining import refusal_by_limit, refusal_of
 from moe_conformance.scenarios.outcome import Outcome
@@ -75,9 +76,9 @@ class CaseRun:
         self.followers.pop(item.nodeid, None)
 
     def runs(self, case: Case) -> bool:
-        """Whether a case is run: there are enough ranks, and it breaks no limit beyond which behaviour is undefined."""
+        """Whether a case is run: there are enough ranks, and it breaks no limit beyond which nothing is tried."""
         limit = limit_of(case)
-        return not (too_large(case.cell.layout, self.run.options.ranks) or (limit and limit.proof == "undefined"))
+        return not (too_large(case.cell.layout, self.run.options.ranks) or (limit and limit.proof != "refused"))
 
     def require_ranks(self, trial: Trial, cell: Cell) -> None:
         """Skip the item if its layout needs more ranks than there are."""
@@ -149,6 +150,8 @@ class CaseRun:
         limit = limit_of(case)
         if limit is not None and limit.proof == "undefined":
             trial.skip("limit", f"limit, unproved: {limit.reason}")
+        if limit is not None and limit.proof == "design":
+            trial.skip("not applicable", f"{BY_DESIGN}: {limit.reason}")
         trial.runs += not self.outcomes.holds(case)
         kept = self.outcomes.of(case, self.followers.get(item.nodeid, ()))
         trial.outcome = kept.outcome

@@ -135,7 +135,7 @@ def _recorded(subject: Subject, engine: Engine, case: Case) -> Recorded:
 
 def _limit(case: Case) -> str | None:
     limit = broken(case.cell.limits, case.workload, case.cell.device)
-    return None if limit is None or limit.proof != "undefined" else limit.reason
+    return None if limit is None or limit.proof == "refused" else limit.reason
 
 
 _FILE = re.compile(r'^ *File ".+", line \d+.*', re.MULTILINE)

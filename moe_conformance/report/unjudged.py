@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from moe_conformance.report.records import Record, Verdict
 
 _NOT_JUDGED: tuple[Verdict, ...] = ("refused", "not adapted", "limit")
+BY_DESIGN = "not applicable by design"  # what begins the message of a record of a limit with proof "design"
 MOST_SHOWN = 2  # reasons of one verdict, unless all are requested
 _WIDE = 96  # characters of a reason
 
@@ -16,17 +17,24 @@ _WIDE = 96  # characters of a reason
 def lines(records: Iterable[Record], *, whole: bool) -> Iterator[str]:
     """Yield a line for each reason, the most frequent first; reasons that differ in numbers are one.
 
+    What is not applicable by design is among them, always whole, and no other case that is not applicable.
+
     Args:
         records: Of all items.
         whole: Show all reasons, not only the most frequent of each verdict.
     """
     count: dict[Verdict, Counter[str]] = {verdict: Counter() for verdict in _NOT_JUDGED}
     first: dict[str, str] = {}
+    by_design: Counter[str] = Counter()
     for record in records:
+        if record.verdict == "not applicable" and record.message.startswith(BY_DESIGN):
+            by_design[record.message.partition("\n")[0]] += record.cases
         if record.verdict in count:
             shape = re.sub(r"\d+(\.\d+)?", "#", record.message)
             first.setdefault(shape, record.message)
             count[record.verdict][shape] += record.cases
+    for message, cases in by_design.most_common():
+        yield f"{cases} {message}"
     for verdict, reasons in count.items():
         shown = reasons.most_common(None if whole else MOST_SHOWN)
         for shape, cases in shown:

@@ -38,7 +38,8 @@ class Identity:
         if weights_RJ is None:
             weights_RJ = torch.ones_like(ids_RJ, dtype=rows_RD.dtype)
         total_R1 = torch.where(ids_RJ >= 0, weights_RJ, 0).sum(1, keepdim=True) * answers
-        return (rows_RD * total_R1).to(rows_RD.dtype).reshape(delivery.shape)
+        answered_RD = torch.where((ids_RJ >= 0).any(1, keepdim=True), rows_RD, 0)  # 0 * NaN would be NaN
+        return (answered_RD * total_R1).to(rows_RD.dtype).reshape(delivery.shape)
 
     def handed(self, microbatch: int) -> tuple[Handed, ...]:
         """Return copies of all deliveries of a microbatch."""

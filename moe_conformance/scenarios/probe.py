@@ -72,7 +72,8 @@ class Probe:
         out_RD = torch.zeros_like(watched_RD)
         for j in range(ids_RJ.shape[1]):
             held_R1 = (ids_RJ[:, j] >= 0)[:, None]
-            answer_RD = watched_RD * factor_ND[ids_RJ[:, j].clamp_min(0)]
+            # A product with 0 would be NaN where the row, or its upstream gradient, is not finite.
+            answer_RD = torch.where(held_R1, watched_RD, 0) * factor_ND[ids_RJ[:, j].clamp_min(0)]
             if delivery.weights_RJ is not None:
                 answer_RD = (answer_RD * delivery.weights_RJ[:, j : j + 1]).to(rows_RD.dtype)
             out_RD = out_RD + torch.where(held_R1, answer_RD, 0)

@@ -52,7 +52,7 @@ class ReducedExchange:
 
     def __init__(self, config: Config, group: dist.ProcessGroup) -> None:
         self.group, self.local_experts = group, tuple(share(config.experts, group))
-        self.claims = Claims(wire="all", handed="tokens", padding="group_max", alignment=1)
+        self.claims = Claims(wire="all", handed="tokens", padding="group_max", alignment=1, combined="all_reduced")
         self.resolved = {"exchange": f"all tokens on {group.size()} ranks, all-reduce"}
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:

@@ -33,6 +33,13 @@ def distribute(module: nn.Module, mesh: DeviceMesh, placement: Shard | Replicate
         setattr(module, name, nn.Parameter(placed))
 
 
+def _part(parameter: Tensor) -> Tensor:
+    """Return the local tensor, differentiable."""
+    assert isinstance(parameter, DTensor)
+    part: Tensor = parameter.to_local()
+    return part
+
+
 def local(parameter: Tensor) -> Tensor:
     """Return the local tensor of a DTensor, with the local tensor of its gradient."""
     assert isinstance(parameter, DTensor)
@@ -47,7 +54,7 @@ class MeshGate(Gate):
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(x_TD.dtype, torch.float32)
-        logits_TE = F.linear(x_TD.to(wide), self.weight.to_local().to(wide))  # type: ignore[operator]
+        logits_TE = F.linear(x_TD.to(wide), _part(self.weight).to(wide))
         weights_TK, ids_TK = logits_TE.softmax(1).topk(self.top_k, dim=1)
         return ids_TK, self.weighed(weights_TK), logits_TE
 
@@ -56,7 +63,7 @@ class MeshExperts(SwiGLU):
     """Experts of which every rank of the mesh holds a shard."""
 
     def one(self, n: int, rows: Tensor) -> Tensor:
-        w1, w3, w2 = (each.to_local()[n] for each in (self.w1, self.w3, self.w2))  # type: ignore[operator]
+        w1, w3, w2 = (_part(each)[n] for each in (self.w1, self.w3, self.w2))
         return F.linear(F.silu(F.linear(rows, w1)) * F.linear(rows, w3), w2)
 
 

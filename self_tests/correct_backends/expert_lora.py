@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_conformance.contract import Config
+from moe_conformance.contract import Claims, Config
 from self_tests.correct_backends.small_parts import AdaptedExperts, SmallBackend, SmallSession, SwiGLU, share
 
 RANK, SCALE = 4, 2.0
@@ -25,7 +25,8 @@ class LowRank(nn.Module):
         self.b = nn.Parameter(torch.zeros(N, out, RANK, dtype=weight.dtype))
 
     def forward(self, n: int, rows: Tensor) -> Tensor:
-        return SCALE * F.linear(F.linear(rows, self.a[n]), self.b[n])
+        added: Tensor = SCALE * F.linear(F.linear(rows, self.a[n]), self.b[n])
+        return added
 
 
 class TunedExperts(SwiGLU):
@@ -37,17 +38,24 @@ class TunedExperts(SwiGLU):
         self.lora1, self.lora3, self.lora2 = (LowRank(weight) for weight in (self.w1, self.w3, self.w2))
 
     def one(self, n: int, rows: Tensor) -> Tensor:
-        gate = F.linear(rows, self.w1[n]) + self.lora1(n, rows)
+        gate: Tensor = F.linear(rows, self.w1[n]) + self.lora1(n, rows)
         up = F.linear(rows, self.w3[n]) + self.lora3(n, rows)
         inner = F.silu(gate) * up
-        return F.linear(inner, self.w2[n]) + self.lora2(n, inner)
+        out: Tensor = F.linear(inner, self.w2[n]) + self.lora2(n, inner)
+        return out
+
+
+class AdaptedTuned(AdaptedExperts):
+    """The experts, which say that their own weights are frozen."""
+
+    claims = Claims(frozen="experts")
 
 
 class TunedSession(SmallSession):
     """One topology on one rank."""
 
     def build_experts(self, config: Config) -> AdaptedExperts:
-        return AdaptedExperts(TunedExperts(share(config.experts, self.ep), config))
+        return AdaptedTuned(TunedExperts(share(config.experts, self.ep), config))
 
 
 class Tuned(SmallBackend):

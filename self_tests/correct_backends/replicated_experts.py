@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_conformance.contract import Config, Delivery, Routing, Topology
+from moe_conformance.contract import Claims, Config, Delivery, Routing, Topology
 from self_tests.correct_backends.small_parts import (
     AdaptedExperts,
     SmallBackend,
@@ -36,6 +36,8 @@ def places(experts: int, group: dist.ProcessGroup) -> list[tuple[int, ...]]:
 
 class BalancedExchange:
     """Sends a routed pair to one of the copies of its expert, in turn by the number of the token."""
+
+    claims = Claims(placement="replicas")
 
     def __init__(self, config: Config, group: dist.ProcessGroup) -> None:
         self.group, of_rank = group, places(config.experts, group)

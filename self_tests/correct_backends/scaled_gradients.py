@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_conformance.contract import Config, Delivery, Routing
+from moe_conformance.contract import Claims, Config, Delivery, Routing
 from self_tests.correct_backends.small_parts import PairExchange, SmallBackend, SmallSession, gradients
 
 
@@ -33,6 +33,8 @@ class ScaleGradient(torch.autograd.Function):
 
 class ScaledExchange(PairExchange):
     """Scales what the backward passes on both sides of the experts."""
+
+    claims = Claims(expert_gradients="mean_over_ep")
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         delivery, handle = super().dispatch(x, routing)

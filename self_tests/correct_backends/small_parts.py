@@ -69,8 +69,12 @@ class Gate(nn.Module):
         """Return ids and weights (T, K), and logits (T, E)."""
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         logits_TE = F.linear(x_TD.to(wide), self.weight.to(wide))
-        weights_TK, ids_TK = logits_TE.softmax(1).topk(self.top_k, dim=1)
+        weights_TK, ids_TK = self.scores(logits_TE).topk(self.top_k, dim=1)
         return ids_TK, self.weighed(weights_TK), logits_TE
+
+    def scores(self, logits_TE: Tensor) -> Tensor:
+        """Return the scores by which experts are selected and weighed."""
+        return logits_TE.softmax(1)
 
     def weighed(self, weights_TK: Tensor) -> Tensor:
         """Return the routing weights for the K largest scores."""
@@ -181,7 +185,9 @@ class AdaptedLayer:
     def __init__(self, gate: AdaptedGate, exchange: Exchange | SplitExchange, experts: AdaptedExperts) -> None:
         self.gate, self.experts, self.whole = gate, experts, whole(exchange)
         self.resolved = {**exchange.resolved, **gate.resolved, **experts.resolved}
-        self.claims = getattr(exchange, "claims", contract.Claims())
+        self.claims = contract.Claims()
+        for part in (exchange, gate, experts):
+            self.claims = self.claims.joined(getattr(part, "claims", contract.Claims()))
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.whole(x, self.gate(x).routing, self.experts)

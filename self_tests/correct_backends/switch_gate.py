@@ -7,12 +7,22 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from moe_conformance.contract import Config
+from moe_conformance.contract import Claims, Config, Unsupported
 from self_tests.correct_backends.small_parts import AdaptedGate, Gate, SmallBackend, SmallSession
 
 
 class SwitchGate(Gate):
-    """With K = 1 the weight is the score, whether weights are normalised or not: 1 would have no gradient."""
+    """With K = 1 the weight is the score, whether weights are normalised or not: 1 would have no gradient.
+
+    Scores are the softmax over all experts or, where `sigmoid`, that of each expert alone.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.sigmoid = config.routing.score == "sigmoid"
+
+    def scores(self, logits_TE: Tensor) -> Tensor:
+        return logits_TE.sigmoid() if self.sigmoid else logits_TE.softmax(1)
 
     def weighed(self, weights_TK: Tensor) -> Tensor:
         if self.normalise and self.top_k > 1:
@@ -20,11 +30,22 @@ class SwitchGate(Gate):
         return weights_TK
 
 
+class AdaptedSwitch(AdaptedGate):
+    """The gate."""
+
+    claims = Claims(top_1="score")
+
+
 class SwitchSession(SmallSession):
     """One topology on one rank."""
 
     def build_gate(self, config: Config) -> AdaptedGate:
-        return AdaptedGate(SwitchGate(config))
+        if config.routing.score not in ("softmax", "sigmoid"):
+            raise Unsupported(f"scores are softmax or sigmoid, not {config.routing.score}")
+        return AdaptedSwitch(SwitchGate(config))
+
+    def router(self, config: Config) -> AdaptedGate:
+        return self.build_gate(config.only("experts", "top_k", "hidden", "dtype", "routing.normalise", "routing.score"))
 
 
 class Switch(SmallBackend):

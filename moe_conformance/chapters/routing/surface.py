@@ -98,6 +98,10 @@ class ClaimsPart:
     # A router adds noise while it trains (ROUTE-01, ROUTE-02). training: the built surface has a method `train(mode)`,
     # as `nn.Module` has, and the suite calls `train(False)` before it runs anything: without noise all checks hold.
     noise: Literal["no", "training"] = "no"
+    # The weight of the one slot of a token, K = 1, under `routing.normalise` (ROUTE-02, ROUTE-05). one: it is 1, times
+    # the scale, and has no gradient; score: it is the score, as without normalisation, so that it trains the router:
+    # the gate of Switch Transformers, and libraries that divide by the sum only where K > 1.
+    top_1: Literal["one", "score"] = "one"
 
 
 SECTIONS = {"routing": RoutingOptions, "replay": Replay}

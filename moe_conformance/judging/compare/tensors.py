@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from moe_conformance.judging.findings import Finding, fail
@@ -68,3 +69,9 @@ def judge_tensor(
 def _values(row: Tensor) -> str:
     listed = [format(value, "g") for value in row.reshape(-1)[:_SHOWN].double().tolist()]
     return ", ".join(listed) + (", ..." if row.numel() > _SHOWN else "")
+
+
+def projection(actual_D: Tensor, unit_D: Tensor) -> float:
+    """Return the factor of `unit_D` in `actual_D`, by least squares; 0 where `unit_D` is zero."""
+    actual_D, unit_D = torch.nan_to_num(actual_D.double()), unit_D.double()
+    return float(actual_D @ unit_D) / (float(unit_D @ unit_D) or 1.0)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from moe_conformance.contract import Claims
 from moe_conformance.judging.findings import count
 from moe_conformance.judging.verdict import MalformedClaim
 from moe_conformance.scenarios.outcome import RankOutcome
+from moe_conformance.workloads.records.workload import Workload
 
 _OF_A_RANK = ("weights_at", "dtype")  # the adapter derives these from the tokens of its rank, which may have none
 
@@ -27,6 +28,14 @@ def claims_of(ranks: Sequence[RankOutcome]) -> Claims:
                 sentence = f"rank {rank.rank} claims {name} = {other!r} and rank {first.rank} claims {value!r}"
                 raise MalformedClaim("run", f"{sentence}; expected the same", ranks=(rank.rank,))
     return first.claims
+
+
+def weighed_as_claimed(workload: Workload, claims: Claims) -> Workload:
+    """Return the workload as the backend says that it weighs: with `top_1` "score", one slot is not normalised."""
+    config = workload.config
+    if claims.top_1 == "one" or config.top_k > 1 or not config.routing.normalise:
+        return workload
+    return replace(workload, config=config.changed({"routing.normalise": False}))
 
 
 def padded_rows(rows_N: Sequence[int], multiple: int) -> int:

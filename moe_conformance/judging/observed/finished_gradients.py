@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Literal
 
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.run import Reading
-from moe_conformance.judging.verdict import AbsentGradient, NotOffered
+from moe_conformance.judging.verdict import AbsentGradient, NotOffered, WrongGradient
 from moe_conformance.reference.gradients.shards import divisor
 from moe_conformance.scenarios.outcome import Grad
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
@@ -35,6 +35,25 @@ def finals_of(reading: Reading) -> list[Mapping[ParameterKey, Grad]]:
     if findings:
         fail(AbsentGradient, "finish", findings)
     return finished
+
+
+def require_frozen(reading: Reading, names: Collection[str]) -> bool:
+    """Return whether the backend claims that the experts' weights, of these names, are frozen, and check that they are.
+
+    Raises:
+        WrongGradient: one of them has a gradient.
+    """
+    if reading.claims.frozen == "no":
+        return False
+    findings = []
+    for rank in reading.ranks:
+        for (name, expert), grad in (rank.grads_final or {}).items():
+            if name in names and expert is not None and grad.value is not None:
+                sentence = f"{name} of expert {expert} on rank {rank.rank} has a gradient; claimed: frozen = 'experts'"
+                findings.append(Finding("trained", sentence, (rank.rank,)))
+    if findings:
+        fail(WrongGradient, "finish", findings)
+    return True
 
 
 def steps_of(reading: Reading) -> tuple[Reading, ...]:

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.observed.chunks import cut, solve_in_chunks
-from moe_conformance.reference.exchange import deliveries, layer
-from moe_conformance.reference.exchange.deliveries import Pair
+from moe_conformance.reference.exchange import layer
 from moe_conformance.reference.experts import tagged, tagged_experts
 from moe_conformance.workloads.records import tags
-from moe_conformance.workloads.records.workload import Batch, Workload
+from moe_conformance.workloads.records.workload import Workload
 
 PerRank = tuple[tuple[Tensor, ...], ...]  # [microbatch][rank]
 
@@ -96,17 +95,6 @@ def _expect(drawn: Drawn, parts: tuple[float, ...]) -> Expected:
         return tuple(tuple(next(parts) for _ in ranks) for ranks in workload.batches)
 
     return Expected(split(result.y_TD), split(result.dx_TD), split(result.dweights_TK), split(allowed_TK))
-
-
-def expected_pairs(
-    workload: Workload, batches: Sequence[Batch], local_experts: Sequence[Sequence[int]]
-) -> tuple[Pair, ...]:
-    """Return the expected deliveries of one microbatch, given the experts that every rank reports to hold.
-
-    Raises:
-        ValueError: an expert that a token is routed to is held by no rank of the token's exchange group.
-    """
-    return deliveries.deliveries([batch.ids_TK for batch in batches], workload.layout.groups()["ep_etp"], local_experts)
 
 
 def blocks(experts: int, hidden: int) -> Tensor:

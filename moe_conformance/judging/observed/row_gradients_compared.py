@@ -96,14 +96,19 @@ def _compared(
 
 
 def _upstream(reading: Reading, matches: Sequence[Match], weighted: Sequence[bool]) -> Tensor:
-    """Return the upstream gradients of matches, (N, D), times their weights where `weighted` is True."""
+    """Return the upstream gradients of matches, (N, D), times their weights where `weighted` is True.
+
+    They are scaled as the exchange claims to scale what reaches its experts (`Claims.expert_gradients`).
+    """
     upstream_TD, starts = once(reading, _upstream_of_all)
     token_N = torch.tensor([starts[match.entry.microbatch, match.pair.source] + match.pair.token for match in matches])
     weights = [
         reading.weight(match.entry.microbatch, match.pair) if times else 1.0
         for match, times in zip(matches, weighted, strict=True)
     ]
-    return upstream_TD[token_N] * torch.tensor(weights, dtype=torch.float64)[:, None]
+    share = 1 / reading.outcome.workload.layout.ep if reading.claims.expert_gradients == "mean_over_ep" else 1.0
+    factor_N = torch.tensor(weights, dtype=torch.float64) * share
+    return upstream_TD[token_N] * factor_N[:, None]
 
 
 def _upstream_of_all(reading: Reading) -> tuple[Tensor, dict[Place, int]]:

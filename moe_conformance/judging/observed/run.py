@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Claims
+from moe_conformance.judging.compare.tensors import projection
 from moe_conformance.judging.findings import ratio_names, some
 from moe_conformance.judging.observed import probe_expected as expected
-from moe_conformance.judging.observed.claims import claims_of
+from moe_conformance.judging.observed import replicas
+from moe_conformance.judging.observed.claims import claims_of, weighed_as_claimed
 from moe_conformance.judging.verdict import (
     Died,
     Finding,
@@ -209,11 +211,15 @@ class Reading:
     @cached_property
     def pairs(self) -> tuple[tuple[Pair, ...], ...]:
         """The expected deliveries of every microbatch."""
-        held = [rank.local_experts for rank in self.ranks]
         try:
-            return tuple(expected.expected_pairs(self.outcome.workload, ranks, held) for ranks in self.batches)
+            return replicas.expected_pairs(self)
         except ValueError as error:
             raise WrongDelivery("dispatch", str(error)) from error
+
+    @cached_property
+    def routed(self) -> tuple[replicas.Routed, ...]:
+        """The ids and the experts of all ranks as the oracles take them, by microbatch."""
+        return replicas.routed(self)
 
     @cached_property
     def matching(self) -> Matching:
@@ -239,6 +245,8 @@ def read(outcome: Outcome) -> Reading:
         MalformedClaim: a rank reports counts or shapes that contradict each other.
     """
     require_finished(outcome)
+    if (weighed := weighed_as_claimed(outcome.workload, claims_of(outcome.ranks))) is not outcome.workload:
+        outcome = replace(outcome, workload=weighed)
     reading = Reading(outcome, tuple(sorted(outcome.ranks, key=lambda rank: rank.rank)))
     _require_legible(reading)
     return reading
@@ -385,12 +393,6 @@ def _carried(reading: Reading, entry: Entry) -> float:
         return 0.0
     upstream_D = reading.batches[entry.microbatch][entry.source].upstream[entry.token]
     return projection(gradient[entry.row], upstream_D)
-
-
-def projection(actual_D: Tensor, unit_D: Tensor) -> float:
-    """Return the factor of `unit_D` in `actual_D`, by least squares; 0 where `unit_D` is zero."""
-    actual_D, unit_D = torch.nan_to_num(actual_D.double()), unit_D.double()
-    return float(actual_D @ unit_D) / (float(unit_D @ unit_D) or 1.0)
 
 
 def tokens_of(reading: Reading, sequence: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[str]]:

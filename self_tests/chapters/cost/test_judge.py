@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from moe_conformance.chapters.cost.judge.claimed_wires import needed_rows, pair_rows
 from moe_conformance.chapters.cost.judge.cost import (
     judge_backward_rows,
     judge_even_calls,
     judge_handed,
     judge_other_bytes,
     judge_rows,
-    needed_rows,
-    pair_rows,
 )
 from moe_conformance.chapters.cost.judge.declared_wire import judge_declared_rows
 from moe_conformance.chapters.cost.judge.reductions import judge_reductions

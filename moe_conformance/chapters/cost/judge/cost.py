@@ -7,9 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
-
-from moe_conformance.chapters.cost.judge.claimed_wires import all_places, all_tokens
+from moe_conformance.chapters.cost.judge.claimed_wires import all_places, all_tokens, claimed_rows, smallest_rows
 from moe_conformance.chapters.cost.judge.routing_maps import Map, require_maps
 from moe_conformance.engine.ledger.entry import Entry, group_words
 from moe_conformance.judging.comparisons import Comparison, Comparisons, Note, judge
@@ -91,7 +89,7 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
 def _judge_halves(reading: Reading) -> Comparisons:
     require_rows(reading)
     for half in halves(reading):
-        allowed = half.times * needed_rows(reading, half.m)
+        allowed = claimed_rows(reading, half.m, half.name, half.times)
         wrong = _excess(reading, half, allowed) if half.rows > allowed else ""
         share = 0.0 if wrong or not allowed else half.rows / allowed  # a wrong number of rows is no error within bounds
         yield Comparison(None, wrong, pairs=len(reading.ranks), worst=share)
@@ -348,18 +346,6 @@ def _travelled(reading: Reading) -> dict[str, float]:
     }
 
 
-def needed_rows(reading: Reading, m: int) -> int:
-    """Return the number of rows that a dispatch may send by the claimed wire."""
-    wire = reading.claims.wire
-    if wire == "pairs":
-        return pair_rows(reading, m)
-    if wire == "tokens":
-        return smallest_rows(reading, m)
-    if wire in ("capacity", "capacity_all"):
-        return all_places(reading, m, to_all=wire == "capacity_all")
-    return all_tokens(reading, m)
-
-
 def _gathers_maps(reading: Reading) -> bool:
     """Return whether the backend claims to send whole routing maps, which is only possible with all tokens."""
     claims = reading.claims
@@ -367,21 +353,6 @@ def _gathers_maps(reading: Reading) -> bool:
         sentence = f"the backend claims routing = 'maps', and wire = {claims.wire!r}; expected wire = 'all'"
         raise WrongForm("dispatch", sentence)
     return claims.routing == "maps"
-
-
-def pair_rows(reading: Reading, m: int) -> int:
-    """Return the number of rows of microbatch m if every routed pair is sent separately."""
-    return int(cost.pair_rows(*_routed(reading, m)).sum())
-
-
-def smallest_rows(reading: Reading, m: int) -> int:
-    """Return the number of rows of microbatch m if a token is sent once to each rank that needs it."""
-    return int(cost.least_rows(*_routed(reading, m)).sum())
-
-
-def _routed(reading: Reading, m: int) -> tuple[list[torch.Tensor], Sequence[Sequence[int]], list[tuple[int, ...]]]:
-    ids = [batch.ids_TK for batch in reading.batches[m]]
-    return ids, reading.outcome.workload.layout.groups()["ep_etp"], [rank.local_experts for rank in reading.ranks]
 
 
 def _words(calls: Sequence[Entry]) -> str:

@@ -7,15 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from moe_conformance.chapters.cost.judge.cost import (
-    Half,
-    halves,
-    needed_rows,
-    pair_rows,
-    require_rows,
-    rows_sent,
-    smallest_rows,
-)
+from moe_conformance.chapters.cost.judge.claimed_wires import claimed_rows, pair_rows, smallest_rows
+from moe_conformance.chapters.cost.judge.cost import Half, halves, require_rows, rows_sent
 from moe_conformance.engine.ledger.entry import Entry
 from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.observed.run import Reading
@@ -52,10 +45,12 @@ def _wrong_rows(reading: Reading, half: Half) -> str:
     if wire == "tokens":
         smallest = half.times * smallest_rows(reading, half.m)
         return f"{half.name} moves {half.rows:g} rows; needed: {smallest}" if half.rows > smallest else ""
-    claimed, pairs = (half.times * rows(reading, half.m) for rows in (needed_rows, pair_rows))
+    claimed, pairs = claimed_rows(reading, half.m, half.name, half.times), half.times * pair_rows(reading, half.m)
     if half.rows > claimed or (half.times == 1 and pairs < half.rows < claimed):
         sentence = f"the backend claims wire = {wire!r}, which is {claimed} rows in {half.name}"
-        return f"{sentence}, and it moves {half.rows:g}; the routed pairs are {pairs}"
+        reduced = wire == "all" and half.name.startswith("combine") and half.rows == 2 * claimed
+        design = "; a backend that sums outputs by an all-reduce claims combined = 'all_reduced'" if reduced else ""
+        return f"{sentence}, and it moves {half.rows:g}; the routed pairs are {pairs}{design}"
     return ""
 
 

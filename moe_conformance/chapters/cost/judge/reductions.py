@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from moe_conformance.contract.topology import Layout
 from moe_conformance.engine.ledger.entry import Entry, group_words
 from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import some
@@ -23,14 +24,17 @@ def judge_reductions(reading: Reading) -> Comparisons:
     In a backward this also holds for reductions with ranks of other exchange groups. With ranks of its own exchange
     group, or of its tensor group, a rank also reduces gradients of tokens and weights: see `_most_of_tokens`.
 
+    A backend that claims placement = "replicas" has replicas of an expert on other ep ranks as well.
+
     Raises:
         Costly: they are reduced with other ranks.
         NotOffered: the backend finishes no gradients, or the ledger has no collective of replicas.
     """
     workload, unseen = reading.outcome.workload, []
+    redundant = reading.claims.placement == "replicas"
     if any(rank.grads_final is None for rank in reading.ranks):
         raise NotOffered(reading.ranks[0].finish_refusal or "the backend finishes no gradients")
-    for group in workload.layout.groups()["edp"]:
+    for group in _replicas(workload.layout, redundant=redundant):
         for rank in group:
             phases = {name: calls for name, calls in by_phase(reading.ranks[rank]).items() if _reduces(name)}
             for phase, calls in phases.items():
@@ -44,6 +48,15 @@ def judge_reductions(reading: Reading) -> Comparisons:
             yield Comparison(rank, pairs=1)
     if unseen:
         raise NotOffered(f"the ledger has no reduction of gradients over replicas: {some(unseen)}")
+
+
+def _replicas(layout: Layout, *, redundant: bool) -> Sequence[tuple[int, ...]]:
+    """Return the groups of ranks that may hold the same experts: those of edp, with redundant experts all of ep too."""
+    if not redundant:
+        return layout.groups()["edp"]
+    near = {rank: group for group in layout.groups()["ep"] for rank in group}
+    joined = [sorted({other for rank in group for other in near[rank]}) for group in layout.groups()["edp"]]
+    return list(dict.fromkeys(tuple(group) for group in joined))
 
 
 def _reduces(phase: str) -> bool:

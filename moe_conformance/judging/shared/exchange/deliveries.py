@@ -112,7 +112,7 @@ def _misdelivered(reading: Reading) -> Iterator[Finding]:
             yield Finding(kind, sentence, (pair.destination, went.rank))
     delivered = _delivered(reading.matching.matches)
     for entry in extra:
-        yield _superfluous(entry, delivered[_where(entry)])
+        yield _superfluous(entry, delivered[_where(entry)], _elsewhere(reading, entry))
     for missing in lost:
         yield _lost_finding(reading, missing)
 
@@ -138,7 +138,10 @@ def _exchanged(lost: list[Lost], extra: list[Entry]) -> Iterator[Finding]:
         yield Finding("exchanged", sentence, (here.rank, there.rank))
 
 
-def _superfluous(entry: Entry, times: int) -> Finding:
+def _superfluous(entry: Entry, times: int, elsewhere: str) -> Finding:
+    if elsewhere:
+        sentence = f"{entry.place} is {entry.token_name}, which was delivered to {elsewhere} too; expected: to one"
+        return Finding("to two replicas", sentence, (entry.rank,))
     if times:
         sentence = (
             f"{entry.token_name} was delivered twice to expert {entry.expert} on rank {entry.rank} "
@@ -147,6 +150,19 @@ def _superfluous(entry: Entry, times: int) -> Finding:
         return Finding("delivered twice", sentence, (entry.rank,))
     sentence = f"{entry.place} is {entry.token_name}, which is not routed to this expert"
     return Finding("not routed", sentence, (entry.rank,))
+
+
+def _elsewhere(reading: Reading, entry: Entry) -> str:
+    """Return the other replica of its expert to which the token of a row was delivered, "" if there is none."""
+    if reading.claims.placement == "once":
+        return ""
+    near = next(group for group in reading.outcome.workload.layout.groups()["ep"] if entry.rank in group)
+    same = (entry.microbatch, entry.source, entry.token, entry.expert)
+    for other in (match.entry for match in reading.matching.matches):
+        found = (other.microbatch, other.source, other.token, other.expert)
+        if found == same and other.rank in near and other.rank != entry.rank:
+            return f"the replica of expert {entry.expert} on rank {other.rank}"
+    return ""
 
 
 def _lost_finding(reading: Reading, missing: Lost) -> Finding:

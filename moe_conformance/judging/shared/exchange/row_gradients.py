@@ -23,6 +23,10 @@ from moe_conformance.scenarios.outcome import Handed
 from moe_conformance.workloads.records import tags
 
 _EXPLAINED = 24  # number of wrong rows that get a sentence each
+_DESIGN = (
+    "; a backend that divides gradients by ep in the backward of combine, and multiplies them in that of dispatch, "
+    "claims expert_gradients = 'mean_over_ep'"
+)
 
 
 def judge_out_gradients(reading: Reading, tally: Tally) -> None:
@@ -88,13 +92,15 @@ def _judge(
     explained = {rank for finding in findings for rank in finding.ranks}
     left = [c for c in bad if c.match.entry.rank not in explained]
     findings += [_row_finding(reading, c, what) for c in left[:_EXPLAINED]]
+    design = _DESIGN if ratio == 1 / reading.outcome.workload.layout.ep else ""
     findings += [
         Finding("not explained", "the gradient of another row is wrong", (c.match.entry.rank,))
         for c in left[_EXPLAINED:]
     ]
     findings = [Finding(f.kind, prefix + f.sentence, f.ranks, f.size) for f in findings]
     order = "; likely cause: gradients came back in another order than the rows were sent" if _moved(left) else ""
-    fail(WrongGradient, "gradient", findings, ratio=ratio, note=order + (f"; {note(reading)}" if note else ""))
+    ends = order + (f"; {note(reading)}" if note else "") + design
+    fail(WrongGradient, "gradient", findings, ratio=ratio, note=ends)
 
 
 def _moved(bad: Sequence[Compared]) -> bool:

@@ -15,7 +15,7 @@ from moe_conformance.judging.explain.bounded_gradients import Held, explain_grad
 from moe_conformance.judging.explain.bounded_tokens import explain_tokens
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.cached import once
-from moe_conformance.judging.observed.finished_gradients import finals_of
+from moe_conformance.judging.observed.finished_gradients import finals_of, require_frozen
 from moe_conformance.judging.observed.ledgers import early_read
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place, Shard, shard_of, whole
@@ -262,6 +262,8 @@ def _finished(reading: Reading) -> list[Held]:
     """Return the finished gradients of every rank with their targets, after checking that all are there."""
     expected = expected_of(reading)
     final = finals_of(reading)
+    if require_frozen(reading, {name for name, _ in expected.workload.parameters}):
+        raise NotOffered("the backend claims frozen = 'experts': the experts' own weights have no gradient")
     _require_complete(reading, "finish", final)
     found = []
     for rank in reading.ranks:
@@ -283,9 +285,11 @@ def _require_complete(reading: Reading, when: Stage, grads: Sequence[Mapping[Par
     """Raise unless the ranks of every stage together name every part of every expert, all parts equally often.
 
     An exchange group alone may name fewer, and a rank may name other parts once gradients are finished: a backend may
-    shard an expert's parameters over its replicas (ZeRO, FSDP). But then it shards all of them.
+    shard an expert's parameters over its replicas (ZeRO, FSDP). But then it shards all of them. Of redundant experts
+    (`Claims.placement`) every replica is named, that is by every rank which the exchange says holds the expert.
     """
     expected = expected_of(reading)
+    redundant, etp = reading.claims.placement == "replicas", reading.outcome.workload.layout.etp
     findings = []
     for at, ranks in enumerate(expected.stages):
         named: dict[ParameterKey, Counter[Shard]] = {key: Counter() for key in expected.workload.parameters}
@@ -296,7 +300,8 @@ def _require_complete(reading: Reading, when: Stage, grads: Sequence[Mapping[Par
         usual = max(times for (name, _), parts in named.items() if name != "bias" for times in (*parts.values(), 0))
         where = f" of pipeline stage {at}" if len(expected.stages) > 1 else ""
         for (name, expert), parts in named.items():
-            if what := _incomplete(parts, usual):
+            holders = [rank for rank in ranks if expert in reading.ranks[rank].local_experts]
+            if what := _incomplete(parts, len(holders) // etp if redundant else usual):
                 findings.append(Finding("missing", f"{name} of expert {expert} {what}{where}", ranks))
     if findings:
         fail(Uncovered, when, findings)

@@ -14,7 +14,7 @@ from moe_conformance.judging.explain.bounded_gradients import Held, explain_grad
 from moe_conformance.judging.explain.bounded_tokens import explain_tokens
 from moe_conformance.judging.findings import Finding, fail
 from moe_conformance.judging.observed.cached import once
-from moe_conformance.judging.observed.finished_gradients import finals_of
+from moe_conformance.judging.observed.finished_gradients import finals_of, require_frozen
 from moe_conformance.judging.observed.ledgers import early_read
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place, shard_of, whole
@@ -237,7 +237,8 @@ def judge_layer_replicas(reading: Reading) -> Comparisons:
 
 def _held(reading: Reading, names: Sequence[str]) -> list[Held]:
     expected, finals = expected_of(reading), finals_of(reading)
-    keys = [key for key in reading.outcome.workload.parameters if key[0] in names]
+    left = ROUTED if require_frozen(reading, ROUTED) else ()
+    keys = [key for key in reading.outcome.workload.parameters if key[0] in names and key[0] not in left]
     found = []
     for at, ranks in enumerate(expected.stages):
         for key in keys:
