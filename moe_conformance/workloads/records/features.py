@@ -222,9 +222,11 @@ def _routings(workload: Workload) -> list[Routing]:
 
 
 def _ids(workload: Workload) -> list[Tensor]:
-    """Return all expert ids, as tensors (T, K): those of batches, and those that a script passes."""
+    """Return all expert ids, as tensors (T, K): those of batches, and those that a script passes, in passes too."""
     routings = [routing.ids_TK for routing in _routings(workload)]
     tables = [given["ids_TK"] for call in _calls(workload) for given in call.given if "ids_TK" in given]
+    passes = [entry for call in workload.calls for given in call.given for entry in given.get("passes", ())]
+    tables += [entry.ids_TK for entry in passes if entry.ids_TK is not None]
     return [batch.ids_TK for microbatch in workload.batches for batch in microbatch] + routings + tables
 
 

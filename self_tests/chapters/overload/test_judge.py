@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from moe_conformance.chapters.overload.judge import around
 from moe_conformance.chapters.overload.judge.reports import AVERAGE, judge_names, judge_uneven, judge_values
@@ -67,3 +68,35 @@ class TestWithoutFactors:
         around.judge_counters(without_factors, tally)
         around.judge_trace(without_factors, tally)
         assert not tally.vacuous
+
+
+class TestCounterThatGoesOn:
+    def test_a_counter_without_a_switch_is_not_compared(self, engine: Engine) -> None:
+        """Runs with the meter off, in which the counter goes on, say nothing of what metering changes."""
+        workload = next(each for each in scripts("alltoall", Layout(1), "quick") if each.name == "load-switched")
+        outcome = moe_step(engine, "native", workload)
+        around.judge_same_results(outcome, Tally())
+        counted = outcome.ranks[0].answers[1].values["counts_E"]
+        answers = tuple(
+            replace(each, values={**each.values, "counts_E": counted}) if "counts_E" in each.values else each
+            for each in outcome.ranks[0].answers
+        )
+        with pytest.raises(NotOffered, match="the counter cannot be switched off"):
+            around.judge_same_results(replace(outcome, ranks=(replace(outcome.ranks[0], answers=answers),)), Tally())
+
+    def test_a_forward_that_is_counted_again_is_named(self, engine: Engine) -> None:
+        """Counts of recomputed forwards in twice are told with their cause."""
+        workload = next(w for w in scripts("alltoall", Layout(1), "quick") if w.name == "load-recomputed-alike")
+        outcome = moe_step(engine, "native", workload)
+        again_E = torch.zeros(8, dtype=torch.int64)
+        for entry in workload.calls[0].given[0]["passes"]:
+            if entry.recomputed:
+                again_E += torch.bincount(entry.ids_TK.flatten(), minlength=8)
+        answers = tuple(
+            replace(each, values={**each.values, "counts_E": each.values["counts_E"] + again_E})
+            if "counts_E" in each.values
+            else each
+            for each in outcome.ranks[0].answers
+        )
+        with pytest.raises(WrongCount, match="the forward that recomputation runs again is counted too"):
+            around.judge_counters(replace(outcome, ranks=(replace(outcome.ranks[0], answers=answers),)), Tally())

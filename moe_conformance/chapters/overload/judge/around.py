@@ -39,12 +39,21 @@ def judge_same_results(outcome: Outcome, tally: Tally) -> None:
 
     Raises:
         WrongOutput, WrongGradient: a bit or the shape differs.
-        NotOffered: two runs without the meter differ, so that the meter's effect is unknown.
+        NotOffered: two runs without the meter differ, so that the meter's effect is unknown, or a counter goes on.
     """
+    _require_switched(outcome)
     for field, what in (("outputs", "y of forward"), ("gradients", "gradient")):
         _require_repeated(outcome, field, what)
     judge(WrongOutput, "combine")(_compare_results)(outcome, tally, "outputs", "y of forward")
     judge(WrongGradient, "gradient")(_compare_results)(outcome, tally, "gradients", "gradient")
+
+
+def _require_switched(outcome: Outcome) -> None:
+    """Raise `NotOffered` if a counter goes on with the meter off: both runs would be metered."""
+    for run in _same_runs(outcome)[1:]:
+        for rank, counts_E in enumerate(values(outcome, run + 1, "counts_E")):
+            if counts_E is not None and bool(counts_E.any()):
+                raise NotOffered(f"the counter cannot be switched off: on rank {rank} it goes on")
 
 
 def _require_repeated(outcome: Outcome, field: str, what: str) -> None:
@@ -167,8 +176,11 @@ def judge_counters(outcome: Outcome) -> Comparisons:
             if found_E is None:
                 raise NotOffered("this meter has no counter of pairs per expert")
             expected = expert_counts([_routed(metered) for metered in step.passes[rank]], experts).tolist()
+            twice = [_routed(metered) for metered in step.passes[rank] for _ in range(1 + metered.recomputed)]
             found = found_E.tolist()
             said = f"rank {rank}: step {step.number}: the counter of pairs per expert has {found}, expected {expected}"
+            if found == expert_counts(twice, experts).tolist():
+                said += "; likely cause: the forward that recomputation runs again is counted too"
             yield Comparison(rank, said if found != expected else "", pairs=experts, kind="counter")
 
 
