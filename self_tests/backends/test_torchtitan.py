@@ -13,6 +13,7 @@ import torch
 
 from moe_conformance.backends.torchtitan import TorchTitan
 from moe_conformance.backends.torchtitan.fast_paths import FastPaths
+from moe_conformance.chapters.overload.workloads.conditions import scripts as metered
 from moe_conformance.contract import Config, Session, Unsupported
 from moe_conformance.contract.topology import Layout, Topology
 from moe_conformance.engine import Engine
@@ -244,12 +245,60 @@ class TestRouter:
             load_E = torch.bincount(found.router.ids_TK.flatten(), minlength=workload.config.experts)
             assert torch.equal(load_E, found.router.counts_E.long())
 
-    def test_the_reduction_of_its_gradient_is_not_adapted(self, engine: Engine) -> None:
+    @pytest.mark.parametrize("layout", [EP2, EP2_EDP2], ids=lambda layout: layout.name)
+    def test_its_gradient_is_summed_over_all_ranks(self, engine: Engine, layout: Layout) -> None:
+        """Every rank holds its rows of the gradient over the tokens of all ranks."""
+        workload = next(w for w in routers.routing_corpus("alltoall", layout) if w.name == "route-in-flight")
+        outcome = moe_step(engine, NAME, workload)
+        assert_routed_alike(outcome, 1e-6)
+        local = [rank.grads_local["router", None].value for rank in outcome.ranks]
+        whole = torch.stack([value for value in local if value is not None]).sum(0)
+        for index, rank in enumerate(outcome.ranks):
+            assert rank.grads_final is not None
+            final = rank.grads_final["router", None]
+            assert (0, index, layout.world) == final.shard
+            assert final.value is not None
+            assert torch.allclose(final.value, shard_of(whole, final.shard), rtol=1e-5, atol=1e-6)
+
+    def test_over_tp_the_reduction_is_not_adapted(self, engine: Engine) -> None:
         """It is refused by name, not passed over."""
-        workload = next(iter(routers.routing_corpus("alltoall", Layout(2))))
+        layout = Layout(4, tp=2, ep=2)
+        workload = next(w for w in routers.routing_corpus("alltoall", layout) if w.name == "route-in-flight")
         rank = moe_step(engine, NAME, workload).ranks[0]
         assert rank.grads_final is None
-        assert "the reduction of Router's gradients is not adapted" == rank.finish_refusal
+        assert "the reduction of this router's gradients is not adapted" in str(rank.finish_refusal)
+
+
+class TestMeter:
+    def test_the_counter_has_the_pairs_of_training(self, engine: Engine) -> None:
+        """Of every layer and microbatch, without evaluation; a forward that is computed again counts twice (TT-19)."""
+        workload = next(w for w in metered("alltoall", EP2, "quick") if w.name == "load-recomputed-alike")
+        outcome = moe_step(engine, NAME, workload)
+        run, report = workload.calls
+        for rank, seen_rank in enumerate(outcome.ranks):
+            expected = torch.zeros(8, dtype=torch.int64)
+            for entry in run.given[rank]["passes"]:
+                if entry.kind == "forward":
+                    expected += (1 + entry.recomputed) * torch.bincount(entry.ids_TK.flatten(), minlength=8)
+            assert expected.tolist() == seen_rank.answers[1].values["counts_E"].tolist()
+        assert "report" == report.method
+
+
+class TestGroups:
+    def test_they_are_those_of_its_meshes(self) -> None:
+        """Expert parallelism folds into cp and tp, innermost; no process group is made."""
+        groups = TorchTitan().groups({"world": 8, "tp": 2, "cp": 2, "pp": 1, "ep": 4, "etp": 1})
+        assert ((0, 1, 2, 3), (4, 5, 6, 7)) == groups["ep"]
+        assert ((0, 4), (1, 5), (2, 6), (3, 7)) == groups["edp"]
+        assert ((0, 2, 4, 6), (1, 3, 5, 7)) == groups["dp_cp"]
+
+    def test_sizes_that_it_refuses_are_refused_by_it(self) -> None:
+        """An ep that does not divide the ranks is refused by the library, etp by the adapter."""
+        sizes = {"world": 4, "tp": 1, "cp": 1, "pp": 1, "ep": 3, "etp": 1}
+        for wrong, by in (({}, "library"), ({"ep": 1, "etp": 2}, "adapter")):
+            with pytest.raises(Unsupported) as refusal:
+                TorchTitan().groups({**sizes, **wrong})
+            assert by == refusal.value.by
 
 
 class TestLayer:

@@ -53,6 +53,12 @@ class TorchTitan:
             Limit("wrong_use", (False,), trust, proof="undefined"),
         )
 
+    def groups(self, sizes: Mapping[str, int]) -> Mapping[str, tuple[tuple[int, ...], ...]]:
+        """The rank lists of the library's meshes, if its own checks let the sizes pass."""
+        from moe_conformance.backends.torchtitan.rank_lists import rank_lists
+
+        return rank_lists(sizes)
+
     def open(self, topology: Topology, device: torch.device) -> Session:
         """Open a session on the suite's groups; the library itself keeps one global, its SPMD setting."""
         self.versions()

@@ -56,10 +56,15 @@ def dispatcher_config(config: Config, topology: Topology) -> Any:
 
 def dispatcher(config: Config, topology: Topology, device: torch.device) -> Any:
     """Return a dispatcher wired to this rank's ep group."""
-    built, ep = dispatcher_config(config, topology).build(), topology.group("ep")
-    mesh = DeviceMesh.from_group(ep, device.type, mesh_dim_names=("ep",)) if ep.size() > 1 else None
-    built.wire_meshes(ep_mesh=mesh)
+    built = dispatcher_config(config, topology).build()
+    built.wire_meshes(ep_mesh=ep_mesh(topology, device))
     return built
+
+
+def ep_mesh(topology: Topology, device: torch.device) -> DeviceMesh | None:
+    """Return the mesh of this rank's ep group, None for a group of one rank."""
+    ep = topology.group("ep")
+    return DeviceMesh.from_group(ep, device.type, mesh_dim_names=("ep",)) if ep.size() > 1 else None
 
 
 class Exchange:

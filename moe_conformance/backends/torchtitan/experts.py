@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard
 
+from moe_conformance.backends.torchtitan import replicas
 from moe_conformance.backends.torchtitan.layer import CANONICAL, expert_windows
 from moe_conformance.contract import Config, Delivery, Named, Read, Topology, Unsupported
 
@@ -25,8 +25,7 @@ def require_rows(config: Config) -> None:
 class Experts:
     """GroupedExperts of this rank's N experts, under FSDP2 where edp > 1.
 
-    FSDP2 shards float32 parameters and casts them for every use, as the library's mixed precision has it. Microbatches
-    accumulate without reduction until `reduce`; a rank's own gradient can be read before it in float32 alone.
+    Microbatches accumulate without reduction until `reduce`.
     """
 
     names: ClassVar[Mapping[str, str]] = CANONICAL
@@ -49,28 +48,10 @@ class Experts:
         return module
 
     def _shard(self, config: Config) -> None:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-        from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
-
         mesh = DeviceMesh.from_group(self._topology.group("edp"), self._device.type, mesh_dim_names=("efsdp",))
         # As in the library: by expert, or within the experts where there are more ranks than experts.
-        dim = 1 if len(self._edp) * len(self._topology.ranks("ep")) > config.experts else 0
-        fully_shard(
-            self._module,
-            mesh=mesh,
-            mp_policy=MixedPrecisionPolicy(
-                param_dtype=config.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-            ),
-            reshard_after_forward=False,  # as the library has it under pipeline schedules
-            shard_placement_fn=lambda _: Shard(dim),
-        )
-        disable_fsdp_gradient_division(self._module)
-        module: Any = self._module
-        if self._device.type == "cpu":  # gloo has no premultiplied sum, which FSDP2 takes even for a factor of one
-            module.set_force_sum_reduction_for_comms(True)
-        module.set_requires_gradient_sync(False)
-        module.set_reshard_after_backward(False)
-        module.set_is_last_backward(False)
+        within = len(self._edp) * len(self._topology.ranks("ep")) > config.experts
+        replicas.shard(self._module, mesh, config.dtype, dim=1 if within else 0)
 
     @property
     def resolved(self) -> Mapping[str, str]:
@@ -105,12 +86,5 @@ class Experts:
 
     def reduce(self) -> None:
         """Reduce gradients as the pipeline schedules do after the last backward."""
-        if len(self._edp) == 1:
-            return
-        from torch.distributed.pipelining import PipelineStage
-
-        pp = self._topology.ranks("pp")
-        stage: Any = PipelineStage(
-            self._module, pp.index(self._topology.rank), len(pp), self._device, group=self._topology.group("pp")
-        )
-        stage.perform_reduce_grad(1)
+        if len(self._edp) > 1:
+            replicas.reduce(self._module, self._topology, self._device)

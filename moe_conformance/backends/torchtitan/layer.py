@@ -65,7 +65,7 @@ def shared_config(config: Config) -> Any:
     return feed_forward.SigmoidGatedFeedForward.Config(w1=up, w2=down, w3=up, gate=gate)
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
     """A block of a decoder that has only the MoE module."""
 
     moe_enabled = True
@@ -75,21 +75,23 @@ class _Block(nn.Module):
         self.moe = moe
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the module."""
         y: Tensor = self.moe(x)
         return y
 
 
-class _Decoder(nn.Module):
+class Decoder(nn.Module):
     """The attributes of a model that `apply_fsdp_to_decoder` reads."""
 
     enable_weight_tying = False
     tok_embeddings = norm = lm_head = None
 
-    def __init__(self, block: _Block) -> None:
+    def __init__(self, block: Block) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({"0": block})
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the block."""
         y: Tensor = self.layers["0"](x)
         return y
 
@@ -127,7 +129,7 @@ class Layer:
             for name, parameter in list(module.named_parameters(recurse=False)):
                 kept = torch.float32 if batches > 1 else config.dtype
                 setattr(module, name, nn.Parameter(parameter.detach().to(device, kept)))
-        self._decoder: Any = _Decoder(_Block(self._moe))
+        self._decoder: Any = Decoder(Block(self._moe))
         if batches > 1:
             self._shard(device)
 

@@ -5,15 +5,19 @@ T tokens, K slots, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from moe_conformance.backends.fsdp_windows import whole_window
+from moe_conformance.backends.torchtitan import replicas
 from moe_conformance.backends.torchtitan.layer import ROUND_ROBIN, moe_config
 from moe_conformance.backends.torchtitan.library import given
-from moe_conformance.contract import Config, Named, Read, Routed, Routing, Unsupported
+from moe_conformance.contract import Config, Named, Read, Routed, Routing, Topology, Unsupported
 
 
 def require_routed(config: Config) -> None:
@@ -24,6 +28,10 @@ def require_routed(config: Config) -> None:
         raise Unsupported(f"torchtitan ranks groups by their two best experts, not by {config.routing.group_score}")
     if config.routing.forced not in ((), ROUND_ROBIN):
         raise Unsupported(f"torchtitan's router forces round robin, and nothing else: not {config.routing.forced}")
+
+
+def _nothing() -> None:
+    """Reduce nothing: there are no replicas."""
 
 
 class _Tap(nn.Module):
@@ -48,6 +56,33 @@ class Router:
         self._layer = layer.to(device)
         self._logits: Tensor | None = None
         layer.router.gate.register_forward_hook(self._keep_logits)
+        self._reduce: Callable[[], None] | None = None
+
+    def replicate(self, config: Config, topology: Topology, device: torch.device) -> None:
+        """Shard the parameters over the ranks of dp and cp, as the library does; collective.
+
+        Where windows could not be on the shards, or FSDP2 would not keep the dtype, parameters stay as they are, and
+        gradients cannot be reduced. Nor can they over tp, which needs the sharding configs of the whole module.
+        """
+        group = topology.group("dp_cp")
+        if topology.sizes["tp"] > 1 or config.experts % group.size() or config.dtype == torch.float64:
+            return
+        if group.size() == 1:
+            self._reduce = _nothing
+            return
+        self._layer.router.float()
+        replicas.shard(
+            self._layer,
+            DeviceMesh.from_group(group, device.type, mesh_dim_names=("fsdp",)),
+            config.dtype,
+        )
+        self._reduce = partial(replicas.reduce, self._layer, topology, device)
+
+    def reduce(self) -> None:
+        """Reduce gradients as the pipeline schedules do after the last backward."""
+        if self._reduce is None:
+            raise Unsupported("the reduction of this router's gradients is not adapted: tp, float64 or unequal shards")
+        self._reduce()
 
     def built(self, config: Config) -> Any:
         """Return the MoE module."""
@@ -94,9 +129,9 @@ class Router:
     def named(self, read: Read) -> Iterator[Named]:
         """Yield the gate's weight, and the biases that there are."""
         gate = self._layer.router.gate
-        yield Named("router", None, read(gate.weight))
+        yield from whole_window("router", gate.weight, read)
         if gate.bias is not None:
-            yield Named("gate_bias", None, read(gate.bias))
+            yield from whole_window("gate_bias", gate.bias, read)
         bias_E = getattr(self._layer, self.bias)
         if bias_E is not None:
             yield Named("balance_bias", None, read(bias_E))

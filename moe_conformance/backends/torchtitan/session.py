@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torchtitan.distributed import utils
 
 from moe_conformance.backends.torchtitan.balance import BalancingRouters, require_balanced
 from moe_conformance.backends.torchtitan.config_rules import ConfigRules
-from moe_conformance.backends.torchtitan.exchange import INSTALL, Exchange, dispatcher, dispatcher_config, placement
+from moe_conformance.backends.torchtitan.exchange import (
+    INSTALL,
+    Exchange,
+    dispatcher,
+    dispatcher_config,
+    ep_mesh,
+    placement,
+)
 from moe_conformance.backends.torchtitan.experts import Experts, require_rows
-from moe_conformance.backends.torchtitan.layer import Layer, require_placed
+from moe_conformance.backends.torchtitan.layer import Layer, moe_config, require_placed
+from moe_conformance.backends.torchtitan.meter import LoadMeter
 from moe_conformance.backends.torchtitan.router import Router, require_routed
 from moe_conformance.backends.torchtitan.rows import CombineAdd, Permutation, Reordering, ScatterAdd
 from moe_conformance.contract import (
@@ -64,7 +73,9 @@ class TitanSession(Session):
             raise Unsupported(f"torchtitan 0.3 computes gate and scores in float32, not in {config.router_dtype}")
         if config.router_dtype == torch.float32 != config.dtype and self._device.type == "cpu":
             raise Unsupported("torchtitan casts its gate by autocast to float32, which torch switches off on CPU")
-        return Router(config, self._device)
+        router = Router(config, self._device)
+        router.replicate(config, self._topology, self._device)
+        return router
 
     def training_routers(self, config: Config) -> TrainingRouters:
         """Refuse: routers have no losses."""
@@ -106,6 +117,19 @@ class TitanSession(Session):
         dispatcher = dispatcher_config(config, self._topology)
         return Layer(config, self._topology, self._device, range(first, first + held), dispatcher)
 
+    def load_meter(self, config: Config) -> LoadMeter:
+        """Build MoE modules, which count their load, with a dispatcher on this rank's ep group."""
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype")
+        first, held = placement(self._topology, config)
+        dispatcher = dispatcher_config(config, self._topology)
+
+        def build() -> Any:
+            moe: Any = moe_config(config, held, dispatcher).build().to(self._device)
+            moe.routed_experts.token_dispatcher.wire_meshes(ep_mesh=ep_mesh(self._topology, self._device))
+            return moe
+
+        return LoadMeter(build, range(first, first + held))
+
     def permutation(self, config: Config) -> Permutation:
         """Build a dispatcher that sends nothing; torchao's pads."""
         config.only("variant", "experts", "top_k", "hidden", "dtype", "padding.row_multiple")
@@ -142,7 +166,7 @@ class TitanSession(Session):
         for surface in built:
             if isinstance(surface, Layer):  # FSDP2 has reduced in every backward
                 continue
-            if not isinstance(surface, Experts):
+            if not isinstance(surface, Experts | Router):
                 raise Unsupported(f"the reduction of {type(surface).__name__}'s gradients is not adapted")
             surface.reduce()
 
