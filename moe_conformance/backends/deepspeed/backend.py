@@ -14,12 +14,15 @@ from moe_conformance.contract import Limit, Session, Topology
 _INSTALL = "pip install --no-deps deepspeed, and einops hjson msgpack ninja psutil py-cpuinfo pydantic tqdm"
 _TRUST = "nothing is checked: what one rank raises leaves the others waiting, and other sizes abort the process"
 
+_COUNTED = "count_tokens_per_expert adds up by scatter_add over the ids, in which -1 is out of bounds"
+_FLOAT32 = "AutoEP multiplies rows by `top_scores.float()`, whatever their dtype"
+
 
 class DeepSpeed:
     """deepspeed, published or a checkout; on CPU ranks over gloo or on GPUs."""
 
     name: ClassVar[str] = "deepspeed"
-    variants: ClassVar[tuple[str, ...]] = ("moe",)
+    variants: ClassVar[tuple[str, ...]] = ("moe", "autoep")
     process_per_rank: ClassVar[bool] = True  # deepspeed.utils.groups
     library: ClassVar[Library] = Library(
         "deepspeed",
@@ -39,9 +42,16 @@ class DeepSpeed:
         return {"deepspeed": self.library.version(), "torch": version("torch")}
 
     def limits(self, variant: str) -> Sequence[Limit]:
-        """Nothing checks input."""
-        del variant
-        return (Limit("wrong_use", (False,), _TRUST, proof="undefined"),)
+        """Nothing checks input; AutoEP has no value for an empty slot, and computes in float32."""
+        unchecked = Limit("wrong_use", (False,), _TRUST, proof="undefined")
+        if variant == "moe":
+            return (unchecked,)
+        floats = (torch.float32, torch.bfloat16, torch.float16)
+        return (
+            Limit("dropped_slots", (False,), _COUNTED, proof="undefined"),
+            Limit("dtype", floats, _FLOAT32, proof="undefined"),
+            unchecked,
+        )
 
     def open(self, topology: Topology, device: torch.device) -> Session:
         """Import the library if the ranks did not preload it, and open a session."""

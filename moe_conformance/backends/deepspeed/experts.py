@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from moe_conformance.backends.deepspeed import library
@@ -70,10 +69,10 @@ class Experts:
         return windows(self.engine.module, self._held, read)
 
 
-def engine_of(model: nn.Module, config: Config, device: torch.device, unit: Any) -> Any:
+def engine_of(model: nn.Module, unit: Any) -> Any:
     """Return the library's engine of a model, without an optimizer; collective."""
     engine, *_ = library.initialize(
-        model=model.to(device, config.dtype),
+        model=model,
         config={"train_micro_batch_size_per_gpu": 1},
         mpu=unit,
         dist_init_required=False,

@@ -17,15 +17,19 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it warns of every optional package that is missing
     import deepspeed
     from deepspeed import comm
+    from deepspeed.module_inject import auto_ep_layer
     from deepspeed.moe import sharded_moe
+    from deepspeed.moe.ep_kernels import TOKEN_GROUP_ALIGN_SIZE_M
     from deepspeed.moe.ep_router import TokenChoiceTopKRouter
     from deepspeed.moe.layer import MoE
     from deepspeed.utils import groups
 
 __all__ = [
     "SHIMS",
+    "TOKEN_GROUP_ALIGN_SIZE_M",
     "MoE",
     "TokenChoiceTopKRouter",
+    "auto_ep_layer",
     "comm",
     "forget_groups",
     "groups",

@@ -79,6 +79,11 @@ class Placement:
         group: dist.ProcessGroup = library.groups._get_expert_parallel_group(self.name)
         return group
 
+    @property
+    def ep_rank(self) -> int:
+        """The place of this rank in its group of expert parallel ranks."""
+        return self.topology.ranks("ep").index(self.topology.rank)
+
     def held(self, experts: int) -> range:
         """Return the global ids of this rank's experts.
 
@@ -88,7 +93,7 @@ class Placement:
         if experts < 1 or experts % self.ep:
             raise Unsupported(f"every rank holds the same number of experts: {experts} on ep = {self.ep}")
         N = experts // self.ep
-        first = self.topology.ranks("ep").index(self.topology.rank) * N
+        first = self.ep_rank * N
         return range(first, first + N)
 
     def close(self) -> None:

@@ -9,7 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from moe_conformance.backends.deepspeed import library
+from moe_conformance.backends.deepspeed import autoep_session, library
+from moe_conformance.backends.deepspeed.autoep import AutoEPExchange
+from moe_conformance.backends.deepspeed.autoep_model import AutoEPExperts, AutoEPLayer
+from moe_conformance.backends.deepspeed.autoep_session import AutoEPParts, require_other
 from moe_conformance.backends.deepspeed.config_rules import ConfigRules
 from moe_conformance.backends.deepspeed.exchange import Exchange
 from moe_conformance.backends.deepspeed.experts import Expert, Experts, engine_of
@@ -34,10 +37,13 @@ class DeepSpeedSession(Session):
         """Make the library's groups; collective."""
         self._topology, self._device = topology, device
         self._placement = Placement(topology)
+        self._autoep = AutoEPParts(self._placement, device, self._engine)
         self._quiet = library.quiet()
 
-    def exchange(self, config: Config) -> Exchange:
+    def exchange(self, config: Config) -> Exchange | AutoEPExchange:
         """Build a MOELayer around a given routing and given experts; it takes any T, also packed."""
+        if config.variant == autoep_session.NAME:
+            return self._autoep.exchange(config)
         config.only(*_SHAPE, "weights_applied", "token_copies", "padding.packed", "capacity.padded")
         if config.capacity.padded and self._topology.sizes["tp"] > 1:
             raise Unsupported("tensor ranks of a gate without drops: it reads their number from a model's mpu")
@@ -46,8 +52,10 @@ class DeepSpeedSession(Session):
         self._require_copies(config)
         return Exchange(config, self._placement)
 
-    def experts(self, config: Config) -> Experts:
+    def experts(self, config: Config) -> Experts | AutoEPExperts:
         """Build a layer and return its experts."""
+        if config.variant == autoep_session.NAME:
+            return self._autoep.experts(config)
         config.only(*_SHAPE, "weights_applied", "token_copies", "capacity.padded")
         self._require_copies(config)
         layer = self._layer(config)
@@ -55,22 +63,19 @@ class DeepSpeedSession(Session):
         return Experts(self._engine(layer, config), self._placement.held(config.experts))
 
     def router(self, config: Config) -> Gate | ChoiceRouter:
-        """Build a layer and return its gate, or AutoEP's router if only that has the requested routing."""
-        config.only(*_GATE, *_CAPACITY)
-        _require_float32(config)
-        try:
-            options = gate_options(config)
-        except Unsupported:
-            if config.capacity.factor is not None or config.jitter:
-                raise
-            router = ChoiceRouter(config, self._device)
+        """Build a layer and return its gate; of AutoEP its router, in an engine where that takes the dtype."""
+        if config.variant == autoep_session.NAME:
+            router = self._autoep.router(config)
             if config.dtype in _REDUCED:
                 router.engine = self._engine(router.module, config)
             return router
-        return self._gate(config, options)
+        config.only(*_GATE, *_CAPACITY)
+        _require_float32(config)
+        return self._gate(config, gate_options(config))
 
     def masked_router(self, config: Config) -> Gate:
         """Build a layer and return its gate, which takes a mask of used tokens."""
+        require_other(config, "mask of used tokens")
         config.only(*_GATE)
         _require_float32(config)
         return self._gate(config, gate_options(config))
@@ -89,8 +94,10 @@ class DeepSpeedSession(Session):
         """Build a gate in an engine, which hands the parameters of the first data parallel rank to all."""
         return self.router(config)
 
-    def layer(self, config: Config) -> Layer:
+    def layer(self, config: Config) -> Layer | AutoEPLayer:
         """Build a whole layer."""
+        if config.variant == autoep_session.NAME:
+            return self._autoep.layer(config)
         config.only(*_GATE, *_CAPACITY)
         _require_float32(config)
         engine = self._engine(self._layer(config, **gate_options(config)), config)
@@ -98,6 +105,7 @@ class DeepSpeedSession(Session):
 
     def training_routers(self, config: Config) -> TrainingRouters:
         """Build the layers of a model and return their gates."""
+        require_other(config, "loss")
         config.only(*_GATE, *_CAPACITY, "losses")
         _require_float32(config)
         coefficient, options = coefficient_of(config, self._topology.sizes["cp"]), gate_options(config)
@@ -107,6 +115,7 @@ class DeepSpeedSession(Session):
 
     def config_rules(self, config: Config) -> ConfigRules:
         """Resolve settings on one rank, on which a layer of any sizes can be built."""
+        require_other(config, "settings that are resolved here: these are of the layer of GShard's kind")
         if self._topology.sizes["world"] > 1:
             raise Unsupported("the adapter resolves settings on one rank")
         return ConfigRules(config.only(*_SHAPE, "padding.packed"), self._placement)
@@ -125,17 +134,18 @@ class DeepSpeedSession(Session):
         tp = self._topology.sizes["tp"]
         if tp > 1 and config.capacity.factor is not None:
             raise Unsupported(f"tp = {tp} with a capacity, which is that of all tensor ranks' tokens, and may raise")
-        return build(config, self._placement, Expert(config), **gate)
+        return build(config, self._placement, Expert(config), **gate).to(self._device, config.dtype)
 
     def _engine(self, model: nn.Module, config: Config) -> Any:
         if config.dtype not in _REDUCED:
             raise Unsupported(f"the engine reduces gradients of float32 and bfloat16 on CPUs, not of {config.dtype}")
-        return engine_of(model, config, self._device, self._placement.unit)
+        return engine_of(model, self._placement.unit)
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Let the engine of every surface reduce gradients over the ranks that hold the same parameters."""
         for surface in built:
-            assert isinstance(surface, Experts | Gate | ChoiceRouter | Layer)  # there are no others with parameters
+            # There are no others with parameters.
+            assert isinstance(surface, Experts | Gate | ChoiceRouter | Layer | AutoEPExperts | AutoEPLayer)
             if isinstance(surface, Gate | ChoiceRouter) and self._topology.sizes["tp"] > 1:
                 raise Unsupported("the engine sums no gradients over tensor ranks: they route the same tokens")
             if surface.engine is None:
