@@ -7,6 +7,7 @@ events.py      events of DeepEP: what an asynchronous call returns is not there 
 rows.py        rows to the ranks of a table and back, summed: what all of them are built of
 deep_ep.py     `deep_ep.Buffer`, the normal kernels of DeepEP 1.x, which 2.x keeps as its legacy buffer
 elastic.py     `deep_ep.ElasticBuffer` of DeepEP 2.x
+expanded.py    the layout of its dispatch that has a row for each pair
 hybrid_ep.py   `deep_ep.HybridEPBuffer`, of DeepEP's branch hybrid-ep
 nccl_ep.py     `transformer_engine.pytorch.ep`, NCCL's expert parallelism in Transformer Engine
 streams.py     `torch.cuda`'s streams and events

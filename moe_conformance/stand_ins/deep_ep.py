@@ -166,7 +166,7 @@ class Buffer:
         self._require_layout(topk_idx, num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
         sends, held = Sends.of(is_token_in_rank, self.group, self.agreed), experts // self.group_size
         rows_RD = sends.sent(x[sends.token_M])
-        ids_RK, weights_RK = self._slots(sends, held, topk_idx, topk_weights)
+        ids_RK, weights_RK = self.slots(sends, held, topk_idx, topk_weights)
         counts_N = torch.bincount(ids_RK[ids_RK >= 0], minlength=held)
         counts = [-(-count // expert_alignment) * expert_alignment for count in counts_N.tolist()]
         known = Handle(sends, experts, held, topk_idx.shape[1], ids_RK.clone(), is_token_in_rank)
@@ -214,7 +214,7 @@ class Buffer:
         per_expert_E = torch.bincount(expert_P, minlength=experts)
         return in_rank_TW.sum(0).int(), per_expert_E.int(), in_rank_TW
 
-    def _slots(self, sends: Sends, held: int, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    def slots(self, sends: Sends, held: int, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Send ids and weights: local ids and -1 for slots of other ranks, with weight 0."""
         rank_M1 = torch.arange(self.group_size).repeat_interleave(torch.tensor(sends.sent_W)).unsqueeze(1)
         ids_MK, weights_MK = ids_TK[sends.token_M], weights_TK[sends.token_M]

@@ -1,8 +1,8 @@
-"""DeepEP 2's `ElasticBuffer` as its source documents it: dispatch and combine without expansion, within one node.
+"""DeepEP 2's `ElasticBuffer` as its source documents it: dispatch and combine, expanded or not, within one node.
 
 From deep_ep/buffers/elastic.py of deepseek-ai/DeepEP, main at dd758ca (2.1.0). All ranks must hold the same
-`num_max_tokens_per_rank`, in the constructor, which is collective, and in every dispatch. Expansion, float8, Engram and
-RDMA do not stand in.
+`num_max_tokens_per_rank`, in the constructor, which is collective, and in every dispatch. Float8, Engram and RDMA do
+not stand in.
 
 T tokens of this rank, K slots, E experts, N experts held, D hidden, R rows received.
 """
@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.stand_ins.deep_ep import Buffer, Handle, WideBuffer
-from moe_conformance.stand_ins.events import EventHandle, EventOverlap
+from moe_conformance.stand_ins.events import EventHandle, EventOverlap, begin
+from moe_conformance.stand_ins.expanded import Expanded
 from moe_conformance.stand_ins.rows import of_all_ranks
 
 _ALIGNED = 2 << 20
@@ -23,15 +25,21 @@ _ALIGNED = 2 << 20
 
 @dataclass(frozen=True)
 class EPHandle:
-    """What combine and a cached dispatch need: here the parts that callers read, and one that they do not."""
+    """What combine and a cached dispatch need: here the parts that callers read, and two that they do not."""
 
+    do_expand: bool
     num_experts: int
     expert_alignment: int
     num_max_tokens_per_rank: int
     num_sms: int
     topk_idx: Tensor
+    num_recv_tokens: int
+    num_expanded_tokens: int
     num_recv_tokens_per_expert_list: list[int]
+    psum_num_recv_tokens_per_expert: Tensor  # int32; expanded: where an expert's rows end, without its padding
+    num_unaligned_recv_tokens_per_expert: Tensor
     layout: Handle
+    expanded: Expanded
 
 
 class ElasticBuffer:
@@ -68,7 +76,13 @@ class ElasticBuffer:
         if len(set(sizes)) > 1:
             raise RuntimeError(f"the ranks make elastic buffers of {sizes} bytes")
         self.group, self.num_bytes, self.num_max_tokens_per_rank = group, num_bytes, num_max_tokens_per_rank
-        self._inner = self.inner_class(group)
+        self.explicitly_destroy = explicitly_destroy
+        self._inner = self.inner_class(group, explicitly_destroy=explicitly_destroy)
+        self._dispatches = 0
+
+    def destroy(self) -> None:
+        """Free it; collective."""
+        self._inner.destroy()
 
     @staticmethod
     def get_buffer_size_hint(
@@ -107,32 +121,52 @@ class ElasticBuffer:
         handle: EPHandle | None = None,
         do_cpu_sync: bool | None = None,
         do_expand: bool = False,
+        do_zero_padding: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
-        """Return rows, local ids, weights, the handle and an event."""
-        assert not do_expand
+        """Return rows, local ids, weights, the handle and an event; expanded: no ids, and weights (A,).
+
+        A dispatch with a handle repeats its layout, expanded if this call says so again. It takes weights, or none.
+        """
+        assert do_expand or not do_zero_padding, "not do_zero_padding or do_expand"
         assert do_cpu_sync in (None, handle is None), "Cannot do CPU sync with cached handle"
         assert previous_event is None or allocate_on_comm_stream, "previous_event needs allocate_on_comm_stream"
         event = None if previous_event is None else EventOverlap(previous_event)
-        if handle is not None:
-            assert topk_idx is None
-            rows_RD, *_, after = self._inner.dispatch(
-                x,
-                handle.layout,
-                previous_event=event,
-                async_finish=async_with_compute_stream,
-                allocate_on_comm_stream=allocate_on_comm_stream,
+        end = begin(event, async_with_compute_stream, allocate_on_comm_stream)
+        ids_RK: Tensor | None
+        weights_RK: Tensor | None
+        if handle is None:
+            assert topk_idx is not None
+            assert num_experts is not None
+            most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
+            alignment = expert_alignment or 1
+            rows_RD, ids_RK, weights_RK, counts, layout = self._dispatched(
+                x, topk_idx, topk_weights, num_experts, most, alignment
             )
-            return rows_RD, None, None, handle, after
-        assert topk_idx is not None
-        assert num_experts is not None
-        most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
+            handle = self._handle(do_expand, num_experts, alignment, most, num_sms, topk_idx, counts, layout)
+        else:
+            assert topk_idx is None
+            rows_RD, ids_RK = self._inner.dispatch(x, handle.layout)[0], None
+            weights_RK = None
+            if topk_weights is not None:
+                _, weights_RK = self._inner.slots(
+                    handle.layout.sends, handle.layout.held, handle.topk_idx, topk_weights
+                )
+        if do_expand:
+            K = handle.topk_idx.shape[1]
+            rows_RD = handle.expanded.rows_of(rows_RD, K, zero_padding=do_zero_padding)
+            ids_RK, weights_RK = None, None if weights_RK is None else handle.expanded.weights_of(weights_RK)
+        return rows_RD, ids_RK, weights_RK, handle, end((rows_RD, ids_RK, weights_RK))
+
+    def _dispatched(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, experts: int, most: int, alignment: int
+    ) -> tuple[Tensor, Tensor, Tensor, list[int], Handle]:
+        """Return rows, local ids, weights, counts and the layout of a dispatch without a handle."""
         self._inner.agreed = most
         assert len(x) <= most, "num_tokens <= num_max_tokens_per_rank"
         needed = self.get_buffer_size_hint(self.group, most, x.shape[1], topk_idx.shape[1])
         assert needed <= self.num_bytes, "the buffer is too small"
-        per_rank_W, _, per_expert_E, in_rank_TW, _ = self._inner.get_dispatch_layout(topk_idx, num_experts)
-        alignment = expert_alignment or 1
-        rows_RD, ids_RK, weights_RK, counts, layout, after = self._inner.dispatch(
+        per_rank_W, _, per_expert_E, in_rank_TW, _ = self._inner.get_dispatch_layout(topk_idx, experts)
+        rows_RD, ids_RK, weights_RK, counts, layout, _ = self._inner.dispatch(
             x,
             topk_idx=topk_idx,
             topk_weights=topk_weights,
@@ -140,12 +174,22 @@ class ElasticBuffer:
             num_tokens_per_expert=per_expert_E,
             is_token_in_rank=in_rank_TW,
             expert_alignment=alignment,
-            previous_event=event,
-            async_finish=async_with_compute_stream,
-            allocate_on_comm_stream=allocate_on_comm_stream,
         )
-        made = EPHandle(num_experts, alignment, most, num_sms or 20, topk_idx.clone(), counts, layout)
-        return rows_RD, ids_RK, weights_RK, made, after
+        return rows_RD, ids_RK, weights_RK, counts, layout
+
+    def _handle(
+        self, do_expand: bool, experts: int, alignment: int, most: int, num_sms: int, topk_idx: Tensor,
+        counts: list[int], layout: Handle,
+    ) -> EPHandle:  # fmt: skip
+        """Return the handle; every other dispatch of this buffer has its pairs backwards."""
+        assert layout.ids_RK is not None
+        self._dispatches += 1
+        places = Expanded.of(layout.ids_RK, layout.held, alignment, backwards=self._dispatches % 2 == 0)
+        ends_N = places.ends_N if do_expand else torch.tensor(counts).cumsum(0).int()
+        return EPHandle(
+            do_expand, experts, alignment, most, num_sms or 20, topk_idx.clone(), len(layout.ids_RK), places.rows,
+            counts, ends_N, places.counts_N.int(), layout, places,
+        )  # fmt: skip
 
     def combine(
         self,
@@ -158,18 +202,17 @@ class ElasticBuffer:
         async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Return the sums, those of the weights and an event."""
+        """Return the sums, those of the weights and an event; of an expanded handle rows are (A, D), weights (A,)."""
         assert previous_event is None or allocate_on_comm_stream, "previous_event needs allocate_on_comm_stream"
         event = None if previous_event is None else EventOverlap(previous_event)
-        return self._inner.combine(
-            x,
-            handle.layout,
-            topk_weights,
-            bias,
-            previous_event=event,
-            async_finish=async_with_compute_stream,
-            allocate_on_comm_stream=allocate_on_comm_stream,
-        )
+        end = begin(event, async_with_compute_stream, allocate_on_comm_stream)
+        if handle.do_expand:
+            K = handle.topk_idx.shape[1]
+            if topk_weights is not None:
+                topk_weights = handle.expanded.slots_of(topk_weights, handle.num_recv_tokens, K)
+            x = handle.expanded.summed(x, handle.num_recv_tokens, K)
+        y_TD, weights_TK, _ = self._inner.combine(x, handle.layout, topk_weights, bias)
+        return y_TD, weights_TK, end((y_TD, weights_TK))
 
 
 class WideElasticBuffer(ElasticBuffer):

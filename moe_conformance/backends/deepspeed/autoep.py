@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -157,29 +158,39 @@ class _GivenExperts(nn.Module):
 class AutoEPExchange:
     """AutoEP's layer without its router and experts; it takes any T, also packed."""
 
-    def __init__(self, config: Config, placement: Placement, device: torch.device) -> None:
+    said: Mapping[str, str] = MappingProxyType({})  # further words for what was built
+
+    def __init__(self, config: Config, placement: Placement, device: torch.device, **settings: Any) -> None:
         """Build it; the library multiplies what the experts give by weights, or what they are given."""
         self.local_experts = tuple(placement.held(config.experts))
         at = "pre" if config.weights_applied == "input" else "post"
-        self._layer = autoep_layer(config, placement, device, score_apply=at)
+        self.layer = autoep_layer(config, placement, device, score_apply=at, **settings)
         self._router, self._experts = _GivenRouter(), _GivenExperts()
-        self._layer.router, self._layer.experts = self._router, self._experts
+        self.layer.router, self.layer.experts = self._router, self._experts
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The class, the size of its group, and how it combines."""
-        return {**resolved(self._layer), "combine": self._layer.combine_impl, "weights": self._layer.score_apply}
+        """The class, the size of its group, what moves rows, and where weights are applied."""
+        how = {"transport": self._transport, "weights": self.layer.score_apply}
+        return {**resolved(self.layer), **how, **self.said}
 
     @property
     def claims(self) -> Claims:
-        """Rows of an expert are padded, also of one that has none."""
-        at: Literal["input", "combine"] = "input" if self._layer.score_apply == "pre" else "combine"
+        """Rows of an expert are padded, also of one that has none; DeepEP sends a token once to a rank."""
+        at: Literal["input", "combine"] = "input" if self.layer.score_apply == "pre" else "combine"
+        if self._transport == "deepep":
+            return Claims(wire="tokens", weights_at=at)
         return Claims(multiple=library.TOKEN_GROUP_ALIGN_SIZE_M, weights_at=at)
+
+    @property
+    def _transport(self) -> str:
+        """The library's name of it; before 0.19.7 there is one."""
+        return str(getattr(self.layer, "comm_backend", "comm"))
 
     def __call__(self, x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:
         """Run the layer, which takes [batch, sequence, D]."""
         self._router.routing, self._experts.expert = routing, expert
-        y: Tensor = self._layer(x.reshape(1, -1, x.shape[-1]))
+        y: Tensor = self.layer(x.reshape(1, -1, x.shape[-1]))
         return y.reshape(x.shape)
 
 

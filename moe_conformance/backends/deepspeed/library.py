@@ -24,11 +24,17 @@ with warnings.catch_warnings():
     from deepspeed.moe.layer import MoE
     from deepspeed.utils import groups
 
+    try:
+        from deepspeed.module_inject import auto_ep_comm
+    except ImportError:  # before 0.19.7
+        auto_ep_comm = None
+
 __all__ = [
     "SHIMS",
     "TOKEN_GROUP_ALIGN_SIZE_M",
     "MoE",
     "TokenChoiceTopKRouter",
+    "auto_ep_comm",
     "auto_ep_layer",
     "comm",
     "forget_groups",

@@ -36,8 +36,8 @@ class DeepSpeedSession(Session):
     def __init__(self, topology: Topology, device: torch.device) -> None:
         """Make the library's groups; collective."""
         self._topology, self._device = topology, device
-        self._placement = Placement(topology)
-        self._autoep = AutoEPParts(self._placement, device, self._engine)
+        self.placement = Placement(topology)
+        self._autoep = AutoEPParts(self.placement, device, self._engine)
         self._quiet = library.quiet()
 
     def exchange(self, config: Config) -> Exchange | AutoEPExchange:
@@ -50,7 +50,7 @@ class DeepSpeedSession(Session):
         if config.weights_applied == "input":
             raise Unsupported("the layer multiplies the experts' output by the weights, not weights_applied='input'")
         self._require_copies(config)
-        return Exchange(config, self._placement)
+        return Exchange(config, self.placement)
 
     def experts(self, config: Config) -> Experts | AutoEPExperts:
         """Build a layer and return its experts."""
@@ -60,7 +60,7 @@ class DeepSpeedSession(Session):
         self._require_copies(config)
         layer = self._layer(config)
         layer.deepspeed_moe.gate.requires_grad_(False)
-        return Experts(self._engine(layer, config), self._placement.held(config.experts))
+        return Experts(self._engine(layer, config), self.placement.held(config.experts))
 
     def router(self, config: Config) -> Gate | ChoiceRouter:
         """Build a layer and return its gate; of AutoEP its router, in an engine where that takes the dtype."""
@@ -101,7 +101,7 @@ class DeepSpeedSession(Session):
         config.only(*_GATE, *_CAPACITY)
         _require_float32(config)
         engine = self._engine(self._layer(config, **gate_options(config)), config)
-        return Layer(engine, config, self._placement)
+        return Layer(engine, config, self.placement)
 
     def training_routers(self, config: Config) -> TrainingRouters:
         """Build the layers of a model and return their gates."""
@@ -111,14 +111,14 @@ class DeepSpeedSession(Session):
         coefficient, options = coefficient_of(config, self._topology.sizes["cp"]), gate_options(config)
         engine = self._engine(self._gates(config, options, config.losses.layers), config)
         gates = [Gate(engine, number) for number in range(config.losses.layers)]
-        return TrainingRouters(engine, gates, coefficient, self._placement)
+        return TrainingRouters(engine, gates, coefficient, self.placement)
 
     def config_rules(self, config: Config) -> ConfigRules:
         """Resolve settings on one rank, on which a layer of any sizes can be built."""
         require_other(config, "settings that are resolved here: these are of the layer of GShard's kind")
         if self._topology.sizes["world"] > 1:
             raise Unsupported("the adapter resolves settings on one rank")
-        return ConfigRules(config.only(*_SHAPE, "padding.packed"), self._placement)
+        return ConfigRules(config.only(*_SHAPE, "padding.packed"), self.placement)
 
     def token_padding(self, config: Config) -> TokenPadding:
         """Refuse: T is taken as it is."""
@@ -134,12 +134,12 @@ class DeepSpeedSession(Session):
         tp = self._topology.sizes["tp"]
         if tp > 1 and config.capacity.factor is not None:
             raise Unsupported(f"tp = {tp} with a capacity, which is that of all tensor ranks' tokens, and may raise")
-        return build(config, self._placement, Expert(config), **gate).to(self._device, config.dtype)
+        return build(config, self.placement, Expert(config), **gate).to(self._device, config.dtype)
 
     def _engine(self, model: nn.Module, config: Config) -> Any:
         if config.dtype not in _REDUCED:
             raise Unsupported(f"the engine reduces gradients of float32 and bfloat16 on CPUs, not of {config.dtype}")
-        return engine_of(model, self._placement.unit)
+        return engine_of(model, self.placement.unit)
 
     def finish_gradients(self, *built: Parametrised) -> None:
         """Let the engine of every surface reduce gradients over the ranks that hold the same parameters."""
@@ -155,7 +155,7 @@ class DeepSpeedSession(Session):
     def close(self) -> None:
         """Destroy the library's groups."""
         self._quiet.__exit__(None, None, None)
-        self._placement.close()
+        self.placement.close()
         gc.collect()  # engines refer to their groups in cycles, and a group has threads until it is freed
 
 
