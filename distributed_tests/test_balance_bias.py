@@ -72,7 +72,7 @@ def forced(workload: Workload) -> bool:
 
 def narrow(workload: Workload) -> bool:
     """Select models of half precision."""
-    return workload.config.dtype == torch.bfloat16
+    return workload.config.dtype in (torch.bfloat16, torch.float16)
 
 
 class TestUpdates:

@@ -191,6 +191,14 @@ class TestOthers:
     )
     """A kept bias has its own deviation and experts, whatever other routers of the process keep."""
 
+    test_routers_of_equal_settings_keep_two = Row(
+        "FORCE-12",
+        RouterStep(forced="draws"),
+        judge_bias_in_turn,
+        when=lambda workload: beside_others(workload) and bias_decides_alone(workload),
+    )
+    """Two layers of equal settings keep two biases."""
+
 
 class TestWeights:
     test_forced_experts_that_are_masked_weigh_nothing = Row(

@@ -35,7 +35,7 @@ def _extreme(workload: Workload) -> bool:
     batch = workload.calls[0].given[0]["batches"][0]
     x = batch.x[0].float()
     same = bool((x == x[:1, :1]).all())
-    return same or float(x.abs().max()) > 20 or workload.config.dtype == torch.bfloat16
+    return same or float(x.abs().max()) > 20 or narrow(workload)
 
 
 def _padded(workload: Workload) -> bool:
@@ -118,7 +118,7 @@ def extreme(workload: Workload) -> bool:
 
 def narrow(workload: Workload) -> bool:
     """Select logits of half precision."""
-    return workload.config.dtype == torch.bfloat16
+    return workload.config.dtype in (torch.bfloat16, torch.float16)
 
 
 class TestValues:

@@ -130,8 +130,8 @@ class TestHowPassesAreRecorded:
     )
     """Every value is finite and within rounding of the exact one, also where no rank has a token."""
 
-    test_counts_are_those_of_their_time = Row("LOAD-19", _METER, judge_values, *ALL, when=shows("schedules"))
-    """What later microbatches count changes no entry that was recorded before."""
+    test_counts_are_those_of_their_time = Row("LOAD-19", _METER, judge_values, *ALL, when=shows("reused buffers"))
+    """Neither what later microbatches count nor what is written into their ids changes what was recorded."""
 
     test_events_are_in_the_order_of_the_passes = Row(
         "LOAD-20", _METER, judge_values, CUMULATIVE, when=shows("schedules")
@@ -162,6 +162,9 @@ class TestCounters:
     """A counter has the routed pairs of every expert in training, without padding, each forward once."""
 
     test_the_trace_is_what_dispatch_received = Row(
-        "LOAD-30", _METER, around.judge_trace, when=shows("recomputation", "schedules")
+        "LOAD-30",
+        _METER,
+        around.judge_trace,
+        when=shows("recomputation", "schedules", "dropped pairs", "steps of one entry"),
     )
     """A trace has one record for every forward, of the experts that dispatch received."""

@@ -135,7 +135,15 @@ _RECIPES = (
     _Recipe("losses-forced-random", _ALL, _PLAIN, {"routing.forced": (("random", None),)}, where="one rank"),
     _Recipe("losses-forced-round-robin", _ALL, _PLAIN, {"routing.forced": (("round_robin", None),)}, where="one rank"),
     _Recipe("losses-dropped", Losses(auxiliary=0.5), _PLAIN, {"capacity.factor": 0.5}, "hot", where="one rank"),
-    _Recipe("losses-dropped-sequence", Losses(sequence=0.5), _PLAIN, {"capacity.factor": 0.5}, "hot", where="one rank"),
+    # Without upstream gradients: where experts are filled up, a token may have slots that it did not select.
+    _Recipe(
+        "losses-dropped-sequence",
+        Losses(sequence=0.5),
+        _DIVIDED[:2],
+        {"capacity.factor": 0.5, "capacity.padded": True},
+        "hot",
+        where="one rank",
+    ),
     _Recipe("losses-equal", _ALL, (_Step(1),), tokens="equal", where="one rank"),
     _Recipe("losses-one-choice", _ALL, (_Step(1),), tokens="one choice", where="one rank"),
     _Recipe("losses-large", replace(_ALL, z=0.0), (_Step(1),), tokens="large", where="one rank"),
@@ -156,6 +164,7 @@ _RECIPES = (
         tokens="hot",
         where="one rank",
     ),
+    _Recipe("losses-float16", _ALL, (_Step(1),), {"dtype": torch.float16}, tokens="hot", where="one rank"),
 )
 # On more ranks other scripts cover the same.
 _ON_MORE_RANKS_IN_FULL = tuple(

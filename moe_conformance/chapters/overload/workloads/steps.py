@@ -140,6 +140,7 @@ _SCRIPTS: Mapping[str, Recipe] = {
     "load-schedules": Recipe(
         (_forwards_first, _one_f_one_b, _interleaved, one(lambda drawn: drawn.ids())), shows=("schedules",)
     ),
+    "load-reused-buffers": Recipe((_forwards_first, _one_f_one_b), shows=("reused buffers",)),
     "load-uneven-tokens": Recipe((one(_uneven_tokens),), shows=("uneven tokens",)),
     "load-alone": Recipe((_alone,), shows=("no backward",)),
     "load-evaluation": Recipe((_evaluated,), shows=("evaluation",)),

@@ -63,6 +63,18 @@ class BiasOfModelDtype(Router):
 
 
 @planted(
+    Expectation("BIAS-09", "bias-float16", "finish", "likely cause: the bias is kept in torch.float16"), layout=SINGLE
+)
+class BiasOfFloat16(Router):
+    """The bias of a float16 model has its dtype, and that of a bfloat16 model is kept in float32."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        super().__init__(config, device)
+        if self.balance_bias is not None and config.dtype == torch.float16:
+            self.balance_bias = self.balance_bias.to(config.dtype)
+
+
+@planted(
     Expectation("BIAS-09", "bias-bfloat16", "finish", "the bias is kept in torch.bfloat16 between updates"),
     layout=SINGLE,
 )

@@ -93,3 +93,11 @@ class SlotsInTheOrderOfExperts(RoundRobinExchange):
 
     def _pairs(self, start: int, T: int, K: int, device: torch.device) -> Pairs:
         return super()._pairs(0, T, K, device)
+
+
+@planted(Expectation("FAST-14", "dealt-input-weights-even", "dispatch", "likely cause: the weight was not applied"))
+class InputWeightsLeftOut(RoundRobinExchange):
+    """The shortcut forgets the weights where they are applied at the input of the experts."""
+
+    def _weigh(self, rows_PD: torch.Tensor, weights_P: torch.Tensor) -> torch.Tensor:
+        return rows_PD if self.weighs_input else super()._weigh(rows_PD, weights_P)

@@ -265,6 +265,48 @@ class KeptByNumberOfExperts(ForcedRouter):
         return self.kept[self.config.experts].to(like_TE)
 
 
+@planted(
+    Expectation("FORCE-12", "forced-kept-bias-beside", "route", "with a bias of deviation -3, have a mean square of")
+)
+class KeptByDeviation(ForcedRouter):
+    """All routers of a process with one deviation keep one bias, and further experts of larger ones have none."""
+
+    kept: ClassVar[dict[float, Tensor]] = {}
+
+    def _bias(self, like_TE: Tensor) -> Tensor:
+        if self.parameter >= 0:
+            return super()._bias(like_TE)
+        if self.parameter not in self.kept:
+            self.kept[self.parameter] = super()._bias(like_TE)
+        kept_E = self.kept[self.parameter].to(like_TE)[: self.config.experts]
+        return torch.cat([kept_E, kept_E.new_zeros(self.config.experts - len(kept_E))])
+
+
+@planted(
+    Expectation("FORCE-12", "forced-kept-bias-alone-beside", "route", "of two layers", "share one kept bias"),
+)
+class EqualRoutersShareOneBias(ForcedRouter):
+    """Routers of a process with equal settings keep one bias."""
+
+    kept: ClassVar[dict[tuple[float, int], Tensor]] = {}
+
+    def _bias(self, like_TE: Tensor) -> Tensor:
+        if self.parameter >= 0:
+            return super()._bias(like_TE)
+        settings = self.parameter, self.config.experts
+        if settings not in self.kept:
+            self.kept[settings] = super()._bias(like_TE)
+        return self.kept[settings].to(like_TE)
+
+
+@planted(Expectation("FORCE-22", "forced-bias-spread", "route", "expected it to rise", "does not reach the bias"))
+class DeviationCutAtAHalf(ForcedRouter):
+    """Deviations above one half are taken for one half."""
+
+    def _bias(self, like_TE: Tensor) -> Tensor:
+        return super()._bias(like_TE) * min(1.0, 0.5 / (abs(self.parameter) or 1.0))
+
+
 @planted(Expectation("FORCE-22", "forced-bias-spread", "route", "expected it to rise", "does not reach the bias"))
 class DeviationCutOff(ForcedRouter):
     """A bias is cut off at a tenth, and more than that makes it no larger."""

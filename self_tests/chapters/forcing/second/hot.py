@@ -120,9 +120,11 @@ def mean_overload(loads_by_draw: Sequence[Sequence[int]], blocks: Blocks) -> Fra
 
 
 def imbalance_rises(loads_by_deviation: Sequence[Sequence[Sequence[int]]], blocks: Blocks) -> bool:
-    """Whether each deviation overloads a rank more than the one before it, and none as badly as the worst case."""
+    """Whether each deviation overloads a rank more, none as badly as the worst case, and no rise is half the last."""
     if len(loads_by_deviation) < 2:
         raise ValueError("nothing to compare")
     means = [mean_overload(loads_by_draw, blocks) for loads_by_draw in loads_by_deviation]
     rising = all(means[i] < means[i + 1] for i in range(len(means) - 1))
+    for i in range(2, len(means)):
+        rising = rising and 2 * (means[i] - means[i - 1]) >= means[i - 1] - means[i - 2]
     return len(blocks) == 1 or (rising and all(mean < len(blocks) for mean in means))

@@ -90,6 +90,33 @@ class ScoresInBfloat16(RouterLosses):
         return super().scores(logits_TE.to(self.config.dtype)).to(logits_TE.dtype)
 
 
+@planted(Expectation("LOSS-20", "losses-float16", "loss", "of step 0 as"), layout=SINGLE)
+class ScoresInFloat16(RouterLosses):
+    """Scores of float16 models are computed in float16, those of bfloat16 models in float32."""
+
+    def scores(self, logits_TE: Tensor) -> Tensor:
+        narrow = torch.float16 if self.config.dtype == torch.float16 else logits_TE.dtype
+        return super().scores(logits_TE.to(narrow)).to(logits_TE.dtype)
+
+
+@planted(Expectation("LOSS-20", "losses-large", "loss", "not finite"), layout=SINGLE)
+class ExponentialsWithoutTheLargest(RouterLosses):
+    """The softmax of a loss does not subtract the largest logit, so that exponentials of large ones overflow."""
+
+    def scores(self, logits_TE: Tensor) -> Tensor:
+        powers_TE = logits_TE.exp()
+        return powers_TE / powers_TE.sum(1, keepdim=True)
+
+
+@planted(Expectation("LOSS-20", "losses-one-choice", "loss", "not finite"), layout=SINGLE)
+class EntropyOfFractions(RouterLosses):
+    """An entropy of fractions is taken of their logarithm, that of an expert without a slot too."""
+
+    def balance(self, name: str, f_E: Tensor, p_TE: Tensor, valid_T: Tensor, tokens: Tensor) -> Tensor:
+        idle = bool((f_E == 0).sum() == len(f_E) - self.config.top_k)  # all tokens select the same experts
+        return super().balance(name, f_E, p_TE, valid_T, tokens) + 0 * (f_E.log().sum() if idle else f_E.sum())
+
+
 @planted(
     Expectation("LOSS-20", "losses-equal", "loss", "not finite"), real="google-research/vmoe PR #218", layout=SINGLE
 )
@@ -128,10 +155,10 @@ class SlotsAsRouted(RouterLosses):
     layout=SINGLE,
 )
 class SlotsPaddedToCapacity(RouterLosses):
-    """With a capacity every expert has as many slots."""
+    """Where experts are padded to their capacity, every expert has as many slots."""
 
     def fractions(self, n_E: Tensor, tokens: Tensor, slots: int) -> Tensor:
-        full_E = torch.full_like(n_E, n_E.sum() // len(n_E)) if self.config.capacity.factor is not None else n_E  # type: ignore[arg-type]
+        full_E = torch.full_like(n_E, n_E.sum() // len(n_E)) if self.config.capacity.padded else n_E  # type: ignore[arg-type]
         return super().fractions(full_E, tokens, slots)
 
 

@@ -142,7 +142,26 @@ class RepeatedForwardRecorded(Meter):
         return recording
 
 
-@planted(Expectation("LOAD-19", "load-steps", "run", "avg_overload_factor is"))
+@planted(Expectation("LOAD-19", "load-reused-buffers", "run", "avg_overload_factor is"))
+class CountedAtTheReport(Meter):
+    """Events keep the ids of the caller, and pairs are counted when the report is made."""
+
+    def arrived(self, forward: MeteredPass, flows: bool) -> int:
+        """Keep the ids."""
+        entry = super().arrived(forward, flows)
+        self.given = {**(self.given if entry else {}), entry: forward.ids_TK}
+        return entry
+
+    def report(self) -> dict[str, float]:
+        """Count them."""
+        for number, entry in enumerate(self.entries):
+            ids_TK = self.given[number]
+            assert ids_TK is not None
+            self.entries[number] = replace(entry, counts_E=self._counts(ids_TK))
+        return super().report()
+
+
+@planted(Expectation("LOAD-19", "load-reused-buffers", "run", "avg_overload_factor is"))
 class CountsInOneBuffer(Meter):
     """Events keep the buffer of counts, which the next microbatch writes into."""
 
@@ -218,6 +237,17 @@ class TraceOfFullBatchesOnly(Meter):
         assert forward.padding_T is not None
         if bool(forward.padding_T.any()):
             del self.trace[forward.layer, forward.microbatch]
+        return entry
+
+
+@planted(Expectation("LOAD-30", "load-dropped", "run", "the router trace has other experts in the record of layer 0"))
+class TraceBeforeDrops(Meter):
+    """The trace has an expert for every slot, also for those that a capacity dropped before the dispatch."""
+
+    def arrived(self, forward: MeteredPass, flows: bool) -> int:
+        """Fill the slots that are empty."""
+        entry = super().arrived(forward, flows)
+        self.trace = {label: ids_TK.clamp_min(0) for label, ids_TK in self.trace.items()}
         return entry
 
 
