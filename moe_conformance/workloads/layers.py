@@ -236,14 +236,15 @@ def layer_workload(recipe: LayerRecipe, variant: str, layout: Layout) -> Workloa
 @lru_cache(maxsize=64)  # more than a layout has
 def _workload(name: str, layout: Layout) -> Workload:
     recipe = next(made for made in (*LAYERS, *DROPPING, REPEATED, JITTERED, JITTERED_TOO) if made.name == name)
-    workload = _drawn(recipe, layout)
+    workload = draw_layer(recipe, layout)
     if not recipe.interleaved:
         return workload
-    other = _drawn(replace(recipe, name=f"{recipe.name}, the other"), layout)
+    other = draw_layer(replace(recipe, name=f"{recipe.name}, the other"), layout)
     return replace(workload, twist=replace(workload.twist, beside=(other,), interleaved=True))
 
 
-def _drawn(recipe: LayerRecipe, layout: Layout) -> Workload:
+def draw_layer(recipe: LayerRecipe, layout: Layout) -> Workload:
+    """Draw the workload of a recipe on a layout."""
     config = Config().changed(recipe.config)
     if config.experts % layout.ep or config.experts < 2 * layout.ep:
         E = 3 * layout.ep

@@ -131,27 +131,32 @@ def routing_corpus(variant: str, layout: Layout, profile: Profile = "quick") -> 
     for recipe in ROUTERS:
         if profile == "quick" and recipe.profile == "full":
             continue
-        config = Config(variant=variant).changed(recipe.config)
-        microbatches = schedule.microbatches(recipe.schedule)
-        tokens = tuple(
-            tuple(recipe.tokens[(rank + microbatch) % len(recipe.tokens)] for rank in range(layout.world))
-            for microbatch in range(microbatches)
-        )
-        batches = Drawn(tokens, partial(_batch, recipe, config, layout))
-        generator = draw.generator(recipe.name, layout.name, "router")
-        parameters = draw.router_parameters(config, generator, bias=recipe.bias, twins=recipe.twins)
-        if recipe.tied:
-            weight_ED = parameters["router", None]
-            weight_ED[1::2] = weight_ED[::2]
-        if recipe.lowered:
-            parameters["router", None][:, -1] = 1.0
-        if recipe.near:
-            steps_E = torch.randperm(config.experts, generator=generator)
-            parameters["balance_bias", None] = recipe.bias + 2.0**-13 * steps_E.float()
-        likened: Literal["", "quick"] = "quick" if recipe.likened and layout in likened_layouts("quick") else ""
-        twist = Twist(rehearsed=recipe.rehearsed)
-        run = (recipe.name, RouterStep(), config, layout, batches, recipe.schedule, parameters)
-        yield Workload(*run, twist=twist, likened=likened, shows=recipe.shows)
+        yield router_workload(recipe, variant, layout)
+
+
+def router_workload(recipe: RouterRecipe, variant: str, layout: Layout) -> Workload:
+    """Draw the workload of a recipe on a layout."""
+    config = Config(variant=variant).changed(recipe.config)
+    microbatches = schedule.microbatches(recipe.schedule)
+    tokens = tuple(
+        tuple(recipe.tokens[(rank + microbatch) % len(recipe.tokens)] for rank in range(layout.world))
+        for microbatch in range(microbatches)
+    )
+    batches = Drawn(tokens, partial(_batch, recipe, config, layout))
+    generator = draw.generator(recipe.name, layout.name, "router")
+    parameters = draw.router_parameters(config, generator, bias=recipe.bias, twins=recipe.twins)
+    if recipe.tied:
+        weight_ED = parameters["router", None]
+        weight_ED[1::2] = weight_ED[::2]
+    if recipe.lowered:
+        parameters["router", None][:, -1] = 1.0
+    if recipe.near:
+        steps_E = torch.randperm(config.experts, generator=generator)
+        parameters["balance_bias", None] = recipe.bias + 2.0**-13 * steps_E.float()
+    likened: Literal["", "quick"] = "quick" if recipe.likened and layout in likened_layouts("quick") else ""
+    twist = Twist(rehearsed=recipe.rehearsed)
+    run = (recipe.name, RouterStep(), config, layout, batches, recipe.schedule, parameters)
+    return Workload(*run, twist=twist, likened=likened, shows=recipe.shows)
 
 
 def _batch(recipe: RouterRecipe, config: Config, layout: Layout, microbatch: int, rank: int) -> Batch:

@@ -14,6 +14,7 @@ from moe_conformance.discovery import modules
 from moe_conformance.workloads import golden, recipes, routers, virtual
 from moe_conformance.workloads.chapter import Chapter
 from moe_conformance.workloads.drawn import DRAWN_WITH, distribution
+from moe_conformance.workloads.pairs import cases as pairs
 from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.selection import profiles
 from moe_conformance.workloads.selection.profiles import Profile
@@ -21,8 +22,14 @@ from moe_conformance.workloads.selection.profiles import Profile
 
 @cache
 def chapters() -> tuple[Chapter, ...]:
-    """Return the entries of `CHAPTERS` of all files of workloads."""
-    return tuple(chapter for module in modules("workloads") for chapter in vars(module).get("CHAPTERS", ()))
+    """Return the entries of `CHAPTERS` of all files of workloads, then those of pairs of options."""
+    own = (chapter for module in modules("workloads") for chapter in vars(module).get("CHAPTERS", ()))
+    return (*own, *pairs.chapters())
+
+
+def beside(profile: Profile) -> dict[Layout, tuple[str, ...]]:
+    """Return layouts of which a profile runs some workloads only, with their names (`profiles.beside`)."""
+    return {layout: (*some, *pairs.beside_names(layout)) for layout, some in profiles.beside(profile).items()}
 
 
 def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[tuple[Chapter, Workload]]:

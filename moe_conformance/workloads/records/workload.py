@@ -202,6 +202,7 @@ class Workload:
     golden: str = ""  # the chapter of the golden that judges it; "": the oracles judge it
     # What it is drawn for, where no other field says so: checks select workloads by these words, never by name.
     shows: frozenset[str] = frozenset()
+    rotates: bool = False  # runs in the rotation, and in the quick profile only where it is selected by its name
 
     @property
     def tokens(self) -> tuple[tuple[int, ...], ...]:

@@ -100,16 +100,20 @@ CAPACITIES = (
 def capacities(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the workloads of routers with a capacity; they do not depend on the variant."""
     for recipe in drawn_in(profile, CAPACITIES):
-        config = Config(variant=variant).changed(recipe.config)
-        parameters = _parameters(recipe, config, layout)
-        microbatches = schedule.microbatches(recipe.schedule)
-        batches = tuple(
-            tuple(_batch(recipe, config, layout, microbatch, rank, parameters) for rank in range(layout.world))
-            for microbatch in range(microbatches)
-        )
-        yield Workload(
-            recipe.name, RouterStep(capacity=True), config, layout, batches, recipe.schedule, parameters, recipe.lead
-        )
+        yield capacity_workload(recipe, variant, layout)
+
+
+def capacity_workload(recipe: CapacityRecipe, variant: str, layout: Layout) -> Workload:
+    """Draw the workload of a recipe on a layout."""
+    config = Config(variant=variant).changed(recipe.config)
+    parameters = _parameters(recipe, config, layout)
+    microbatches = schedule.microbatches(recipe.schedule)
+    batches = tuple(
+        tuple(_batch(recipe, config, layout, microbatch, rank, parameters) for rank in range(layout.world))
+        for microbatch in range(microbatches)
+    )
+    run = RouterStep(capacity=True)
+    return Workload(recipe.name, run, config, layout, batches, recipe.schedule, parameters, recipe.lead)
 
 
 def _parameters(recipe: CapacityRecipe, config: Config, layout: Layout) -> dict[ParameterKey, torch.Tensor]:

@@ -1,0 +1,202 @@
+"""What several surfaces have in common: options that are read from the config, the tokens and the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from moe_conformance.workloads.pairs.options import Option
+from moe_conformance.workloads.records.features import halves_in_flight, in_flight
+from moe_conformance.workloads.records.schedule import FORWARD_ALONE, executes
+from moe_conformance.workloads.records.workload import Workload
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+NO, YES = "no", "yes"
+
+LAYOUTS = {
+    "single": "one rank: nothing is sent, and libraries take a shortcut",
+    "ep2": "one exchange group",
+    "ep4": "four ranks exchange, so that an order of ranks is seen",
+    "ep2-edp2": "replicas: gradients of experts are reduced",
+    "tp2-ep2-edp2": "tokens of a tp group are apart from its experts'",
+    "ep2-etp2": "experts are cut over ranks: rows are gathered and sums scattered",
+}
+
+KS = {
+    "1": "no sum over slots; a dimension that `squeeze` removes",
+    "2": "the usual one; two addends commute",
+    "3": "odd: rows in threes; the order of three addends shows",
+    "5": "a prime that divides neither tokens nor experts",
+    "6": "of DeepSeek-V2; an even number that is no power of two",
+    "10": "of Qwen3-Next: more than the 8 lanes of kernels for top-k",
+}
+
+HIDDEN = {
+    "64": "a multiple of 64: whole tiles of kernels",
+    "16": "a multiple of 16 only: what half-precision tensor cores take",
+    "8": "a multiple of 8 only: 16 bytes in bfloat16, less than a tile",
+    "2": "an even number: no 16-byte load in bfloat16",
+    "odd": "no row but the first is aligned in bfloat16",
+}
+
+EXPERTS = {
+    "power of two": "bits and shifts, equal shares of every power of two of ranks",
+    "odd per rank": "each rank holds an odd number of experts",
+    "other": "a multiple of no large power of two",
+}
+
+TOKENS = {
+    "even": "all ranks and microbatches have as many tokens: equal splits",
+    "uneven": "ranks have different numbers of tokens",
+    "rank without": "a rank has no tokens: it takes part in collectives with nothing",
+    "changing": "the number of tokens changes between microbatches: what is cached by size is stale",
+    "one token": "each rank has one token: dimensions of 1",
+}
+
+SCHEDULES = {
+    "one": "one microbatch",
+    "in turn": "two microbatches, one after the other: gradients are added up",
+    "in flight": "two microbatches between forward and backward: what is kept on the module is overwritten",
+    "halves": "two microbatches between dispatch and combine",
+    "inference": "a forward without gradients between two that have them",
+}
+
+MEMORY = {"plain": "what is there", "filled": "NaN in uninitialised memory: rows that nothing writes show"}
+ASYNCHRONY = {
+    "plain": "collectives are done when they return",
+    "poisoned": "outputs hold NaN before wait(): early reads show",
+}
+LEADS = {"flat": "tokens (T, D)", "two_dims": "tokens (S, B, D): reshaped inside, and gradients back"}
+
+
+def layout(values: Mapping[str, str] = LAYOUTS) -> Option:
+    """Return the option of the layout."""
+    return Option("layout", values, lambda workload: workload.layout.name)
+
+
+def dtype(*names: str) -> Option:
+    """Return the option of the dtype of tokens."""
+    why = {
+        "float32": "the usual one",
+        "bfloat16": "8 bits of mantissa: sums in it lose addends",
+        "float16": "largest number 65,504; products below 2^-14 lose bits",
+        "float64": "what a library casts to float32 shows",
+    }
+    return Option("dtype", {name: why[name] for name in names or why}, lambda w: _name(w.config.dtype))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def top_k(*values: str) -> Option:
+    """Return the option of K."""
+    return Option("top_k", {value: KS[value] for value in values or KS}, lambda w: str(w.config.top_k))
+
+
+def hidden() -> Option:
+    """Return the option of the divisors of D."""
+    return Option("hidden", HIDDEN, lambda w: divisor(w.config.hidden))
+
+
+def divisor(D: int) -> str:
+    """Return the largest of 64, 16, 8 and 2 that divides D, or "odd".
+
+    >>> [divisor(D) for D in (128, 48, 40, 58, 67)]
+    ['64', '16', '8', '2', 'odd']
+    """
+    return next((str(size) for size in (64, 16, 8, 2) if D % size == 0), "odd")
+
+
+def experts() -> Option:
+    """Return the option of the divisors of E and of the number that a rank holds."""
+
+    def read(workload: Workload) -> str:
+        E, ep = workload.config.experts, workload.layout.ep
+        return "power of two" if E & (E - 1) == 0 else "odd per rank" if E // ep % 2 else "other"
+
+    return Option("experts", EXPERTS, read)
+
+
+def experts_for(value: str, ep: int) -> int:
+    """Return E of at least 12 for a value of the option."""
+    return {"power of two": 16, "odd per rank": {1: 13, 2: 14, 4: 12}[ep], "other": {1: 12, 2: 12, 4: 24}[ep]}[value]
+
+
+def tokens(sizes: Callable[[Workload], Sequence[Sequence[int]]] = lambda workload: workload.tokens) -> Option:
+    """Return the option of the numbers of tokens, given those of every microbatch on every rank."""
+
+    def read(workload: Workload) -> str:
+        numbers = [[*ranks] for ranks in sizes(workload)]
+        if any(0 in ranks for ranks in numbers):
+            return "rank without"
+        if any(len({*ranks}) > 1 for ranks in numbers):
+            return "uneven"
+        apart = {ranks[0] for ranks in numbers if ranks}
+        return "changing" if len(apart) > 1 else "one token" if apart == {1} else "even"
+
+    return Option("tokens", TOKENS, read)
+
+
+def turns_of(value: str, several: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Return T by microbatch and rank, repeated as needed, for a value of the option `tokens`; of multiples."""
+    turns = {
+        "even": ((8,),) * 3,
+        "uneven": ((9, 4, 13, 6), (4, 13, 6, 9), (13, 6, 9, 4)),
+        "rank without": ((7, 0, 9, 4), (0, 9, 4, 7), (9, 4, 7, 0)),
+        "changing": ((8,), (5,), (12,)),
+        "one token": ((1,),) * 3,
+    }[value]
+    return tuple(tuple(several * T for T in ranks) for ranks in turns)
+
+
+def schedule(*names: str) -> Option:
+    """Return the option of the schedule."""
+    return Option("schedule", {name: SCHEDULES[name] for name in names or SCHEDULES}, _scheduled)
+
+
+def _scheduled(workload: Workload) -> str:
+    how = workload.schedule
+    if executes(how, "dispatch"):
+        return "halves" if halves_in_flight(how) > 1 else ""
+    if executes(how, *FORWARD_ALONE):
+        return "inference"
+    if executes(how, "repeat"):
+        return ""
+    return "in flight" if in_flight(how) > 1 else "in turn" if len(workload.batches) > 1 else "one"
+
+
+SCHEDULED = {
+    "one": "F0 B0",
+    "in turn": "F0 B0 F1 B1",
+    "in flight": "F0 F1 B1 B0",
+    "halves": "D0 D1 C1 C0 B1 B0",
+    "inference": "F0 I1 B0 N2",
+}
+
+
+def memory() -> Option:
+    """Return the option of what uninitialised memory holds."""
+    return Option("memory", MEMORY, lambda workload: workload.memory)
+
+
+def asynchrony() -> Option:
+    """Return the option of what asynchronous collectives leave before they are waited for."""
+    return Option("asynchrony", ASYNCHRONY, lambda workload: workload.asynchrony)
+
+
+def lead() -> Option:
+    """Return the option of the leading dimensions of x."""
+    return Option("lead", LEADS, lambda workload: workload.lead)
+
+
+def recompute() -> Option:
+    """Return the option of activation recomputation of whole forwards."""
+    why = {NO: "activations are kept", "all": "forwards run again in the backward: state that they change shows"}
+    return Option("recompute", why, lambda workload: workload.twist.recomputed or NO)
+
+
+def yes(name: str, why: str, read: Callable[[Workload], object]) -> Option:
+    """Return an option that is there or not."""
+    return Option(name, {NO: "as if there were no such option", YES: why}, lambda w: YES if read(w) else NO)
