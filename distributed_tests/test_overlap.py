@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from moe_conformance.chapters.overlap.judge.overlap_evidence import judge_calls, judge_order, judge_overlapping
-from moe_conformance.chapters.overlap.judge.overlapped import judge_step_gradients, judge_step_tokens
 from moe_conformance.chapters.overlap.workloads import OverlapStep
 from moe_conformance.judging.observed.ledgers import judge_hazards
 from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries
 from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.shared.exchange.outputs import judge_outputs
 from moe_conformance.judging.shared.exchange.row_gradients import judge_rows_gradients
+from moe_conformance.judging.shared.overlapped.evidence import judge_calls, judge_order, judge_overlapping
+from moe_conformance.judging.shared.overlapped.steps import judge_step_gradients, judge_step_tokens
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import exchanges
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep

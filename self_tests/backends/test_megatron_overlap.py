@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from moe_conformance.backends.megatron_core import MegatronCore
-from moe_conformance.chapters.overlap.scenario.records import OverlapSeen
 from moe_conformance.chapters.overlap.workloads import steps
 from moe_conformance.contract import Session, Topology, Unsupported
 from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Grad, Outcome
+from moe_conformance.scenarios.overlapped import OverlapSeen
 from moe_conformance.workloads.records.workload import Workload
 
 try:

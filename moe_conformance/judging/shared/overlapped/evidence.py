@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from moe_conformance.chapters.overlap.judge.overlapped import seen
-from moe_conformance.chapters.overlap.scenario.records import StepSeen
 from moe_conformance.engine.ledger.entry import Entry, group_words
 from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import count, some
 from moe_conformance.judging.observed.ledgers import judge_agreement
 from moe_conformance.judging.observed.run import Reading
+from moe_conformance.judging.shared.overlapped.steps import seen
 from moe_conformance.judging.verdict import Costly, NotOffered, Tally, WrongCollectives, WrongGradient
 from moe_conformance.scenarios.outcome import RankOutcome
+from moe_conformance.scenarios.overlapped import StepSeen
 
 
 @judge(Costly, "run")

@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_conformance.chapters.overlap.scenario.records import OverlapSeen, StepSeen
 from moe_conformance.judging.comparisons import Comparison, Comparisons, Note, judge
 from moe_conformance.judging.explain.bounded_gradients import part_name
 from moe_conformance.judging.findings import Finding, count, ratio_words
@@ -25,6 +24,7 @@ from moe_conformance.judging.verdict import (
 )
 from moe_conformance.reference.overlap import reordered_sum_bound
 from moe_conformance.scenarios.outcome import Grad, RankOutcome
+from moe_conformance.scenarios.overlapped import OverlapSeen, StepSeen
 from moe_conformance.workloads.records.workload import ParameterKey
 
 STEPS = ("the overlapped step", "the overlapped step behind another microbatch")

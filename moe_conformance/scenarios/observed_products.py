@@ -16,6 +16,8 @@ _PRODUCTS = frozenset(
 )
 _OF_TORCH = frozenset(["aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"])
 
+Product = tuple[int, str, tuple[tuple[int, ...], ...]]  # collectives that were called before it, operator, shapes
+
 
 class Places:
     """The memory ranges of the windows of layers, which `read` maps to parameters or gradients."""
@@ -45,16 +47,25 @@ class Observed(TorchDispatchMode):
     Attributes:
         during: The weights in the products that ran while a collective was in flight, by its number.
         worked: Whether any product ran.
+        trace: Of every product the number of collectives that were called before it, its operator and shapes.
         gradients: The memory ranges of gradients, if writes to them are recorded.
         written: The names of gradients in the order in which they were written in place.
     """
 
-    def __init__(self, in_flight: Callable[[], tuple[int, ...]], weights: Places, delay: Callable[[], None]) -> None:
-        """Keep the query of collectives in flight, the ranges of weights, and a call before every operator."""
+    def __init__(
+        self,
+        calls: Callable[[], int],
+        in_flight: Callable[[], tuple[int, ...]],
+        weights: Places,
+        delay: Callable[[], None],
+    ) -> None:
+        """Keep the queries of collectives, called and in flight, the ranges of weights, and a call before operators."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._calls, self._begun = calls, calls()
         self._in_flight, self._weights, self._delay = in_flight, weights, delay
         self.during: dict[int, list[str]] = defaultdict(list)
         self.worked = False
+        self.trace: list[Product] = []
         self.gradients: Places | None = None
         self.written: list[str] = []
 
@@ -71,16 +82,17 @@ class Observed(TorchDispatchMode):
         self._delay()
         namespace, _, name = func._schema.name.partition("::")
         if name in _PRODUCTS or namespace not in _OF_TORCH:
-            self._product(args)
+            self._product(name, args)
         elif self.gradients is not None and name.endswith("_") and args and isinstance(args[0], Tensor):
             self.written += self.gradients.named(args[0])
         return func(*args, **(kwargs or {}))
 
-    def _product(self, args: Sequence[Any]) -> None:
+    def _product(self, name: str, args: Sequence[Any]) -> None:
         tensors = [tensor for tensor in args if isinstance(tensor, Tensor)]
         if not tensors or not all(tensor.numel() for tensor in tensors):
             return
         self.worked = True
+        self.trace.append((self._calls() - self._begun, name, tuple(tuple(tensor.shape) for tensor in tensors)))
         in_flight = self._in_flight()
         names = [name for tensor in tensors for name in self._weights.named(tensor)] if in_flight else []
         for order in in_flight:

@@ -1,1 +1,0 @@
-"""Judges of overlapped steps, called by the checks of this chapter."""

@@ -1,0 +1,1 @@
+"""Judges of steps that overlap exchanges, as the overlap chapter runs them and as accepted settings do."""
