@@ -22,14 +22,17 @@ def merge_(folders: tuple[Path, ...], report: Path) -> NoReturn:
     """Put the reports of shards, or of a stopped run and its continuation, together. Exit status as of a run."""
     from moe_conformance import spec
     from moe_conformance.report import merge, result, summary
+    from moe_conformance.report.folder import Hold, InUse
 
     if report.resolve() in [folder.resolve() for folder in folders]:
         raise CannotRun(f"{report} is one of the reports to be merged; give another --report")
     try:
         merged = merge.merge([merge.read(folder) for folder in folders], shlex.join(["moe-conformance", *sys.argv[1:]]))
         report.mkdir(parents=True, exist_ok=True)
+        hold = Hold(report)
         written = result.write(report, result.document(merged.head, tuple(spec.load().values()), merged.records))
-    except (merge.Unmergeable, OSError) as error:
+        hold.release()
+    except (merge.Unmergeable, InUse, OSError) as error:
         raise CannotRun(str(error)) from error
     width, encoding = shutil.get_terminal_size().columns, sys.stdout.encoding or "ascii"
     terminal = Terminal(width)

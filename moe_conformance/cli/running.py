@@ -12,6 +12,7 @@ import click
 import pytest
 
 from moe_conformance.cli.base import CannotRun, as_arguments, child, main, require_torch, with_options
+from moe_conformance.cli.supervising import supervised
 from moe_conformance.plugin import collecting, launching, options
 
 EVERY = "every-importable"
@@ -50,8 +51,9 @@ def run(pytest_arguments: tuple[str, ...], **given: Any) -> NoReturn:
     sys.path.append(os.getcwd())  # an adapter by dotted path; last, so that nothing there hides what is installed
     os.environ.pop("PYTEST_ADDOPTS", None)  # meant for the caller's own tests
     options_of_run = list(as_arguments("--moe-", chosen))
-    status = pytest.main([*_PYTEST, *options_of_run, *pytest_arguments, str(collecting.FOLDER)])
-    sys.exit(_STATUS.get(int(status), int(status)))
+    arguments = [*_PYTEST, *options_of_run, *pytest_arguments, str(collecting.FOLDER)]
+    status = supervised(lambda: int(pytest.main(arguments)))
+    sys.exit(_STATUS.get(status, status))
 
 
 def _run_every(chosen: dict[str, str], pytest_arguments: tuple[str, ...]) -> int:

@@ -135,13 +135,16 @@ def begin(config: pytest.Config) -> None:
     from moe_conformance.plugin.reporter import Reporter
     from moe_conformance.plugin.run import prepare
     from moe_conformance.plugin.stopping import Stopping
+    from moe_conformance.report.folder import Hold, InUse
 
     try:
         given = launching.with_ranks(config, _given(config))
         driver = Driver(prepare(options.from_mapping(given), launching.site_of(config)))
-    except options.Unusable as error:
+        run_options = driver.run.options
+        if run_options.report and not hasattr(config, "workerinput"):  # xdist: the controller writes
+            config.add_cleanup(Hold(Path(run_options.report)).release)
+    except (options.Unusable, InUse) as error:
         raise pytest.UsageError(str(error)) from None
-    run_options = driver.run.options
     if config.getoption("--hypothesis-profile", None) is None:
         drawing.load_profile(run_options.profile)
     stopping = Stopping(config, run_options.time_limit)

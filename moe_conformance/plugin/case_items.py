@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from moe_conformance.plugin.trial import trial_of
 from moe_conformance.spec.row import ARGUMENTS, Row
 from moe_conformance.waiving import only_should
 from moe_conformance.workloads.plan import Case
@@ -113,7 +114,7 @@ class Check(pytest.Item):
 
     def runtest(self) -> None:
         """Skip: only one without a case is run by itself."""
-        pytest.skip("no case of this run is for it")
+        trial_of(self).skip("not run", "no case of this run is for it")
 
 
 class CaseItem(pytest.Item):

@@ -34,6 +34,13 @@ class CheckModule(pytest.Module):
     """A file of checks."""
 
     def _getobj(self) -> ModuleType:
-        """Import it by its full name."""
+        """Import it by its full name.
+
+        Raises:
+            CollectError: it skips itself, as by `importorskip`: all of its checks would be missing.
+        """
         below = self.path.resolve().relative_to(FOLDER).with_suffix("")
-        return importlib.import_module(".".join((PACKAGE, *below.parts)))
+        try:
+            return importlib.import_module(".".join((PACKAGE, *below.parts)))
+        except pytest.skip.Exception as skipped:
+            raise self.CollectError(f"{self.path.name} skips itself: {skipped}; its checks would be missing") from None

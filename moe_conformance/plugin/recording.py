@@ -85,7 +85,10 @@ def _kept_examples(run: Run, trial: Trial, ended: Ending) -> tuple[str, ...]:
         path = Path(run.options.report) / f"{name}{f'-{number}' if number else ''}.json"
         origin = {"backend": run.target, "versions": dict(run.versions), "diagnosis": str(mismatch)}
         content = {"said": origin, "workload": to_json(mismatch.outcome.workload)}
-        path.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
+        try:
+            path.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
+        except OSError:  # a full disk, which the reporter meets too and tells
+            continue
         commands.append(run.options.replay(path))
     return tuple(commands)
 

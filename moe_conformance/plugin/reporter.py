@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,6 +50,7 @@ class Reporter:
         self._journal: Journal | None = None
         self._live = Live(driver.run.options.again)
         self._scripts = Scripts(driver.run)
+        self._lost = ""  # why what there is to report could not be written
 
     # ---- while it runs -----------------------------------------------------------------------------------------
 
@@ -119,11 +121,14 @@ class Reporter:
         """Keep the item's records, and print a failure at once."""
         records = list(all_of_report(report.user_properties))
         if records and self._journal is not None:
-            self._journal.write(records)
+            with self._writing():
+                self._journal.write(records)
         self._records += records
         follows = any(name == FOLLOWS for name, _ in report.user_properties)
         for record in records:
-            script = self._scripts.write(record)
+            script = None
+            with self._writing():
+                script = self._scripts.write(record)
             self._print(() if follows else self._live.lines(record, str(script or "")))
             if self._progress is not None:
                 self._progress.step(record.case or record.check, failed=record.verdict in FAILING, runs=record.runs)
@@ -151,6 +156,7 @@ class Reporter:
         if exitstatus == pytest.ExitCode.INTERRUPTED:
             stopped, exitstatus = self._stopping.reason, self._stopping.status
         found = tuple(self._problems(interrupted or bool(session.shouldfail)))  # -x leaves most of it out
+        found += (self._lost,) if self._lost else ()
         if found and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             exitstatus = pytest.ExitCode.TESTS_FAILED
         session.exitstatus = exitstatus
@@ -169,15 +175,39 @@ class Reporter:
         missed = [replace(entry, message=why) for node, entry in self._roster.items() if node not in ended]
         self._records += not_run.folded(missed)
         if self._journal is not None:
+            self._end(session)
+
+    def _end(self, session: pytest.Session) -> None:
+        """Write the whole report; a run that cannot be reported fails, and keeps the records that were written."""
+        assert self._head is not None
+        assert self._journal is not None
+        lost = self._lost
+        with self._writing():
             self._written = self._write(self._head, self._records)
             self._journal.delete()
+        if self._lost and not lost:
+            self._head["problems"].append(self._lost)
+            if session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Keep why something could not be written, such as a full disk: it fails the run at its end."""
+        try:
+            yield
+        except OSError as error:
+            self._lost = f"the report cannot be written into {self._run.options.report}: {error.strerror or error}"
 
     def _open(self) -> None:
-        """Write a first report, which is true if this process is killed."""
+        """Write a first report, which is true if this process is killed; end the session where that is not possible."""
         folder = self._run.options.report
-        if folder and self._journal is None:
+        if not folder or self._journal is not None:
+            return
+        with self._writing():
             self._journal = Journal(Path(folder))
             self._write(result.head(self._facts()), [])
+        if self._lost:
+            pytest.exit(self._lost, returncode=int(pytest.ExitCode.USAGE_ERROR))
 
     def _write(self, head: dict[str, Any], records: Sequence[Record]) -> Path:
         content = result.document(head, tuple(spec.load().values()), records)

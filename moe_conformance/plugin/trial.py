@@ -93,7 +93,9 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
             return Ending("vacuous", "vacuous: the check compared nothing", "Vacuous")
         return Ending("pass")
     if isinstance(error, pytest.skip.Exception):
-        return Ending(trial.settled or "not run", str(error))
+        if trial.settled is None:  # by pytest.skip or importorskip in a check: what it was to judge would be missing
+            return Ending("error", f"error in the suite: the check skips itself: {error}", "Skipped")
+        return Ending(trial.settled, str(error))
     if isinstance(error, Unsatisfiable) and trial.settled:
         return Ending(trial.settled, f"every drawn workload was refused: {trial.rejected}")
     if isinstance(error, NotOffered):

@@ -21,13 +21,17 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         """Open the file in a folder; an old one is overwritten."""
         self._path = folder / NAME
-        self._file = self._path.open("w", encoding="utf-8")
+        self._file = self._path.open("wb", buffering=0)  # after a full disk nothing is left to be written at the end
 
     def write(self, records: Iterable[Record]) -> None:
-        """Append records and flush the file, so that they are kept if this process is killed."""
-        for record in records:
-            self._file.write(json.dumps(record.to_json(), allow_nan=False) + "\n")
-        self._file.flush()
+        """Append records, so that they are kept if this process is killed.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        lines = "".join(json.dumps(record.to_json(), allow_nan=False) + "\n" for record in records).encode()
+        while lines:
+            lines = lines[self._file.write(lines) :]
 
     def close(self) -> None:
         """Close the file and keep it."""

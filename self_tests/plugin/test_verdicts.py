@@ -17,6 +17,8 @@ ASKED = ("--moe-propose-waivers", "--moe-backend", TOY, "--moe-ranks", "2")
 
 # Checks that are at fault themselves.
 BROKEN = """
+import pytest
+
 from moe_conformance.spec import requirement
 from moe_conformance.workloads.records.runs import ExchangeStep
 
@@ -33,6 +35,11 @@ def test_nothing(reading, tally):
 @requirement("EXCH-08", run=ExchangeStep(), when=right)
 def test_broken(reading, tally):
     tally.add(elements=1 // 0)
+
+
+@requirement("EXCH-11", run=ExchangeStep(), when=right)
+def test_skips(reading, tally):
+    pytest.importorskip("no_such_module")
 """
 
 # Of both checks, on the single rank and on ep2.
@@ -56,7 +63,7 @@ def expected_verdicts() -> dict[str, str]:
         found[f"test_outputs[wrong-{layout}-even]"] = "fail"
         found[f"test_finished[wrong-{layout}-even]"] = "pass"
         found[f"test_nothing[right-{layout}-even]"] = "vacuous"
-        found[f"test_broken[right-{layout}-even]"] = "error"
+        found[f"test_broken[right-{layout}-even]"] = found[f"test_skips[right-{layout}-even]"] = "error"
         # A fault of the whole case is reported once; what other checks were not run is counted by cell.
         found |= {f"test_finished[raises-{layout}-even]": "crash", f"test_outputs[raises-{layout}]": "not run"}
         for variant in ("stumbles", "boasts"):
@@ -113,7 +120,7 @@ class TestVerdicts:
     def test_the_law_is_listed_whole(self, report: dict[str, Any]) -> None:
         """Every requirement has a verdict; those without a check are not run."""
         verdicts = {entry["id"]: entry["verdict"] for entry in report["requirements"]}
-        decided = {"EXCH-05": "fail", "EXCH-07": "vacuous", "EXCH-08": "error", "EXCH-09": "fail"}
+        decided = {"EXCH-05": "fail", "EXCH-07": "vacuous", "EXCH-08": "error", "EXCH-09": "fail", "EXCH-11": "error"}
         assert {each: decided.get(each, "not run") for each in spec.load()} == verdicts
 
     def test_xdist_gives_the_same(self, tmp_path: Path, checks: tuple[str, str], report: dict[str, Any]) -> None:
