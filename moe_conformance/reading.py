@@ -52,14 +52,14 @@ def toml_of(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
 
 
 def toml_from(text: str) -> dict[str, Any]:
-    """Return what a text of TOML holds; raises as `json_of`."""
+    """Return what a text of TOML holds, which has numbers for infinity and NaN; raises as `json_of`."""
     try:
         found = tomllib.loads(text)
     except RecursionError:
         raise Unreadable(_TOO_DEEP) from None
     except ValueError as error:  # also that of an integer of thousands of digits
         raise Unreadable(f"it is not TOML: {error}") from None
-    _require_plain(found)
+    _require_plain(found, any_number=True)
     return found
 
 
@@ -90,7 +90,7 @@ def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number")
 
 
-def _require_plain(found: Any) -> None:
+def _require_plain(found: Any, any_number: bool = False) -> None:
     """Raise Unreadable unless the data is not too deep, and can be printed."""
     level: list[Any] = [found]
     for _ in range(DEEPEST + 1):
@@ -103,7 +103,7 @@ def _require_plain(found: Any) -> None:
                 inner += value
             elif isinstance(value, str):
                 _require_text(value)
-            elif isinstance(value, (int, float)):
+            elif isinstance(value, (int, float)) and not any_number:
                 _require_number(value)
         if not inner:
             return

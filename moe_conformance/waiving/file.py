@@ -229,13 +229,14 @@ def _misshapen(entry: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(name, f"{name} is a date such as 2026-12-31, not {value!r}")
         elif kind == "str" and not (isinstance(value, str) and value.strip()):
             yield Problem(name, f"{name} is a sentence, not {value!r}")
-        elif kind == "str" and _says_nothing(value):
+        elif kind == "str" and (_says_nothing(value) if name in _SENTENCES else _is_placeholder(value)):
             yield Problem(name, f"{name} is {value!r}, which says nothing; {_REQUESTS.get(name, 'fill it in')}")
         elif kind.startswith("tuple") and not _texts(value):
             yield Problem(name, f"{name} is a list of strings, not {value!r}")
 
 
 _MISSING_FAILURE = "[[waiver.failure]] is missing: the kind, stage and words of the failure, as result.json has them"
+_SENTENCES = ("reason", "evidence", "owner")
 _REQUESTS = {"evidence": "say where the failure can be seen", "owner": "name who answers for it"}
 
 
@@ -263,7 +264,11 @@ def _wrong_failures(tables: Any) -> Iterator[str]:
 
 def _says_nothing(text: Any) -> bool:
     """Whether a text is a placeholder, or has no two letters."""
-    return text.strip().lower() in _PLACEHOLDERS or len(re.findall(r"[^\W\d_]", text)) < 2
+    return _is_placeholder(text) or len(re.findall(r"[^\W\d_]", text)) < 2
+
+
+def _is_placeholder(text: Any) -> bool:
+    return text.strip().lower() in _PLACEHOLDERS
 
 
 def _kinds() -> set[str]:

@@ -37,12 +37,12 @@ class TestPasses:
 
 class TestSkips:
     def test_a_fixture_settles_the_verdict(self) -> None:
-        """The reason stays with it; a skip that nobody settled is a check that did not run."""
+        """The reason stays with it; a check that skips itself is at fault, since what it was to judge is missing."""
         settled = trial()
         with pytest.raises(pytest.skip.Exception) as raised:
             settled.skip("refused", "refused by the library: no")
         assert Ending("refused", "refused by the library: no") == ending(settled, raised.value)
-        assert "not run" == ending(trial(), raised.value).verdict
+        assert ("error", "Skipped") == (ending(trial(), raised.value).verdict, ending(trial(), raised.value).kind)
 
     def test_draws_that_were_all_refused(self) -> None:
         """A backend that refuses whatever is drawn has refused; without a refusal it is the strategy's fault."""

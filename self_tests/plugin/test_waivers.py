@@ -12,14 +12,21 @@ from typing import Any
 import pytest
 import torch
 
+from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.compare.bounded import compare
-from moe_conformance.judging.verdict import WrongOutput
-from moe_conformance.plugin.trial import Trial, ending
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding, fail
+from moe_conformance.judging.observed.run import require_finished
+from moe_conformance.judging.verdict import Raised, Tally, WrongCount, WrongForm, WrongOutput, in_turn
+from moe_conformance.plugin.trial import Trial, ending, further
+from moe_conformance.scenarios.outcome import Outcome, RankOutcome
 from moe_conformance.waiving import Fault, Item, Names, Unreadable, Waivers, load, path_for, proposal
+from moe_conformance.workloads.recipes import corpus
 from self_tests.plugin import plugin_runs
 from self_tests.plugin.plugin_runs import PROJECT, TOY
 
 TODAY = date(2026, 5, 1)
+WORKLOAD = next(iter(corpus("alltoall", Layout(2, ep=2), "quick")))
 NAMES = Names(
     requirements=frozenset({"EXCH-05", "EXCH-06", "GRAD-01"}),
     variants=frozenset({"alltoall", "allgather"}),
@@ -166,6 +173,88 @@ class TestFailures:
         assert ["W-1", "W-2", "W-1"] == [waiver.id for waiver in found if waiver is not None]
 
 
+class TestFindings:
+    def found(self, *findings: Finding, tally: Tally | None = None) -> tuple[Fault, ...]:
+        """Return the faults of a check that fails with some findings."""
+        trial = Trial(("EXCH-05",), "test_outputs", tally=tally or Tally())
+        with pytest.raises(WrongOutput) as raised:
+            fail(WrongOutput, "combine", findings, start="in evaluation: ", note="; as claimed")
+        return ending(trial, raised.value).faults
+
+    def test_each_finding_is_a_fault_with_what_is_around_it(self) -> None:
+        """Also where the message only counts it."""
+        several = [Finding("lost", f"y of token {token} is lost", (0,)) for token in range(9)]
+        told = [fault.message for fault in self.found(*several)]
+        assert [f"combine: in evaluation: y of token {token} is lost; as claimed" for token in range(9)] == told
+
+    def test_a_waiver_of_one_token_excuses_no_other(self, tmp_path: Path) -> None:
+        """Its words are in one finding: those of another token, or of another error, are not excused with it."""
+        (waiver,) = loaded(tmp_path, GOOD).held
+        known = [Finding("one", f"y of rank 0 token {token} is 2 instead of 1", (0,), beyond=5.0) for token in range(5)]
+        assert waiver.excuses(self.found(*known))
+        for other in (
+            Finding("one", "y of rank 0 token 7 is zero", (0,), beyond=5.0),
+            Finding("one", "y of rank 0 token 7 is 1e+30 instead of 1", (0,), beyond=1e30),
+            Finding("one", "y of rank 0 token 7 is 2 instead of 1", (0,), beyond=5.0, error="WrongForm"),
+        ):
+            assert not waiver.excuses(self.found(*known, other))
+            assert not waiver.excuses(self.found(other, *known))
+
+    def test_a_finding_has_its_own_size(self, tmp_path: Path) -> None:
+        """Where it has none it is no larger than the error of the whole check."""
+        (waiver,) = loaded(tmp_path, GOOD).held
+        sentence, tally = "y of rank 0 is 2 instead of 1", Tally(beyond=1e6)
+        sizes = {beyond: self.found(Finding("", sentence, (0,), beyond=beyond), tally=tally) for beyond in (5.0, None)}
+        assert {5.0: (5.0, True), None: (1e6, False)} == {
+            beyond: (faults[0].size, waiver.excuses(faults)) for beyond, faults in sizes.items()
+        }
+
+    def test_ranks_that_fail_in_another_way_are_not_excused(self, tmp_path: Path) -> None:
+        """The message of a run that failed has the error of the first rank alone."""
+        text = GOOD.replace("WrongOutput", "Raised").replace('"combine"', '"run"')
+        (waiver,) = loaded(tmp_path, text.replace('["instead of", "y of rank"]', '["ValueError: known"]')).held
+        for second, excused in (("ValueError: known", True), ("KeyError: other", False), (None, False)):
+            ranks = (RankOutcome(0, "raised", error="ValueError: known"), RankOutcome(1, "raised", error=second))
+            outcome = Outcome("toy", WORKLOAD, ranks, 0.1)
+            with pytest.raises(Raised) as raised:
+                require_finished(outcome)
+            faults = ending(Trial(("EXCH-05",), "test_outputs", outcome=outcome), raised.value).faults
+            assert (2, excused) == (len(faults), waiver.excuses(faults))
+
+    def test_what_was_not_judged_is_judged_for_it(self) -> None:
+        """The judges behind one that raises are called when a waiver excuses that one; one that cannot judge is not."""
+        trial, called = Trial(("EXCH-05",), "test_outputs"), []
+
+        def judge_first() -> None:
+            raise WrongOutput("combine", "known")
+
+        def judge_second() -> None:
+            called.append(2)
+            raise WrongCount("dispatch", "hidden")
+
+        def judge_third() -> None:
+            called.append(3)
+            raise KeyError("what the first found is missing")
+
+        with pytest.raises(WrongOutput) as raised:
+            in_turn([judge_first, judge_second, judge_third])
+        assert [] == called
+        assert [Fault("WrongCount", "dispatch", "dispatch: hidden")] == list(further(trial, raised.value))
+        assert [2, 3] == called
+
+    def test_what_was_found_before_a_judge_gave_up(self) -> None:
+        """A judge that yields comparisons and then raises has found both."""
+
+        @judge(WrongOutput, "combine")
+        def judge_both(_: None) -> Comparisons:
+            yield Comparison(0, "y is wrong")
+            raise WrongForm("combine", "y has no shape")
+
+        with pytest.raises(WrongForm) as raised:
+            judge_both(None, Tally())
+        assert ["y has no shape", "y is wrong"] == [finding.sentence for finding in raised.value.findings]
+
+
 class TestDrawn:
     WITHOUT = GOOD.replace('["even"]', '["even", "drawn with ties"]')
 
@@ -204,6 +293,14 @@ class TestProblems:
             ("2026-12-31", '"soon"', "expires is a date"),
             ("2026-12-31", "2027-12-31", "more than 400 days ahead"),
             ('"line 7"', '"?"', "line 9, W-1: evidence is '?', which says nothing; say where the failure can be seen"),
+            ('"a person"', '"."', "line 10, W-1: owner is '.', which says nothing; name who answers for it"),
+            ('"line 7"', '"."', "line 9, W-1: evidence is '.', which says nothing"),
+            ('["EXCH-05"]', '["*"]', "'*' names none of EXCH-05, EXCH-06"),
+            ('["instead of", "y of rank"]', '["instead of", " "]', "words is a list of pieces of the message"),
+            ('["instead of", "y of rank"]', '["nan"]', "words ['nan'] are in many messages"),
+            ("at_most = 100", "at_most = inf", "at_most is a number of allowed errors, 1 to 1e+300, not inf"),
+            ("at_most = 100", "at_most = nan", "at_most is a number of allowed errors"),
+            ("at_most = 100", "at_most = true", "at_most is a number of allowed errors"),
             ('"a person"', '"TODO"', "line 10, W-1: owner is 'TODO', which says nothing; name who answers for it"),
             (
                 '"WrongOutput"',
@@ -213,7 +310,7 @@ class TestProblems:
             ('"combine"', '"combining"', "stage 'combining' is none of route, dispatch"),
             ('["instead of", "y of rank"]', '["?"]', "words is a list of pieces of the message"),
             ('["instead of", "y of rank"]', "[]", "words is a list of pieces of the message"),
-            ("at_most = 100", "at_most = 0.5", "at_most is a number of allowed errors, 1 or more"),
+            ("at_most = 100", "at_most = 0.5", "at_most is a number of allowed errors, 1 to 1e+300"),
             ("at_most = 100", "most = 100", "most is missing or unknown"),
             (">=1.4,<2", "", "sets no bounds"),
             (">=1.4,<2", "=?4", "is not of the form"),
@@ -296,13 +393,15 @@ class TestProposal:
     def test_a_person_completes_it(self, tmp_path: Path) -> None:
         """With id, evidence, owner, end and words filled in, the proposal holds and excuses what it was made of."""
         items = [ITEM, Item("test_outputs[alltoall-ep4-even]", ("EXCH-05",), "alltoall", "ep4", "even")]
-        fault = Fault("WrongOutput", "combine", 'it said "no"', 12.0)
+        fault = Fault("WrongOutput", "combine", 'it said "no" to everything', 12.0)
         text = proposal(["EXCH-05"], items, fault, NAMES.versions, "some-library")
         with pytest.raises(tomllib.TOMLDecodeError):
             tomllib.loads(text)
         ended = text.replace("expires = ?", "expires = 2026-12-31")
         assert 4 == len(loaded(tmp_path, ended).problems)
-        waivers = loaded(tmp_path, ended.replace('words = ["?"]', 'words = ["it said"]').replace('"?"', '"me"'))
+        waivers = loaded(
+            tmp_path, ended.replace('words = ["?"]', 'words = ["it said", "to everything"]').replace('"?"', '"me"')
+        )
         assert () == waivers.problems
         matched = [waivers.match(item, [fault]) for item in items]
         assert [True, True] == [waiver is not None and waiver.excuses([fault]) for waiver in matched]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -38,6 +38,7 @@ from moe_conformance.judging.verdict import (
     WrongDelivery,
     WrongForm,
     WrongOutput,
+    in_turn,
 )
 from moe_conformance.reference.exchange.deliveries import Pair
 from moe_conformance.reference.tp_duplicated_tokens import copies_agree, gathered, same_bytes, wrong_pairs
@@ -285,8 +286,13 @@ def judge_mismatch(outcome: Outcome, tally: Tally) -> None:
         Hung, Died, Raised: a rank waits for another or ended, or a valid step raised.
         WrongOutput: y of a valid step is wrong.
     """
-    what, _ = MISMATCHES[mismatch_of(outcome.workload)]
     number = wrong_call(outcome.workload)
+    valid = (partial(judge_y, outcome, tally, right) for right in (number - 1, number + 1))
+    in_turn([partial(_judge_mismatch, outcome, tally, number), *valid])
+
+
+def _judge_mismatch(outcome: Outcome, tally: Tally, number: int) -> None:
+    what, _ = MISMATCHES[mismatch_of(outcome.workload)]
     judge_no_slip(outcome, number)
     found = answers(outcome, number)
     ids = [given["routing"].ids_TK for given in outcome.workload.calls[number].given]
@@ -300,5 +306,3 @@ def judge_mismatch(outcome: Outcome, tally: Tally) -> None:
         raise Unrefused("dispatch", sentence, ranks=tuple(answered))
     for rank in (rank for group in groups for rank in group):
         tally.add(pairs=1, rank=rank)
-    for right in (number - 1, number + 1):
-        judge_y(outcome, tally, right)

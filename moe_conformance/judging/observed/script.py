@@ -40,10 +40,18 @@ def values(outcome: Outcome, call: int, name: str = "") -> tuple[Any, ...]:
         Mismatch: the result of a rank has no such field.
     """
     found = []
-    for rank, answer in enumerate(answers(outcome, call)):
-        method = outcome.workload.calls[call].method
-        if answer.raised:
-            raise Raised("run", f"{method} on rank {rank} raised {answer.error_type}: {answer.error}", ranks=(rank,))
+    method = outcome.workload.calls[call].method
+    by_rank = answers(outcome, call)
+    raised = tuple(
+        Finding("", f"{method} on rank {rank} raised {answer.error_type}: {answer.error}", (rank,))
+        for rank, answer in enumerate(by_rank)
+        if answer.raised
+    )
+    if raised:
+        mismatch = Raised("run", raised[0].sentence, ranks=raised[0].ranks)
+        mismatch.findings = raised
+        raise mismatch
+    for rank, answer in enumerate(by_rank):
         if name not in answer.values:
             raise Mismatch("run", f"the result of {method} on rank {rank} has no {name or 'data'}", ranks=(rank,))
         found.append(answer.values[name])

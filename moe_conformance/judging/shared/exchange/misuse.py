@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, some, unequal
 from moe_conformance.judging.observed.probe_expected import expect
 from moe_conformance.judging.observed.script import answers, judge_no_slip, judge_refused, values
-from moe_conformance.judging.verdict import Tally, Unrefused, WrongOutput
+from moe_conformance.judging.verdict import Tally, Unrefused, WrongOutput, in_turn
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads import misuse
 from moe_conformance.workloads.records.workload import Workload
@@ -42,9 +43,9 @@ def judge_wrong_input(outcome: Outcome, tally: Tally) -> None:
     of_a_type = what == misuse.INPUTS["ids-in-float"][0]
     number = wrong_call(outcome.workload)
     on = some(_culprits(outcome.workload, number))
-    judge_refused(outcome, number, tally, stage="dispatch", asked=f"{what} on rank {on}", of_a_type=of_a_type)
-    for right in (number - 1, number + 1):
-        judge_y(outcome, tally, right)
+    asked = f"{what} on rank {on}"
+    refused = partial(judge_refused, outcome, number, tally, stage="dispatch", asked=asked, of_a_type=of_a_type)
+    in_turn([refused, *(partial(judge_y, outcome, tally, right) for right in (number - 1, number + 1))])
 
 
 def judge_wrong_answers(outcome: Outcome, tally: Tally) -> None:
@@ -58,8 +59,13 @@ def judge_wrong_answers(outcome: Outcome, tally: Tally) -> None:
         Hung, Died, Raised: a rank waits for another or ended, or a valid call raised.
         WrongOutput: y of a valid call is wrong.
     """
+    number, calls = wrong_call(outcome.workload), len(outcome.workload.calls)
+    after = (partial(judge_y, outcome, tally, call) for call in range(number + 1, calls))
+    in_turn([partial(_judge_wrong_answer, outcome, tally, number), *after])
+
+
+def _judge_wrong_answer(outcome: Outcome, tally: Tally, number: int) -> None:
     workload = outcome.workload
-    number = wrong_call(workload)
     found = answers(outcome, number)
     if misuse.TWICE in workload.shows:
         if any(answer.raised for answer in found):
@@ -76,8 +82,6 @@ def judge_wrong_answers(outcome: Outcome, tally: Tally) -> None:
             raise Unrefused("combine", sentence, ranks=tuple(answered))
         for rank in wrong:  # if the shapes are equal there is nothing to refuse
             tally.add(pairs=1, rank=rank)
-    for after in range(number + 1, len(workload.calls)):
-        judge_y(outcome, tally, after)
 
 
 def _culprits(workload: Workload, number: int) -> list[int]:
