@@ -21,7 +21,7 @@ _PRINTED_LINES = 5
 _FRAME = re.compile(r'  File "(.+?)", line \d+, in ')
 _SUITE = str(Path(moe_conformance.__file__).parent)
 _BACKENDS = f"{_SUITE}/backends/"
-_OTHERS = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), "<")  # `<string>`, `<frozen importlib>`
+_OTHERS = (f"{Path(torch.__file__).parent}/", f"{sysconfig.get_path('stdlib')}/", "<")  # `<string>`, `<frozen ...>`
 _PACKAGES = ("/site-packages/", "/dist-packages/")  # which are in the folder of the standard library
 # A warning of torch on stderr: of C++ or its logger, "[W1129 10:08:54.1 file.cpp:12] Warning: ...", or of Python.
 _WARNING = re.compile(r"(\[rank\d+\]:)?\[?[WI]\d{4} |.*/torch/.*: \w*Warning: ")

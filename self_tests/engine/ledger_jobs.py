@@ -245,12 +245,12 @@ def read_bools_early(context: RankContext, payload: Any) -> Any:
 
 
 def read_counts_early(context: RankContext, payload: Any) -> Any:
-    """Reads an integer output before the wait."""
-    counts = torch.zeros(2, dtype=torch.int64)
-    work = dist.all_to_all_single(counts, torch.ones(2, dtype=torch.int64), async_op=True)
+    """Reads an integer output of a dtype, the payload, before the wait; returns that and the result."""
+    counts = torch.zeros(2, dtype=payload)
+    work = dist.all_to_all_single(counts, torch.ones(2, dtype=payload), async_op=True)
     early = counts.clone()
     work.wait()
-    return early
+    return early, counts
 
 
 def change_what_is_sent(context: RankContext, payload: Any) -> Any:

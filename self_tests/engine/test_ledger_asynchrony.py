@@ -80,10 +80,18 @@ class TestPoison:
             assert early.isnan().all()
             assert [102.0, 104.0, 106.0] == late.tolist()
 
-    def test_integers_that_are_read_early_are_no_counts(self, run: Callable[..., JobResult]) -> None:
-        """Integers that are read early are far below zero."""
-        for rank in run("read_counts_early", "poisoned").ranks:
-            assert (rank.value < -1_000_000).all()
+    @pytest.mark.parametrize(
+        ("dtype", "poison"),
+        [(torch.int64, -(2**63)), (torch.int32, -(2**31)), (torch.int8, -128), (torch.uint8, 255)],
+        ids=str,
+    )
+    def test_integers_that_are_read_early_are_no_counts(
+        self, run: Callable[..., JobResult], dtype: torch.dtype, poison: int
+    ) -> None:
+        """They are the smallest of their dtype; where that is zero, which is a count, the largest."""
+        for rank in run("read_counts_early", "poisoned", dtype).ranks:
+            early, late = rank.value
+            assert ([poison] * 2, [1, 1]) == (early.tolist(), late.tolist())
 
     def test_a_change_of_what_is_sent_is_told_and_not_sent(self, run: Callable[..., JobResult]) -> None:
         """The transport sends what the buffer held at the call."""

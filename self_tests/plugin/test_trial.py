@@ -8,7 +8,17 @@ import pytest
 from hypothesis.errors import FlakyFailure, Unsatisfiable
 
 from moe_conformance.contract.topology import Layout
-from moe_conformance.judging.verdict import FalseLimit, Mismatch, NotOffered, Raised, RunFailed, WrongCount, WrongOutput
+from moe_conformance.judging.verdict import (
+    Died,
+    FalseLimit,
+    Mismatch,
+    NotOffered,
+    Raised,
+    RunFailed,
+    WrongCount,
+    WrongOutput,
+)
+from moe_conformance.plugin import evidence
 from moe_conformance.plugin.recording import as_of_its_case
 from moe_conformance.plugin.trial import Ending, Trial, ending
 from moe_conformance.report.records import CASE_CRASHED
@@ -137,3 +147,49 @@ class TestFailures:
         assert () == ending(trial(), other).violated
         assert () == ending(trial(), ExceptionGroup("two", [named, other])).violated
         assert () == ending(trial(), Mismatch("run", "x")).violated
+
+
+class TestEvidence:
+    TRACEBACK = """Traceback (most recent call last):
+  File "/suite/moe_conformance/scenarios/step.py", line 1, in forward
+    y = exchange(x)
+  File "/torchlibrary/some/moe.py", line 7, in dispatch
+    return super().dispatch(x)
+           ^^^^^^^^^^^^^^^^^^^
+  File "/torch/nn/modules/module.py", line 9, in _call_impl
+    return forward_call(*args, **kwargs)
+  File "/torchlibrary/some/rows.py", line 3, in rows
+    return rows.view(-1)
+  File "/torch/_tensor.py", line 5, in view
+    raise error
+RuntimeError: view size is not compatible
+with the stride
+"""
+
+    def test_the_frames_of_the_library_are_shown(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Those of the suite and of torch are not, except the last one; the words of the error are whole."""
+        monkeypatch.setattr(evidence, "_SUITE", "/suite/moe_conformance")
+        monkeypatch.setattr(evidence, "_OTHERS", ("/torch/", "/python/", "<"))
+        shown = evidence.own_frames(self.TRACEBACK)
+        frames = [line.split('"')[1] for line in shown if line.startswith("  File")]
+        assert ["/torchlibrary/some/moe.py", "/torchlibrary/some/rows.py", "/torch/_tensor.py"] == frames
+        assert ["RuntimeError: view size is not compatible", "with the stride"] == shown[-2:]
+        assert not any("^^^" in line for line in shown)
+
+    def test_a_stack_of_a_rank_that_hung_is_whole(self) -> None:
+        """It has another form, and every frame may be the one that waits."""
+        stack = 'Thread 0x1 (most recent call first):\n  File "/torch/x.py", line 1 in wait'
+        assert stack.splitlines() == evidence.own_frames(stack)
+
+    def test_warnings_of_torch_are_left_out(self) -> None:
+        """What the library printed is shown, its warnings too."""
+        printed = (
+            "[W1129 10:08:54.000 socket.cpp:759] [c10d] The client socket has failed\n"
+            "[rank1]:W1129 10:32:28.793000 3160 torch/utils/_pytree.py:630] deprecated\n"
+            "/venv/torch/_tensor.py:9: UserWarning: a view\n  return x.view()\n"
+            "/torchlibrary/some/moe.py:9: UserWarning: capacity is small\n  warn()\nlast words\n"
+        )
+        outcome = Outcome("toy", WORKLOAD, (RankOutcome(0, "died", output=printed), RankOutcome(1, "ok")), 0.1)
+        lines = list(evidence.evidence(Died("run", "rank 0 died"), outcome))
+        kept = ["/torchlibrary/some/moe.py:9: UserWarning: capacity is small", "  warn()", "last words"]
+        assert ["rank 0 printed:", *(f"  {line}" for line in kept)] == lines
