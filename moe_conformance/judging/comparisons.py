@@ -15,10 +15,10 @@ right or wrong), a `Finding` (a fault, without a count), a `Start` and a `Note` 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
+from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
 from moe_conformance.judging.findings import Finding, fail, likeliest
 from moe_conformance.judging.verdict import MOST, Mismatch, NotOffered, Stage, Tally
@@ -89,12 +89,13 @@ def judge(
     ) -> Callable[Concatenate[Subject, Tally, Given], None]:
         @wraps(compare)
         def judged(subject: Subject, tally: Tally, /, *given: Given.args, **named: Given.kwargs) -> None:
-            faults, starts, notes = _count(compare(subject, *given, **named), tally)
-            if faults:
-                findings = likeliest(faults)
-                beginning, note = "".join(start.words for start in starts), "".join(map(str, notes))
-                findings = [replace(each, error=by_kind.get(each.kind, error).__name__) for each in findings]
-                fail(by_kind.get(findings[0].kind, error), stage, findings, start=beginning, note=note)
+            found = _count(compare(subject, *given, **named), tally)
+            told = partial(_fail, error, stage, by_kind, found)
+            if found.stopped is not None:  # what was found before is no less wrong
+                found.stopped.rest = (*([told] if found.faults else ()), *found.stopped.rest)
+                raise found.stopped
+            if found.faults:
+                told()
 
         first, *rest = inspect.signature(compare).parameters.values()
         tally = inspect.Parameter("tally", first.kind)
@@ -104,33 +105,49 @@ def judge(
     return decorate
 
 
-def _count(comparisons: Comparisons, tally: Tally) -> tuple[list[Sequence[Finding]], list[Start], list[Note]]:
-    """Count what is right, and return the possible findings for each fault, and what is around them in the message.
+@dataclass
+class _Found:
+    """What a judge has found: the possible findings for each fault, and what is around them in the message."""
 
-    Of a wrong comparison the tally has only by how much it is out of bounds.
-    """
-    faults: list[Sequence[Finding]] = []
-    starts: list[Start] = []
-    notes: list[Note] = []
+    faults: list[Sequence[Finding]] = field(default_factory=list)
+    starts: list[Start] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    stopped: Mismatch | None = None  # what the function raised itself
+
+
+def _fail(error: type[Mismatch], stage: Stage, by_kind: Mapping[str, type[Mismatch]], found: _Found) -> NoReturn:
+    findings = likeliest(found.faults)
+    start, note = "".join(each.words for each in found.starts), "".join(map(str, found.notes))
+    findings = [replace(each, error=by_kind.get(each.kind, error).__name__) for each in findings]
+    fail(by_kind.get(findings[0].kind, error), stage, findings, start=start, note=note)
+
+
+def _count(comparisons: Comparisons, tally: Tally) -> _Found:
+    """Count what is right, and return what is wrong; of a wrong comparison the tally has by how much alone."""
+    found = _Found()
     try:
         for compared in comparisons:
             if isinstance(compared, Start):
-                starts.append(compared)
+                found.starts.append(compared)
             elif isinstance(compared, Note):
-                notes.append(compared)
+                found.notes.append(compared)
             elif isinstance(compared, Finding):
-                faults.append((compared,))
+                found.faults.append((compared,))
             elif findings := compared.findings():
                 beyond = min(compared.worst, MOST)
-                faults.append([replace(each, beyond=beyond) if each.beyond is None else each for each in findings])
+                found.faults.append(
+                    [replace(each, beyond=beyond) if each.beyond is None else each for each in findings]
+                )
                 tally.beyond = max(tally.beyond, beyond)
             else:
                 tally.add(elements=compared.elements, pairs=compared.pairs, rank=compared.rank, worst=compared.worst)
     except NotOffered:
-        if not faults:
+        if not found.faults:
             raise
-    except Mismatch as mismatch:  # what was found before it is no less wrong
-        before = [finding for findings in faults for finding in findings[:1]]
-        mismatch.findings = (*(finding for _, finding in mismatch.every_finding()), *before)
-        raise
-    return faults, starts, notes
+    except Mismatch as mismatch:
+        found.stopped = mismatch
+    return found
+
+
+def _sized(finding: Finding, beyond: float) -> Finding:
+    return replace(finding, beyond=beyond) if finding.beyond is None else finding

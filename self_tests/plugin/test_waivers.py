@@ -250,9 +250,10 @@ class TestFindings:
             yield Comparison(0, "y is wrong")
             raise WrongForm("combine", "y has no shape")
 
-        with pytest.raises(WrongForm) as raised:
+        with pytest.raises(WrongForm, match="y has no shape") as raised:
             judge_both(None, Tally())
-        assert ["y has no shape", "y is wrong"] == [finding.sentence for finding in raised.value.findings]
+        trial = Trial(("EXCH-05",), "test_outputs")
+        assert [Fault("WrongOutput", "combine", "combine: y is wrong")] == list(further(trial, raised.value))
 
 
 class TestDrawn:
