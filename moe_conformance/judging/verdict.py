@@ -111,7 +111,7 @@ class Mismatch(AssertionError):
         self.outcome: Outcome | None = None  # set by a check that draws its own workloads: the workload that failed
         self.findings: tuple[Finding, ...] = ()  # all of them, also those that the sentence only counts
         self.start, self.note = "", ""  # before and behind the findings in the sentence
-        self.rest: tuple[Callable[[], None], ...] = ()  # judges of the check that were not called, see `in_turn`
+        self.rest: tuple[Callable[[], object], ...] = ()  # judges of the check that were not called, see `in_turn`
 
     def every_finding(self) -> Iterator[tuple[str, Finding]]:
         """Yield each finding with the message that it would have alone; one of the whole sentence if there is none."""
@@ -258,7 +258,7 @@ class Died(RunFailed):
     """The process of a rank ended."""
 
 
-def in_turn(judges: Iterable[Callable[[], None]]) -> None:
+def in_turn(judges: Iterable[Callable[[], object]]) -> None:
     """Call judges in turn. The first that raises ends the check; its mismatch has the others as `rest`.
 
     They are called where a waiver excuses that mismatch, so that it hides nothing that they would find.

@@ -155,7 +155,8 @@ class TestFiles:
         """The first place that does not fit, and what was expected there."""
         numbers = {"type": "array", "items": {"enum": [1, 2]}}
         schema = {"type": "object", "properties": {"a": numbers}, "required": ["a"]}
-        found = [reading.mismatch(value, schema) for value in ({"a": [1, 2]}, {}, {"a": [1, "x"]}, [])]
+        values: list[Any] = [{"a": [1, 2]}, {}, {"a": [1, "x"]}, []]
+        found = [reading.mismatch(value, schema) for value in values]
         assert [None, "it has no a", "it.a[1] is 'x', expected: one of 1, 2"] == found[:3]
         assert ["it is a list of 0, expected: object"] == found[3:]
 
