@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 
 from moe_conformance import spec
-from moe_conformance.report import floor
+from moe_conformance.report import floor_file
+from moe_conformance.report.floor import Floor
 from moe_conformance.spec.places import Place, Places
 from moe_conformance.waiving import file as waivers
 from moe_conformance.waiving.records import fits
@@ -60,7 +61,7 @@ def libraries(id: str) -> tuple[Judged, ...]:
     """Return the real libraries that were judged by a requirement, from their floors and waivers."""
     return tuple(
         judged
-        for backend in floor.backends()
+        for backend in floor_file.backends()
         if backend != _EMBEDDED
         for held in _floors(backend)
         if (judged := _judged(backend, held, id)) is not None
@@ -90,7 +91,7 @@ def _passed_by_native(id: str) -> bool:
     return any(_judged(_EMBEDDED, held, id) is not None for held in _floors(_EMBEDDED))
 
 
-def _judged(backend: str, held: floor.Floor, id: str) -> Judged | None:
+def _judged(backend: str, held: Floor, id: str) -> Judged | None:
     variants = tuple(sorted({variant for requirement, variant, _ in held.places if requirement == id}))
     waived = tuple(waiver for waiver, patterns in _waived(backend, held.path) if fits(patterns, id))
     if not variants and not waived:
@@ -99,15 +100,15 @@ def _judged(backend: str, held: floor.Floor, id: str) -> Judged | None:
 
 
 @cache
-def _floors(backend: str) -> tuple[floor.Floor, ...]:
-    return floor.of_backend(backend)
+def _floors(backend: str) -> tuple[Floor, ...]:
+    return floor_file.of_backend(backend)
 
 
 @cache
 def _waived(backend: str, path_of_floor: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return the ids of a backend's waivers for the versions of a floor, with the requirements that they name."""
     path = waivers.path_for(backend, "")
-    return () if path is None else waivers.ids_in(path, floor.read(path_of_floor).versions)
+    return () if path is None else waivers.ids_in(path, floor_file.read(path_of_floor).versions)
 
 
 def _part(title: str, found: Sequence[Place | Judged], absent: str) -> Iterator[str]:

@@ -37,7 +37,8 @@ class Limit:
 
     `proof="refused"`: outside of it the library raises on every rank, while it is built or in the step; the suite tries
     it and checks that.
-    `proof="undefined"`: outside of it the library may hang or corrupt the device; not run, reported as unproved.
+    `proof="undefined"`: outside of it the library may hang or corrupt the device; not run, reported as unproved, and a
+    failure with --strict. All of ep > 1 cannot be excluded so.
     `proof="design"`: of `spread_experts` and `sharded_experts` alone: by design the library has nothing there to adapt,
     such as an exchange on one rank, or shards of an expert. Nothing is run on these layouts, whatever the surface; they
     are reported as not applicable by design, with the reason, in one line.

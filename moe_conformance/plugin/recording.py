@@ -16,7 +16,7 @@ from moe_conformance.report.records import CASE_CRASHED, EVERY_RANK_FINISHES, FA
 from moe_conformance.report.words import failure
 from moe_conformance.waiving import Item, Waiver, only_should
 from moe_conformance.workloads.drawn.example import to_json
-from moe_conformance.workloads.records.features import traits
+from moe_conformance.workloads.records.told import told
 
 
 def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending, of_case: Sequence[str] | None = None) -> Record:
@@ -57,7 +57,7 @@ def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending, of_case:
         variant=trial.cell.variant if trial.cell else None,
         layout=trial.cell.layout.name if trial.cell else None,
         workload=trial.workload.name if trial.workload else None,
-        traits=traits(trial.workload) if trial.workload else (),
+        traits=told(trial.workload) if trial.workload else (),
         compared={"elements": tally.elements, "pairs": tally.pairs, "ranks": sorted(tally.ranks)},
         bits=(tally.of_two_runs, tally.other_bits),
         travelled=tally.travelled,

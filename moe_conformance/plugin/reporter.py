@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -22,12 +22,13 @@ from moe_conformance.plugin.scripts import Scripts
 from moe_conformance.plugin.stopping import Stopping
 from moe_conformance.report import not_run, problems, result, summary
 from moe_conformance.report.comparison import compare
-from moe_conformance.report.floor import of_backend, of_other_versions, sentence
+from moe_conformance.report.floor import elsewhere
+from moe_conformance.report.floor_file import of_backend
 from moe_conformance.report.journal import Journal
 from moe_conformance.report.live import Live
 from moe_conformance.report.progress import Progress
 from moe_conformance.report.records import FAILING, FOLLOWS, PROPERTY, Record, all_of_report, of_report
-from moe_conformance.report.standing import places, standings
+from moe_conformance.report.standing import Place, places, standings
 from moe_conformance.workloads.plan import SMOKE
 
 _LETTERLESS = ""  # the progress line stands for pytest's letters
@@ -234,6 +235,7 @@ class Reporter:
             left_out={"cells": sorted(filter(None, other)), "cases": sum(loads[cell] for cell in other)},
             waivers=self._run.waivers.held,
             variants=tuple(self._run.backend.variants),
+            single_rank=self._single_rank,
         )
 
     def _problems(self, interrupted: bool) -> Iterator[str]:
@@ -242,8 +244,7 @@ class Reporter:
         yield from held.problems
         if not interrupted and not options.shard:
             full, narrowed = options.profile == "full", self._filtered()
-            alone = self._run.floor is not None or getattr(self._run.backend, "single_rank", False)
-            spread = options.ranks > 1 and not alone
+            spread = options.ranks > 1 and self._run.floor is None and not self._single_rank
             yield from problems.of_whole(
                 self._records, held, filtered=narrowed, full=full, strict=options.strict, spread=spread
             )
@@ -253,34 +254,47 @@ class Reporter:
     def _regressions(self) -> Iterator[str]:
         """Yield what passed by the floor, or in the run to compare with, and does not pass now.
 
-        A run of files or of node ids is compared with neither: it does not have all items of its places.
+        A run of files or of node ids is compared with neither: it does not have all items of its places. A shard is
+        compared in all places of its cells, which no other shard has.
         """
         if self._of_parts():
             return
-        options, narrowed = self._run.options, self._filtered() or bool(self._run.options.shard)
+        options, held, old = self._run.options, self._run.floor, self._run.against
         run = places([*self._roster.values(), *self._records]) - self._driver.in_part
         if options.ids:  # checks of these decide other requirements too, of which other checks did not run
             run = {place for place in run if place[0] in options.ids}
-        if self._run.floor is not None and options.profile in ("quick", "full") and not options.rotation:
-            # The floor is of the quick profile; of what is refused the full one may run another case that proves it.
-            wanted = self._run.floor.places if options.profile == "quick" and not narrowed else run
-            if fallen := sentence(self._run.floor.fallen(self._records, wanted)):
-                yield fallen
-        if self._run.against is not None:
-            old = standings(self._run.against.records)
-            new = {place: stands for place, stands in standings(self._records).items() if place in run}
-            found = compare(old, new, whole=not narrowed and options.ranks >= self._run.against.head["ranks"])
-            if found.regressed:
-                lost = [*found.new_failures, *found.no_longer_judged]
-                more = f"; {len(lost) - 5} more" if len(lost) > 5 else ""
-                yield f"worse than {options.against} in {len(lost)} places: {'; '.join(map(str, lost[:5]))}{more}"
+        found = standings(self._records)
+        if held is not None and options.profile in ("quick", "full") and not options.rotation:
+            selected = self._selected_items() or held.profile != options.profile
+            yield from held.sentences(found, run if selected else self._here(held.places))
+        if old is not None:
+            narrowed = self._filtered() or options.shard or options.ranks < old.head["ranks"]
+            new = {place: stands for place, stands in found.items() if place in run}
+            counts = old.head["profile"] == options.profile and not options.rotation  # else of other cases
+            compared = compare(standings(old.records), new, whole=not narrowed, counts=counts)
+            if sentence := compared.sentence(options.against):
+                yield sentence
+
+    def _here(self, held: Iterable[Place]) -> set[Place]:
+        """Return the places that a run by requirement and shard has to have, whether it has them or not."""
+        options, others = self._run.options, self._driver.other_cells
+        cells = {place: "" if place[1:] == ("any", "any") else f"{place[1]}-{place[2]}" for place in held}
+        return {
+            place
+            for place, cell in cells.items()
+            if cell not in others and (not options.ids or place[0] in options.ids)
+        }
+
+    def _selected_items(self) -> bool:
+        """Whether pytest's options select among the items."""
+        option = self._config.option
+        return any((option.keyword, option.markexpr, option.deselect, option.maxfail))
 
     def _filtered(self) -> bool:
         """Whether only a part of the selection was requested; a shard is not such a part."""
-        option = self._config.option
-        chosen = self._run.options.ids, self._run.options.rotation, self._run.options.profile == SMOKE
-        selections = (option.keyword, option.markexpr, option.deselect, option.maxfail, *chosen)
-        return any(selections) or self._of_parts()
+        options = self._run.options
+        chosen = bool(options.ids or options.rotation or options.profile == SMOKE)
+        return chosen or self._selected_items() or self._of_parts()
 
     def _of_parts(self) -> bool:
         """Whether files or items were named, or --lf was given."""
@@ -311,12 +325,19 @@ class Reporter:
             terminalreporter.write_line(f"report: {self._written}")
 
     def _of_other_versions(self) -> Iterator[str]:
-        """Yield which waivers and floors are not applied, since they are of other versions of the library."""
-        if elsewhere := self._run.waivers.elsewhere:
-            yield f"waivers of other versions, not applied: {len(elsewhere)}"
-        no_floor_yet = self._run.floor is None and not self._run.options.plant and self._run.options.device == "cpu"
-        if no_floor_yet and (floors := of_backend(self._run.target)):
-            yield of_other_versions(floors)
+        """Yield which waivers and floors are not applied, since they are of other versions, or of another run."""
+        options = self._run.options
+        if others := self._run.waivers.elsewhere:
+            yield f"waivers of other versions, not applied: {len(others)}"
+        unheld = self._run.floor is None and not options.plant and options.profile != SMOKE
+        if unheld and (floors := of_backend(self._run.target)):
+            yield elsewhere(floors, options.device, options.profile)
+        if self._run.floor is not None and self._run.floor.profile != options.profile:
+            yield f"there is no floor of the profile {options.profile}: held to the places of that of quick, uncounted"
+
+    @property
+    def _single_rank(self) -> bool:
+        return bool(getattr(self._run.backend, "single_rank", False))
 
     @property
     def _terminal(self) -> Any:

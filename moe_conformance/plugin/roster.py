@@ -21,7 +21,7 @@ from moe_conformance.plugin.case_items import checks_of_items
 from moe_conformance.plugin.trial import check_and_requirements
 from moe_conformance.report.records import Record
 from moe_conformance.report.standing import Place
-from moe_conformance.workloads.records.features import traits
+from moe_conformance.workloads.records.told import told
 
 Roster = dict[str, Record]  # by node id
 
@@ -98,5 +98,5 @@ def _entry(item: pytest.Item) -> Record:
         variant=cell.variant if cell else None,
         layout=cell.layout.name if cell else None,
         workload=case.workload.name if case else None,
-        traits=traits(case.workload) if case else (),
+        traits=told(case.workload) if case else (),
     )

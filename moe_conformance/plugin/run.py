@@ -20,7 +20,7 @@ from moe_conformance.engine.gpu.slices import Slice, share, visible
 from moe_conformance.engine.hosts import Cluster
 from moe_conformance.goldens import stored_values
 from moe_conformance.plugin.options import Options, Unusable
-from moe_conformance.report import floor, result
+from moe_conformance.report import floor, floor_file, result
 from moe_conformance.spec.places import checked
 from moe_conformance.workloads import golden
 from moe_conformance.workloads.scripts import layout_names, workload_names
@@ -62,6 +62,7 @@ def prepare(options: Options, site: Cluster | None = None) -> Run:
     target = planted(options.plant) if options.plant else options.backend
     backend, versions = open_backend(target, options.library)
     _require_device(options.device)
+    _require_bounded_limits(target, backend)
     if options.profile == "virtual" and getattr(backend, "process_per_rank", False):
         raise Unusable(f"{target} keeps per-rank state in module globals, which virtual ranks share")
     names = waivers.Names(
@@ -82,10 +83,10 @@ def prepare(options: Options, site: Cluster | None = None) -> Run:
     if options.report:
         _require_writable(Path(options.report))
     try:
-        floors = () if options.plant or options.device != "cpu" else floor.of_backend(target)
-        lowest = next((held for held in floors if held.is_of(versions)), None)
+        floors = () if options.plant else floor_file.of_backend(target)
+        lowest = floor.chosen(floors, versions, options.device, options.profile)
         against = result.read(Path(options.against)) if options.against else None
-    except (floor.Unreadable, result.NoReport) as error:
+    except (floor_file.Unreadable, result.NoReport) as error:
         raise Unusable(str(error)) from error
     return Run(options, target, backend, versions, held, datetime.now(UTC), site, lowest, against)
 
@@ -176,6 +177,17 @@ def _slice(workers: int, number: int) -> Slice:
     import torch  # heavy
 
     return share(visible(os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()), number, workers)
+
+
+def _require_bounded_limits(target: str, backend: Backend) -> None:
+    """Raise Unusable if a variant excludes all of ep > 1 by a limit that nothing proves."""
+    for variant in () if getattr(backend, "single_rank", False) else backend.variants:
+        for limit in backend.limits(variant):
+            if limit.on == "spread_experts" and limit.proof == "undefined" and not limit.allows(True):
+                raise Unusable(
+                    f"{target} excludes all of ep > 1 from {variant} by a limit that nothing proves; have the library "
+                    "refuse it (proof='refused'), raise Unsupported, or say single_rank = True if nothing has ep > 1"
+                )
 
 
 def _require_device(device: str) -> None:

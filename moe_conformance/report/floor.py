@@ -1,101 +1,130 @@
-"""The floor of a backend: what must pass, by requirement, variant and layout. A run that falls below it fails.
+"""The floor of a backend: how much must pass. A run that falls below it fails; one in which more passes does not.
 
-TOML files, `floors/<backend>.toml` and, for another version of its library, `floors/<backend>@<version>.toml`: the
-versions of what was judged, and a table for each variant, in it a line for each requirement with the layouts on which
-it passes in the quick profile on 4 ranks. A run is held to the floor of its library's release, such as 0.19; that of a
-checkout, to the floor of this very commit.
-
-    versions = {"torchtitan" = "0.3.0", "torch" = "2.13.0"}
-
-    [alltoall]
-    EXCH-01 = "single ep2 ep4"
-
-`moe-conformance floor --backend NAME` writes it from a run; a person reviews the difference. Without a floor a backend
-could refuse what it supported before, and every run would pass.
+A floor counts checks on cases that pass: by requirement, variant and layout (a place), and by requirement and trait
+(dtype, K, uneven T, a rank without tokens, microbatches). It is of one release of the library, one device and one
+profile; `floor_file` describes the file. A floor that was written before there were counts holds places alone: all of
+its cases that are judged must pass.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from packaging.version import Version
 
-from moe_conformance import reading
-from moe_conformance.report.records import CASE_CRASHED, FAILING, Record
-from moe_conformance.report.standing import Place, Standing, in_words, places, standings
+from moe_conformance.report.records import FAILING
+from moe_conformance.report.standing import Place, Standing, in_words
 
-FOLDER = Path(__file__).parents[1] / "floors"
-_MOST_BYTES = 1 << 22  # of a file
-RANKS = 4  # of the run from which a floor is written
-
-_HEAD = "# What must pass in the quick profile on 4 ranks. Written by `moe-conformance floor`, reviewed by a person."
-
-
-class Unreadable(ValueError):
-    """The file is no floor, or cannot be read."""
+RANKS = 4  # of the run from which a floor of the quick profile is written
+BELOW = "below the floor"  # how a sentence of `Floor.sentences` begins
+_SHOWN = 5  # places and traits in a sentence
+_UNCOUNTED = 0
 
 
 @dataclass(frozen=True)
 class Floor:
-    """The places that must pass, and the versions of the library and of torch with which they did."""
+    """What must pass with a release of the library, on a device and in a profile.
+
+    Attributes:
+        path: Of the file.
+        places: How many checks on cases must pass in each place; 0 if the floor has no counts.
+        traits: By requirement, how many must pass that have a trait.
+        versions: Of the library and of torch with which they did; empty if the file has none.
+        device: "cpu" or "cuda".
+        profile: "quick" or "full".
+    """
 
     path: Path
-    places: frozenset[Place]
-    versions: Mapping[str, str] = field(default_factory=dict)  # empty if the file has none
+    places: Mapping[Place, int]
+    traits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    profile: str = "quick"
 
     def is_of(self, versions: Mapping[str, str]) -> bool:
-        """Whether a run of these versions is held to it: of all packages but torch they are of the same release."""
+        """Whether it is of these versions: of all packages but torch they are of the same release."""
         return all(
             _release(versions.get(name)) == _release(held) for name, held in self.versions.items() if name != "torch"
         )
 
-    def fallen(self, records: Iterable[Record], run: Collection[Place]) -> Iterator[tuple[Place, str]]:
-        """Yield each place that no longer passes, with its verdict.
-
-        Places that fail are left out, and those not run since their case crashed: these are reported as failures.
+    def sentences(self, found: Mapping[Place, Standing], run: Collection[Place]) -> Iterator[str]:
+        """Yield a sentence on the places that fell, and one on the traits.
 
         Args:
-            records: Of the run.
-            run: The places of which the run had all cases; others are not compared.
+            found: The standings of the run.
+            run: The places of which the run had all cases, or has to have had; others are not compared.
         """
-        records = list(records)
-        found = standings(records)
-        crashed = places(record for record in records if record.kind == CASE_CRASHED)
-        for place in sorted(self.places & set(run)):
-            stands = found.get(place)
-            verdict = "not run" if stands is None else stands.verdict
-            if verdict == "not run" and place in crashed:
+        fallen = list(self.fallen(found, run))
+        if fallen:
+            lost = sum(self.places[place] - _reached(found.get(place)) for place, _ in fallen if self.places[place])
+            passes = f", by {lost} passes" if lost else ""
+            told = [f"{in_words(place)}: {how}" for place, how in fallen]
+            yield f"{BELOW} in {len(fallen)} places{passes}: {_some(told)}"
+        told = list(self.fallen_traits(found, run))
+        if told:
+            yield f"{BELOW} in {len(told)} traits: {_some(told)}"
+
+    def fallen(self, found: Mapping[Place, Standing], run: Collection[Place]) -> Iterator[tuple[Place, str]]:
+        """Yield each place in which less passes than must, with what happens instead.
+
+        What failed or crashed is left out, since it is reported by itself, and so are layouts for more ranks.
+        """
+        for place in sorted(self.places.keys() & set(run)):
+            stands, held = found.get(place), self.places[place]
+            if stands is None:
+                yield place, "not run instead of pass"
+            elif stands.verdict == "not applicable":
                 continue
-            if verdict not in ("pass", "not applicable", *FAILING):
-                yield place, verdict
+            elif held == _UNCOUNTED:
+                if stands.verdict != "pass" and not stands.told:
+                    yield place, f"{stands.verdict} instead of pass"
+            elif stands.reached < held:
+                yield place, _instead(stands, held)
+
+    def fallen_traits(self, found: Mapping[Place, Standing], run: Collection[Place]) -> Iterator[str]:
+        """Yield a text for each trait of which less passes than must: of requirements all of whose places were run."""
+        fell: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
+        for requirement, traits in self.traits.items():
+            held = [place for place in self.places if place[0] == requirement]
+            stands = [found[place] for place in held if place in found]
+            if not set(held) <= set(run) or any(each.verdict == "not applicable" for each in stands):
+                continue
+            told = sum(each.told for each in stands)
+            for trait, least in traits.items():
+                passed = sum(each.traits.get(trait, 0) for each in stands)
+                if passed + told < least:
+                    fell[trait][requirement] = passed, least
+        for trait, by_requirement in fell.items():
+            passed, least = (sum(numbers) for numbers in zip(*by_requirement.values(), strict=True))
+            yield f"{trait}: {passed} of {least} pass, in {_some(list(by_requirement), ', ')}"
+
+    def of_places(self) -> Floor:
+        """Return it without its counts."""
+        return replace(self, places=dict.fromkeys(self.places, _UNCOUNTED), traits={})
 
 
-def of_backend(target: str) -> tuple[Floor, ...]:
-    """Return the installed floors of a backend, that of its default versions first.
+def chosen(floors: Iterable[Floor], versions: Mapping[str, str], device: str, profile: str) -> Floor | None:
+    """Return the floor to which a run is held, None if there is none.
 
-    Raises:
-        Unreadable: one of them cannot be read or is none.
+    The full profile runs what the quick one does, and more of which some may be refused: without a floor of its own it
+    is held to the places of that of the quick one.
     """
-    if ":" in target:
-        return ()
-    paths = [FOLDER / f"{target}.toml", *sorted(FOLDER.glob(f"{target}@*.toml"))]
-    return tuple(read(path) for path in paths if path.is_file())
+    found = {held.profile: held for held in floors if held.device == device and held.is_of(versions)}
+    if profile == "full" and profile not in found and "quick" in found:
+        return found["quick"].of_places()
+    return found.get(profile)
 
 
-def backends() -> tuple[str, ...]:
-    """Return the names of the backends that have a floor, sorted."""
-    return tuple(sorted({path.stem.partition("@")[0] for path in FOLDER.glob("*.toml")}))
-
-
-def path_to_write(backend: str, versions: Mapping[str, str]) -> Path:
-    """Return the file of the floor of these versions: the one that there is, or a new one."""
-    held = of_backend(backend)
-    if found := next((each.path for each in held if each.is_of(versions)), None):
-        return found
-    library = next((version for name, version in versions.items() if name != "torch"), "")
-    return FOLDER / (f"{backend}@{library}.toml" if held else f"{backend}.toml")
+def elsewhere(floors: Iterable[Floor], device: str, profile: str) -> str:
+    """Return a sentence for a run that none of its backend's floors is for."""
+    held = (
+        f"{' '.join(f'{name} {version}' for name, version in each.versions.items())}, {each.profile} on {each.device}"
+        for each in floors
+    )
+    return f"held to no floor: none is for this version, {profile} on {device}; there are floors of {'; '.join(held)}"
 
 
 def _release(version: str | None) -> tuple[int, int] | str | None:
@@ -105,58 +134,22 @@ def _release(version: str | None) -> tuple[int, int] | str | None:
     return Version(version).major, Version(version).minor
 
 
-def read(path: Path) -> Floor:
-    """Return the floor in a file.
-
-    Raises:
-        Unreadable: it cannot be read or is none.
-    """
-    try:
-        tables = reading.toml_of(path, _MOST_BYTES)
-    except reading.Unreadable as error:
-        raise Unreadable(f"the floor {path} cannot be used: {error}") from error
-    versions = tables.pop("versions", {})
-    places = set()
-    if not _texts(versions):
-        raise Unreadable(f'the floor {path} gives versions as versions = {{"torch" = "2.13.0"}}, not {versions!r}')
-    for variant, requirements in tables.items():
-        if not _texts(requirements):
-            raise Unreadable(f'the floor {path} is a table for each variant, of lines such as EXCH-01 = "ep2 ep4"')
-        for requirement, layouts in requirements.items():
-            places |= {(requirement, variant, layout) for layout in layouts.split()}
-    return Floor(path, frozenset(places), versions)
+def _reached(stands: Standing | None) -> int:
+    return 0 if stands is None else stands.reached
 
 
-def _texts(table: object) -> bool:
-    return isinstance(table, dict) and all(isinstance(value, str) for value in table.values())
+def _instead(stands: Standing, held: int) -> str:
+    """Return how a place stands in which less than `held` passes."""
+    others = [
+        f"{cases} {verdict}"
+        for verdict, cases in stands.count.items()
+        if verdict not in ("pass", "not applicable", *FAILING)
+    ]
+    if not stands.passed and len(others) == 1:
+        return f"{stands.verdict} instead of {held} {'pass' if held == 1 else 'passes'}"
+    return ", ".join([f"{stands.passed} of {held} pass", *others])
 
 
-def text(standing: Mapping[Place, Standing], layouts: Iterable[str], versions: Mapping[str, str]) -> str:
-    """Return the floor of a run of these versions as TOML: what passes, layouts in the given order."""
-    order = {layout: number for number, layout in enumerate((*layouts, "any"))}
-    by_variant: dict[str, dict[str, list[str]]] = {}
-    for (requirement, variant, layout), stands in standing.items():
-        if stands.verdict == "pass":
-            by_variant.setdefault(variant, {}).setdefault(requirement, []).append(layout)
-    found = ", ".join(f'"{name}" = "{version}"' for name, version in versions.items())
-    lines = [_HEAD, f"versions = {{{found}}}"]
-    for variant, requirements in by_variant.items():
-        lines += ["", f'["{variant}"]']
-        for id, passing in sorted(requirements.items()):
-            lines.append(f'{id} = "{" ".join(sorted(passing, key=order.__getitem__))}"')
-    return "\n".join(lines) + "\n"
-
-
-def of_other_versions(floors: Iterable[Floor]) -> str:
-    """Return a sentence for a run that none of its backend's floors is for."""
-    versions = (" ".join(f"{name} {version}" for name, version in held.versions.items()) for held in floors)
-    return f"held to no floor: there are floors of {', of '.join(versions)}"
-
-
-def sentence(fallen: Iterable[tuple[Place, str]]) -> str:
-    """Return a sentence with the first places below the floor and their number; "" if there is none."""
-    found = [f"{in_words(place)}: {verdict} instead of pass" for place, verdict in fallen]
-    if not found:
-        return ""
-    more = f"; {len(found) - 5} more" if len(found) > 5 else ""
-    return f"below the floor in {len(found)} places: {'; '.join(found[:5])}{more}"
+def _some(told: list[str], between: str = "; ") -> str:
+    more = [f"{len(told) - _SHOWN} more"] if len(told) > _SHOWN else []
+    return between.join([*told[:_SHOWN], *more])

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moe_conformance.report import not_run, result
+from moe_conformance.report import comparison, floor, floor_file, not_run, result
 from moe_conformance.report.problems import of_whole
 from moe_conformance.report.records import FAILING, Record, overall
 from moe_conformance.report.result import Report
+from moe_conformance.report.standing import standings
 from moe_conformance.waiving import Waivers
 from moe_conformance.workloads.selection import shards
 
@@ -59,11 +60,16 @@ def of_one_backend(parts: Sequence[Report]) -> None:
         _require_same(parts[0], part, ("backend", "plant"), "of one backend")
 
 
-def merge(parts: Sequence[Report], command: str) -> Merged:
-    """Return the merged report.
+def merge(parts: Sequence[Report], command: str, against: Report | None = None) -> Merged:
+    """Return the merged report, held to the same as one run.
+
+    Args:
+        parts: The reports.
+        command: By which they are merged.
+        against: A report of an earlier run, of which nothing may be lost.
 
     Raises:
-        Unmergeable: the parts differ in what was judged, or in the number of shards.
+        Unmergeable: the parts differ in what was judged, or in the number of shards; the floor cannot be read.
     """
     for part in parts[1:]:
         _require_same(parts[0], part)
@@ -76,11 +82,7 @@ def merge(parts: Sequence[Report], command: str) -> Merged:
     problems = list(dict.fromkeys(problem for part in parts for problem in part.head["problems"]))
     problems += [f"{shard} is missing" for shard in missing] + conflicts
     if not (missing or open_parts):
-        first = parts[0].head
-        held = Waivers(None, tuple(result.waiver_of(entry) for entry in first["waivers"]))
-        filtered = any(part.head["filtered"] for part in parts)
-        full, strict = first["profile"] == "full", first["strict"]
-        problems += of_whole(records, held, filtered=filtered, full=full, strict=strict)
+        problems = _of_whole(parts, records, against, problems)
     fails = bool(problems or open_parts) or any(record.verdict in FAILING for record in records)
     finished = [part.head["finished"] for part in parts if part.head["finished"]]
     head = {
@@ -99,6 +101,55 @@ def merge(parts: Sequence[Report], command: str) -> Merged:
         "merged": [str(part.folder) for part in parts],
     }
     return Merged(head, tuple(records), tuple(notes))
+
+
+def _of_whole(
+    parts: Sequence[Report], records: Sequence[Record], against: Report | None, of_parts: Sequence[str]
+) -> list[str]:
+    """Return what fails the whole in addition to its items.
+
+    That is what `problems` finds in it, and what is below the floor and worse than the earlier report in it; and the
+    problems of the parts, but for those that it has in their place.
+    """
+    head = parts[0].head
+    held, strict = Waivers(None, tuple(result.waiver_of(entry) for entry in head["waivers"])), head["strict"]
+    filtered, full = any(part.head["filtered"] for part in parts), head["profile"] == "full"
+    lowest = _floor(head)
+    # A report that does not say whether it has a single rank is of a suite that did not ask.
+    spread = head["ranks"] > 1 and lowest is None and not head.get("single_rank", True)
+    found = list(of_whole(records, held, filtered=filtered, full=full, strict=strict, spread=spread))
+    stands, replaced = standings(records), []
+    if lowest is not None and _is_whole(parts):
+        same = lowest.profile == head["profile"]
+        found += lowest.sentences(stands, lowest.places if same else stands)
+        replaced.append(floor.BELOW)
+    if against is not None:
+        whole = _is_whole(parts) and head["ranks"] >= against.head["ranks"]
+        counts = _is_whole(parts) and head["profile"] == against.head["profile"]
+        compared = comparison.compare(standings(against.records), stands, whole=whole, counts=counts)
+        found += filter(None, [compared.sentence(against.folder)])
+        replaced.append(comparison.WORSE)
+    return [*(problem for problem in of_parts if not problem.startswith(tuple(replaced))), *found]
+
+
+def _is_whole(parts: Sequence[Report]) -> bool:
+    """Whether the parts have all that there is: of each shard one that was not narrowed, nothing being left open."""
+    narrowed: dict[str | None, bool] = {}
+    for part in parts:
+        shard = part.head["shard"]
+        narrowed[shard] = narrowed.get(shard, True) and part.head["filtered"]
+    return not any(narrowed.values())
+
+
+def _floor(head: Mapping[str, Any]) -> floor.Floor | None:
+    """Return the floor to which a run is held, None if there is none."""
+    if head["plant"]:
+        return None
+    try:
+        floors = floor_file.of_backend(head["backend"])
+    except floor_file.Unreadable as error:
+        raise Unmergeable(str(error)) from error
+    return floor.chosen(floors, head["versions"], head["device"], head["profile"])
 
 
 def _require_same(one: Report, other: Report, names: Sequence[str] = _SAME, what: str = "of one run") -> None:

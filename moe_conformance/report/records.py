@@ -54,7 +54,7 @@ class Record:
     variant: str | None = None
     layout: str | None = None
     workload: str | None = None
-    traits: tuple[str, ...] = ()  # of the workload, see `workloads.features.traits`
+    traits: tuple[str, ...] = ()  # of the workload, see `workloads.records.told`
     compared: Mapping[str, Any] = field(default_factory=nothing_compared)  # elements, pairs, ranks, see Tally
     travelled: Mapping[str, float] = field(default_factory=dict)  # rows, bytes, calls, see Tally
     worst: float = 0.0  # observed/allowed error

@@ -71,6 +71,7 @@ class Facts:
     left_out: Mapping[str, Any] = field(default_factory=dict)  # to other shards: cells by name, number of cases
     waivers: tuple[Waiver, ...] = ()
     variants: tuple[str, ...] = ()  # all of the backend
+    single_rank: bool = False  # the backend says that it has no expert parallelism
 
     @property
     def seconds(self) -> float:
@@ -86,6 +87,7 @@ def head(facts: Facts) -> dict[str, Any]:
         "backend": facts.backend,
         "versions": dict(facts.versions),
         "variants": list(facts.variants),
+        "single_rank": facts.single_rank,
         "device": facts.device,
         "ranks": facts.ranks,
         "profile": facts.profile,

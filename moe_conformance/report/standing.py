@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from moe_conformance.report.records import FAILING, Record, Verdict, overall
+from moe_conformance.report.records import CASE_CRASHED, FAILING, Record, Verdict, overall
+from moe_conformance.workloads.records.told import CONDITIONS, DTYPES, value_of_K
 
 Place = tuple[str, str, str]  # requirement, variant, layout; "any" twice for a check without a cell
 
@@ -22,31 +23,79 @@ class Standing:
         judged: The number of judged cases.
         cases: The number of cases.
         worst: The largest observed/allowed error of those that passed.
+        passed: The number of cases that passed.
+        told: The number of those that failed, or were not run since they crashed. A run tells these by themselves.
+        traits: The number of cases that passed, by trait.
+        count: The number of cases by verdict.
     """
 
     verdict: Verdict
     judged: int
     cases: int
     worst: float
+    passed: int = 0
+    told: int = 0
+    traits: Mapping[str, int] = field(default_factory=dict)
+    count: Mapping[Verdict, int] = field(default_factory=dict)
+
+    @property
+    def reached(self) -> int:
+        """What is compared with the number of cases that passed before."""
+        return self.passed + self.told
 
 
 def standings(records: Iterable[Record]) -> dict[Place, Standing]:
-    """Return the standing of each place, in the order of the records."""
+    """Return the standing of each place, in the order of the records.
+
+    A failure of a check may be reported under some of the requirements that the check decides, and that of a case that
+    crashed under another one (EXCH-09): it is counted as told in the places of the others too.
+    """
+    records = list(records)
+    decided: dict[str, set[str]] = {}
+    for record in records:
+        decided.setdefault(_check(record), set()).update(record.requirements)
     found: dict[Place, list[Record]] = {}
+    elsewhere: dict[Place, list[Record]] = {}
     for record in records:
         for requirement in record.requirements:
-            found.setdefault((requirement, record.variant or "any", record.layout or "any"), []).append(record)
-    return {place: _standing(of_place) for place, of_place in found.items()}
+            found.setdefault((requirement, *cell_of(record)), []).append(record)
+        if record.verdict in FAILING:
+            for requirement in decided[_check(record)].difference(record.requirements):
+                elsewhere.setdefault((requirement, *cell_of(record)), []).append(record)
+    for place in elsewhere:
+        found.setdefault(place, [])
+    return {place: _standing(of_place, elsewhere.get(place, ())) for place, of_place in found.items()}
 
 
-def _standing(records: Iterable[Record]) -> Standing:
+def _check(record: Record) -> str:
+    return record.node.partition("[")[0]
+
+
+def _standing(records: Iterable[Record], elsewhere: Sequence[Record]) -> Standing:
+    """Return the standing of a place, given its records, and the failures of its checks under other requirements."""
     count: Counter[Verdict] = Counter()
-    worst = 0.0
+    traits: Counter[str] = Counter()
+    worst, told = 0.0, sum(record.cases for record in elsewhere)
     for record in records:
         count[record.verdict] += record.cases
         if record.verdict == "pass":
             worst = max(worst, record.worst)
-    return Standing(overall(count), sum(count[verdict] for verdict in JUDGED), count.total(), worst)
+            traits.update(dict.fromkeys(counted(record.traits), record.cases))
+        elif record.verdict in FAILING or record.kind == CASE_CRASHED:
+            told += record.cases
+    verdict = overall(count or (record.verdict for record in elsewhere))
+    judged = sum(count[each] for each in JUDGED)
+    return Standing(verdict, judged, count.total(), worst, count["pass"], told, traits, count)
+
+
+def counted(traits: Iterable[str]) -> list[str]:
+    """Return the traits by which cases are counted: dtype, K, and the conditions that a workload may have."""
+    return [trait for trait in traits if trait in DTYPES or trait in CONDITIONS or value_of_K(trait) is not None]
+
+
+def cell_of(record: Record) -> tuple[str, str]:
+    """Return the variant and the layout of a record; "any" for each that it has not."""
+    return record.variant or "any", record.layout or "any"
 
 
 def in_words(place: Place) -> str:
@@ -61,8 +110,4 @@ def in_words(place: Place) -> str:
 
 def places(records: Iterable[Record]) -> set[Place]:
     """Return the places of records."""
-    found: set[Place] = set()
-    for record in records:
-        for requirement in record.requirements:
-            found.add((requirement, record.variant or "any", record.layout or "any"))
-    return found
+    return {(requirement, *cell_of(record)) for record in records for requirement in record.requirements}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from moe_conformance import spec
-from moe_conformance.report import drawn, matrix, travelled, unjudged, words
+from moe_conformance.report import drawn, matrix, own_word, travelled, unjudged, words
 from moe_conformance.report.problems import item_of
 from moe_conformance.report.records import Record, other_bits
 from moe_conformance.spec.places import checked
@@ -72,6 +72,7 @@ def write(
     decidable = [requirement for requirement in requirements if requirement in checked()]
     wanted = head["only"] or decidable
     terminal.write_line("")
+    terminal.write_line(own_word.line(head, records))
     terminal.write_line(matrix.judged(records, wanted, len(requirements)))
     shown = matrix.matrix(
         [requirements[requirement] for requirement in requirements if requirement in wanted],

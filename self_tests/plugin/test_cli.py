@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from moe_conformance import cli, contract, spec, waiving
 from moe_conformance.backends.native import Native
 from moe_conformance.cli import explaining
-from moe_conformance.report import floor
+from moe_conformance.report import floor_file
 from moe_conformance.spec.places import Places
 from moe_conformance.workloads.selection import power
 from self_tests.plugin import plugin_runs
@@ -46,7 +46,7 @@ class TestList:
         assert last.startswith(f"{len(found)} requirements are judged on native alone, ")
         assert all(spec.load()[line.split()[0]].sentence in line for line in lines[::2])
         assert {id: spec.load()[id].without_library or "no reason given" for id in found} == found
-        floors = floor.FOLDER
+        floors = floor_file.FOLDER
         held = set(re.findall(r"[A-Z]+-\d\d", (floors / "native.toml").read_text()))
         named = "".join(
             path.read_text()

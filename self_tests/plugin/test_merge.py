@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from moe_conformance import cli, spec
-from moe_conformance.report import merge, result
+from moe_conformance.report import floor_file, merge, result
 from moe_conformance.report.journal import Journal
 from moe_conformance.report.records import Record, Verdict
 from moe_conformance.waiving import Failure, Waiver
@@ -29,9 +29,10 @@ FACTS = result.Facts(
 
 
 def record(layout: str, verdict: Verdict, workload: str = "even", **more: Any) -> Record:
-    """Return how a check ended on one case."""
+    """Return how a check ended on one case of an exchange."""
     node = f"test_x.py::test_x[alltoall-{layout}-{workload}]"
     where: dict[str, Any] = {"variant": "alltoall", "layout": layout, "workload": workload}
+    more.setdefault("traits", ("float32", "K=2", "moves rows"))
     return Record(node, "test_x", ("EXCH-01",), verdict, runs=int(verdict != "not run"), **where, **more)
 
 
@@ -106,6 +107,81 @@ class TestUnion:
         """It is asked of the whole and not of the shards."""
         one, two = report("one", record("ep2", "refused"), shard="1/2"), report("two", shard="2/2")
         assert "no check passed" in merged(one, two).head["problems"][0]
+
+
+class TestHeld:
+    """The whole is held to the floor, to an earlier report and to ep > 1, as a run that was never divided."""
+
+    @pytest.fixture
+    def floors(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """The folder of floors, with one of the toy: two variants on ep2."""
+        folder = tmp_path / "floors"
+        folder.mkdir()
+        of_both = "".join(f'[passes.{variant}]\nEXCH-01 = "2 ep2"\n' for variant in ("alltoall", "allgather"))
+        (folder / "toy.toml").write_text(f'versions = {{"toylib" = "2"}}\n{of_both}')
+        monkeypatch.setattr(floor_file, "FOLDER", folder)
+        return folder
+
+    def cases(self, variant: str, *verdicts: Verdict) -> list[Record]:
+        """Return a record of a variant on ep2 for each verdict."""
+        found = [record("ep2", verdict, f"w{n}") for n, verdict in enumerate(verdicts)]
+        return [replace(each, variant=variant, node=each.node.replace("alltoall", variant)) for each in found]
+
+    def problems(self, *folders: Path, against: Path | None = None) -> list[str]:
+        """Return what fails the whole."""
+        old = None if against is None else result.read(against)
+        problems: list[str] = merge.merge([merge.read(folder) for folder in folders], "merge", old).head["problems"]
+        return problems
+
+    def test_a_variant_that_is_gone_is_below_the_floor(self, report: Callable[..., Path], floors: Path) -> None:
+        """No shard had it; all that a shard was told of its part is told once."""
+        told = "below the floor in 1 places, by 2 passes: EXCH-01, allgather on ep2: not run instead of pass"
+        one = report("one", *self.cases("alltoall", "pass", "pass"), shard="1/2", problems=(told,))
+        two = report("two", shard="2/2")
+        assert [told] == self.problems(one, two)
+        kept = report("kept", *self.cases("allgather", "pass", "pass"), shard="2/2")
+        assert [] == self.problems(one, kept)
+
+    def test_fewer_cases_are_below_the_floor(self, report: Callable[..., Path], floors: Path) -> None:
+        """Of a shard that is missing nothing is known, and only that is told."""
+        one = report("one", *self.cases("alltoall", "pass", "not adapted"), shard="1/2")
+        two = report("two", *self.cases("allgather", "pass", "pass"), shard="2/2")
+        fell = "below the floor in 1 places, by 1 passes: EXCH-01, alltoall on ep2: 1 of 2 pass, 1 not adapted"
+        assert [fell] == self.problems(one, two)
+        assert ["shard 2/2 is missing"] == self.problems(one)
+
+    def test_a_part_that_was_narrowed_is_not_the_whole(self, report: Callable[..., Path], floors: Path) -> None:
+        """It is not known what it left out; a narrowed continuation of a whole run leaves nothing out."""
+        narrowed = report("narrowed", *self.cases("alltoall", "pass"), filtered=True)
+        assert [] == self.problems(narrowed)
+        stop = {"interrupted": True, "stopped": "terminated by SIGTERM", "exit": 143}
+        stopped = report("stopped", *self.cases("alltoall", "pass", "not run"), **stop)
+        rest = self.cases("alltoall", "pass", "not adapted")[1:]
+        assert 1 == len(self.problems(stopped, report("rest", *rest, filtered=True)))
+
+    def test_the_floor_is_of_one_version_device_and_profile(self, report: Callable[..., Path], floors: Path) -> None:
+        """A whole that it is not for is held to none; nor is one with a planted bug."""
+        for name, other in {"v": {"versions": {"toylib": "3"}}, "d": {"device": "cuda"}, "p": {"plant": "bug"}}.items():
+            assert [] == self.problems(report(name, *self.cases("alltoall", "pass"), **other))
+
+    def test_it_is_compared_with_an_earlier_report(self, report: Callable[..., Path]) -> None:
+        """Of which a variant is gone; what the shards were told of it is told once."""
+        old = report("old", *self.cases("alltoall", "pass"), *self.cases("allgather", "pass"))
+        one = report("one", *self.cases("alltoall", "pass"), shard="1/2", problems=("worse than old in 7 places: x",))
+        two = report("two", shard="2/2")
+        worse = f"worse than {old} in 1 places: EXCH-01, allgather on ep2: pass -> not run"
+        assert [worse] == self.problems(one, two, against=old)
+        assert ["worse than old in 7 places: x"] == self.problems(one, two)
+
+    def test_several_ranks_without_expert_parallelism_fail(self, report: Callable[..., Path]) -> None:
+        """Unless the backend has a single rank, or the report is of a suite that did not say."""
+        folder = report("alone", record("single", "pass"), shard="1/1")
+        (problem,) = self.problems(folder)
+        assert problem.startswith("no exchange and no layer was judged on a layout with ep > 1")
+        assert [] == self.problems(report("one-rank", record("single", "pass"), single_rank=True))
+        head, _, rest = (folder / result.NAME).read_text().partition('"single_rank": false,\n')
+        (folder / result.NAME).write_text(head + rest)
+        assert [] == self.problems(folder)
 
 
 class TestStopped:

@@ -106,6 +106,15 @@ class TestContent:
         failed = shown["EXCH-01 ep2"][0]
         assert ([1], RECORDS[0].reproduce("again")) == (failed["blamed"], failed["reproduce"])
 
+    def test_the_badge_says_of_how_much(self, tmp_path: Path) -> None:
+        """With what the adapter excludes by its own word below it; a page of all that was asked says neither."""
+        limited = record("EXCH-02", "limit", message="limit, unproved: no", traits=("float16",))
+        page_ = page.render(report(tmp_path, (*RECORDS, limited)))
+        assert 'class="badge failed">failed, of 75 %</span>' in page_
+        excluded = "by its own word not: float16; 1 checks under limits that nothing proves"
+        assert f"Of what it is asked, 75 % was judged; {excluded}</p>" in page_
+        assert 'class="badge failed">failed</span>' in page.render(report(tmp_path))
+
     def test_errors_lie_in_tenths_of_their_bounds(self, tmp_path: Path) -> None:
         """By dtype, with the largest."""
         (errors,) = content(report(tmp_path)).errors

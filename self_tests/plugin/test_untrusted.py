@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from moe_conformance import cli, reading, spec, waiving
 from moe_conformance.contract.topology import Layout
-from moe_conformance.report import floor, journal, result
+from moe_conformance.report import floor_file, journal, result
 from moe_conformance.workloads.drawn.example import to_json
 from moe_conformance.workloads.drawn.reading_example import BadExample, load
 from moe_conformance.workloads.recipes import corpus
@@ -237,8 +237,8 @@ class TestFloors:
     def test_what_is_no_floor(self, tmp_path: Path, text: str) -> None:
         """One sentence that names the file."""
         (tmp_path / "some.toml").write_text(text)
-        with pytest.raises(floor.Unreadable, match=r"some\.toml"):
-            floor.read(tmp_path / "some.toml")
+        with pytest.raises(floor_file.Unreadable, match=r"some\.toml"):
+            floor_file.read(tmp_path / "some.toml")
 
 
 class TestExamples:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_conformance import spec
-from moe_conformance.report import travelled, unjudged, words
+from moe_conformance.report import own_word, travelled, unjudged, words
 from moe_conformance.report.matrix import SIGNS
 from moe_conformance.report.records import FAILING, Record, Verdict, overall
 from moe_conformance.report.result import Report
@@ -59,6 +59,8 @@ class Content:
     head: Mapping[str, Any]
     title: str
     verdict: str  # passed, failed, stopped
+    share: int  # percent of what it was asked that was judged, see `own_word`
+    excluded: str  # by the adapter's own word; "" if nothing is
     totals: tuple[tuple[Verdict, int], ...]
     judged: tuple[int, int, int]  # requirements: judged, requested, of the spec
     failures: tuple[tuple[str, str], ...]  # title and text, as in the terminal
@@ -84,11 +86,13 @@ def content(report: Report) -> Content:
     used = {layout for _, layout in cells}
     layouts = tuple(layout for layout in (*layout_names(), "any") if layout in used)
     rows = tuple(_rows(cells, layouts))
-    found = words.groups(records)
+    found, found_word = words.groups(records), own_word.own_word(records)
     return Content(
         head=head,
         title=f"native with the planted bug {head['plant']}" if head["plant"] else head["backend"],
         verdict="stopped" if head["stopped"] else "passed" if head["exit"] == 0 else "failed",
+        share=found_word.share,
+        excluded=found_word.sentence,
         totals=_totals(records),
         judged=_judged(head, records, len(spec.load())),
         failures=tuple(words.texts(found, head["again"])),
