@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
+
 from moe_conformance.contract import Backend
 from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine, Job, JobResult
@@ -18,6 +20,7 @@ from moe_conformance.workloads.selection.profiles import fitting
 
 Say = Callable[[str], None]
 
+_MIXED = "; routing weights are float32 beside tokens of bfloat16: y is cast back to the dtype of x"
 _TRIES, _REFUSED = 5, 20  # cases of one kind that fail, and that are refused, until one runs
 _LACKS = "this backend offers no "  # begins the refusal of a method of Session that is not overridden
 
@@ -62,6 +65,13 @@ def _is_tried(case: Case, variant: str, ranks: int) -> bool:
     return usual and case.cell.variant == variant and broken(case.cell.limits, case.workload, "cpu") is None
 
 
+def _kind(case: Case) -> str:
+    """Return the kind of run of a case; an exchange in bfloat16 is a kind of its own, as its weights are float32."""
+    kind = str(case.workload.run).split(",")[0]
+    mixed = kind.startswith("exchange with the probe") and case.workload.config.dtype == torch.bfloat16
+    return f"{kind} in bfloat16" if mixed else kind
+
+
 def _runs(engine: Engine, target: str, cases: Sequence[Case]) -> tuple[list[str], list[str]]:
     """Run cases of each kind until one ends; return the kinds that ran, and a sentence about each that never did.
 
@@ -69,7 +79,7 @@ def _runs(engine: Engine, target: str, cases: Sequence[Case]) -> tuple[list[str]
     """
     by_kind: dict[str, list[Case]] = defaultdict(list)
     for case in cases:
-        by_kind[str(case.workload.run).split(",")[0]].append(case)
+        by_kind[_kind(case)].append(case)
     ran: list[str] = []
     faults: dict[str, str] = {}  # by kind, of the first case that failed
     for kind, some in by_kind.items():
@@ -82,6 +92,7 @@ def _runs(engine: Engine, target: str, cases: Sequence[Case]) -> tuple[list[str]
             if outcome.blamed:
                 rank = outcome.blamed[0]
                 fault = f"{kind} ({case.id}): rank {rank.rank} {rank.status} in {rank.reached}: {rank.error}"
+                fault += _MIXED if case.workload.config.dtype == torch.bfloat16 else ""
                 faults.setdefault(kind, fault)
             elif outcome.refusal is None:
                 ran.append(kind)

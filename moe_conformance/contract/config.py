@@ -30,7 +30,7 @@ class Config(Sections):
     is an option of a section, and "capacity" the whole section.
     """
 
-    variant: str = "default"  # one of `Backend.variants`: "alltoall", "allgather", "local", ...
+    variant: str = "default"  # one of `Backend.variants`: "alltoall", "allgather", "local", ...; every surface maps it
     experts: int = 8  # E; 0 is refused by the backend
     top_k: int = 2  # K
     hidden: int = 32  # D
@@ -71,6 +71,8 @@ class Config(Sections):
     def only(self, *mapped: str) -> Config:
         """Return the config itself, or raise `Unsupported` if an option outside `mapped` differs from its default.
 
+        `variant` is an option like the others: a surface of a backend whose `variants` are not ("default",) maps it.
+
         Raises:
             ValueError: a name in `mapped` is no option and no section.
         """
@@ -79,7 +81,8 @@ class Config(Sections):
         changed = {name: value for name, value in self.options().items() if value != default[name]}
         odd = [name for name in changed if not {name, name.partition(".")[0]} & {*mapped}]
         if odd:
-            raise Unsupported(f"this adapter does not map {', '.join(f'{name}={changed[name]!r}' for name in odd)}")
+            what = ", ".join(f"{name}={changed[name]!r}" for name in odd)
+            raise Unsupported(f"this adapter does not map {what}{_VARIANT if 'variant' in odd else ''}")
         return self
 
     def changed(self, options: Mapping[str, Any]) -> Config:
@@ -101,6 +104,9 @@ class Config(Sections):
             before = whole.get(section, getattr(self, section))
             whole[section] = replace(before, **{option: value}) if option else value
         return replace(self, **whole)
+
+
+_VARIANT = "; it is a name of Backend.variants: map it too, config.only('variant', ...), in every surface"
 
 
 @cache

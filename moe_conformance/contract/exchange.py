@@ -34,7 +34,9 @@ class Routing:
     """
 
     ids_TK: Tensor  # int64 global expert ids, -1 = empty slot (dropped, padding), anywhere in a row
-    weights_TK: Tensor  # float; a leaf that requires grad when the suite wants its gradient
+    # float32, or float64 with tokens of float64: also beside tokens of bfloat16 and float16, as routers compute them. A
+    # leaf that requires grad when the suite wants its gradient.
+    weights_TK: Tensor
     experts: int  # E
 
     def dense(self) -> tuple[Tensor, Tensor]:
@@ -92,6 +94,9 @@ class Delivery:
     is None (the backend applies the weights elsewhere). Rows without an id >= 0 (they may be uninitialised) and
     all-zero rows are padding: the suite's expert returns a large finite value for them, which must reach no output.
     With `unrouted="zero"` a row without an id is a token whose experts are on other ranks; its output is zero.
+
+    Weights have the dtype of `Routing.weights_TK`, which may be wider than that of the rows. Counts are what the
+    library reports: `listed` and `batched` deliveries may have none.
     """
 
     rows_RD: Tensor
@@ -180,7 +185,12 @@ class Claiming(Resolved, Protocol):
 
 
 class Placed(Resolved, Protocol):
-    """An exchange of any kind, which reports the experts of this rank. How it sends rows is in its `claims`."""
+    """An exchange of any kind, which reports the experts of this rank. How it sends rows is in its `claims`.
+
+    A replica of an expert is a rank that holds the same expert: by default all of them are in other ep groups, along
+    edp, and a token reaches the one of its own group. An exchange with redundant experts, of which one ep group holds
+    several replicas, claims `placement` "replicas". No rank lists an expert twice.
+    """
 
     @property
     def local_experts(self) -> tuple[int, ...]:
@@ -189,6 +199,9 @@ class Placed(Resolved, Protocol):
 
 class Exchange(Placed, Protocol):
     """Dispatch, the given experts and combine as one call. x: (*lead, D) -> y: (*lead, D) with prod(lead) == T.
+
+    y has the dtype of x, though routing weights are float32 at least: their products with rows are cast back, by the
+    library or, where those who call it do so, by the adapter.
 
     ep = 1 is a local permute. Backward is the library's; if the adapter implements it, `resolved` shows so.
     """
@@ -259,6 +272,8 @@ class Experts(Parametrised, Resolved, Protocol):
     """The backend's own experts for this rank, in the exchange's local order: SwiGLU, down(silu(gate x) * up x).
 
     It reads `activation`, `expert_biases` and `sharding`, which the exchange of the same config maps too, and ignores.
+    It is called with the deliveries of the backend's own exchange and, by FAST-12, with one that has ids and no counts:
+    experts that need counts raise.
 
     Optional, for the checks that change weights between two forwards. `module`: the nn.Module that holds the
     parameters, where that is not the surface itself; it loads, casts and replaces them. `weights_changed()`: what the

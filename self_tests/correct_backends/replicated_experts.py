@@ -51,9 +51,8 @@ class BalancedExchange:
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         ids_TK, W, N = routing.ids_TK, self.group.size(), len(self.local_experts)
-        turn_TK = torch.arange(ids_TK.shape[0])[:, None].expand_as(ids_TK)
         known_TK = ids_TK.clamp_min(0)
-        place_TK = self.place_EC[known_TK, turn_TK % self.copies_E[known_TK]]
+        place_TK = self.place_EC[known_TK, self.turns(ids_TK) % self.copies_E[known_TK]]
         place_P = torch.where(ids_TK < 0, -1, place_TK).flatten()
         slots_S = place_P.argsort(stable=True)[int((place_P < 0).sum()) :]
         sent_WN = place_P[slots_S].bincount(minlength=W * N).view(W, N)
@@ -64,6 +63,10 @@ class BalancedExchange:
         order_R = torch.arange(N).repeat(W).repeat_interleave(received_WN.flatten()).argsort(stable=True)
         handle = (x.shape, routing.weights_TK, slots_S, order_R, received, sent)
         return Delivery.grouped(rows_RD[order_R], received_WN.sum(0)), handle
+
+    def turns(self, ids_TK: Tensor) -> Tensor:
+        """Return which of the copies of its expert each slot takes, modulo their number."""
+        return torch.arange(ids_TK.shape[0])[:, None].expand_as(ids_TK)
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         shape, weights_TK, slots_S, order_R, received, sent = handle

@@ -21,6 +21,7 @@ from moe_conformance.judging.shared.exchange.outputs import judge_outputs
 from moe_conformance.judging.verdict import (
     MOST,
     AbsentGradient,
+    NotOffered,
     Tally,
     WrongCollectives,
     WrongCount,
@@ -241,8 +242,9 @@ def judge_worst_case(reading: Reading) -> Comparisons:
 
     Raises:
         WrongDelivery: a row was not delivered, or more rows than the worst case were.
+        NotOffered: redundant experts share the rows, so that no rank is in the worst case.
     """
-    workload = reading.outcome.workload
+    workload, full = reading.outcome.workload, 0
     lost = Counter((undelivered.microbatch, undelivered.pair.destination) for undelivered in reading.matching.lost)
     received = Counter((e.microbatch, e.rank) for e in reading.entries if e.kind == tags.TAG)
     wanted = Counter((m, pair.destination) for m, pairs in enumerate(reading.pairs) for pair in pairs)
@@ -255,7 +257,10 @@ def judge_worst_case(reading: Reading) -> Comparisons:
                 if received[m, rank] > most:
                     more = f"rank {rank} received {received[m, rank]} rows; worst case: {most}"
                     yield Comparison(rank, Finding("more", more, (rank,)))
+                full += wanted[m, rank] == most
                 if wanted[m, rank] == most:
                     missing = f"{lost[m, rank]} of {most} rows were not delivered to rank {rank}"
                     wrong = Finding("lost", f"{missing}, to which all tokens are routed", (rank,))
                     yield Comparison(rank, wrong if lost[m, rank] else "", pairs=most)
+    if not full and reading.claims.placement == "replicas":
+        raise NotOffered("the backend claims placement = 'replicas', and no rank received all that may be routed to it")

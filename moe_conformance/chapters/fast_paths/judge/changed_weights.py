@@ -19,8 +19,16 @@ from moe_conformance.judging.compare import bounds
 from moe_conformance.judging.compare.bounded import Target, Worst, compare, within
 from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, fail
-from moe_conformance.judging.observed.script import answers, judge_no_slip, values
-from moe_conformance.judging.verdict import AbsentGradient, Raised, Tally, WrongForm, WrongGradient, WrongOutput
+from moe_conformance.judging.observed.script import SLIPS, answers, judge_no_slip, values
+from moe_conformance.judging.verdict import (
+    AbsentGradient,
+    NotOffered,
+    Raised,
+    Tally,
+    WrongForm,
+    WrongGradient,
+    WrongOutput,
+)
 from moe_conformance.reference.exchange import layer
 from moe_conformance.reference.experts import Parameters, swiglu_experts
 from moe_conformance.reference.fast_paths.choices import equal_counts
@@ -169,9 +177,11 @@ def judge_modes(outcome: Outcome, tally: Tally) -> None:
 def judge_unequal(outcome: Outcome, tally: Tally) -> None:
     """Decide whether forwards with unequal or unknown counts apply to every row its own expert.
 
-    A backend may refuse rows without counts.
+    A backend may refuse rows without counts, by any exception: most experts get them from their exchange, and are
+    judged with what it delivers (EXPT-01).
 
     Raises:
+        NotOffered: all calls without counts raised, one of them an internal error: the experts have no answer to them.
         WrongForm, WrongOutput: as `judge_present`.
         Raised: a call with counts raised.
     """
@@ -182,6 +192,7 @@ def _judge_counts(outcome: Outcome, tally: Tally, *, equal: bool | None) -> None
     """Judge all forwards, or those with equal or unequal counts; the first one with gradients sets the bounds."""
     scale: dict[int, float] = {}
     findings = []
+    _require_counts_optional(outcome)
     for forward in forwards(outcome):
         if answers(outcome, forward.number)[forward.rank].raised and _may_be_refused(outcome, forward, tally):
             continue
@@ -202,8 +213,20 @@ def _judge_counts(outcome: Outcome, tally: Tally, *, equal: bool | None) -> None
         fail(WrongOutput, "experts", findings)
 
 
+def _require_counts_optional(outcome: Outcome) -> None:
+    """Raise NotOffered if every call without counts raised, and some an internal error, as of `counts_N.tolist()`."""
+    unknown = [forward for forward in forwards(outcome) if not forward.given.get("known", True)]
+    raised = [answers(outcome, forward.number)[forward.rank] for forward in unknown]
+    slips = [answer for answer in raised if answer.error_type in SLIPS]
+    if slips and all(answer.raised for answer in raised):
+        why = f"{slips[0].error_type.rpartition('.')[2]}: {slips[0].error}"
+        raise NotOffered(f"the experts take no delivery without counts (counts_N is None): {why}")
+
+
 def _may_be_refused(outcome: Outcome, forward: Forward, tally: Tally) -> bool:
     answer = answers(outcome, forward.number)[forward.rank]
+    if answer.error_type in SLIPS and not forward.given.get("known", True):
+        return True  # nothing is compared: see _require_counts_optional
     judge_no_slip(outcome, forward.number)
     if not forward.call.may_raise:
         sentence = f"rank {forward.rank}: {_called(forward)} raised {answer.error_type}: {answer.error}"

@@ -128,4 +128,6 @@ def _misshapen(reading: Reading) -> Iterator[Finding]:
                 yield Finding("shape", sentence, (rank.rank,))
             elif seen.y_dtype != workload.config.dtype:
                 sentence = f"{whose} has the dtype {seen.y_dtype} instead of {workload.config.dtype}, the dtype of x"
+                if seen.y_dtype == torch.promote_types(workload.config.dtype, torch.float32):
+                    sentence += "; likely cause: routing weights are float32, and so is their product with a row"
                 yield Finding("dtype", sentence, (rank.rank,))
