@@ -44,9 +44,12 @@ class DeepEP:
         return {"deep_ep": version("deep_ep"), "torch": torch.__version__}
 
     def limits(self, variant: str) -> Sequence[Limit]:
-        """The kernels are CUDA's."""
+        """The kernels are CUDA's, and experts are whole."""
         del variant
-        return (Limit("device", ("cuda",), "the buffer is CUDA memory that other GPUs map", proof="undefined"),)
+        return (
+            Limit("sharded_experts", (False,), "DeepEP knows of no shards of an expert", proof="design"),
+            Limit("device", ("cuda",), "the buffer is CUDA memory that other GPUs map", proof="undefined"),
+        )
 
     def library(self) -> Any:
         """Import DeepEP, which loads its kernels."""

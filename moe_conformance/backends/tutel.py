@@ -76,8 +76,10 @@ class Tutel:
         del variant
         of_gate = "its gate selects the K best experts, all of them others, and gives every pair a place"
         trust = "nothing is checked: what one rank raises leaves the others waiting, and other sizes abort the process"
+        shared = "ranks share an expert where there are more ranks than experts, and in no other way"
         kernels = "its loops on CPUs are those of float32, to which it casts all types but float16"
         return (
+            Limit("sharded_experts", (False,), shared, proof="design"),
             Limit("dtype", (torch.float32, torch.bfloat16, torch.float64), kernels, proof="undefined"),
             Limit("duplicate_experts", (False,), of_gate, proof="undefined"),
             Limit("dropped_slots", (False,), of_gate, proof="undefined"),

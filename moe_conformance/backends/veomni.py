@@ -71,6 +71,7 @@ class VeOmni:
         trust = "nothing is checked: what one rank raises leaves the others waiting, and other sizes abort the process"
         cast = "where weights are float32, so is the output; the models cast them to the dtype of their tokens"
         return (
+            Limit("sharded_experts", (False,), "experts are never split", proof="design"),
             Limit("dtype", (torch.float32,), cast, proof="undefined"),
             Limit("duplicate_experts", (False,), of_map, proof="undefined"),
             Limit("dropped_slots", (False,), "one_hot takes no id of -1", proof="undefined"),

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+SURFACES_BY_DESIGN = (
+    "exchange",
+    "experts",
+    "layer",
+)  # the surfaces that lie on ranks by ep and etp: methods of `Session`
 OF_LAYOUTS = ("spread_experts", "sharded_experts")  # what a limit may be on for all of a layout
 
 
@@ -40,8 +45,8 @@ class Limit:
     `proof="undefined"`: outside of it the library may hang or corrupt the device; not run, reported as unproved, and a
     failure with --strict. All of ep > 1 cannot be excluded so.
     `proof="design"`: of `spread_experts` and `sharded_experts` alone: by design the library has nothing there to adapt,
-    such as an exchange on one rank, or shards of an expert. Nothing is run on these layouts, whatever the surface; they
-    are reported as not applicable by design, with the reason, in one line.
+    such as an exchange on one rank, or shards of an expert. Then exchange, experts and layer are not run on these
+    layouts, and are reported as not applicable by design, with the reason, in one line. Routers and others are run.
 
     Raises:
         ValueError: `proof` is none of these, or "design" for another `on`.

@@ -24,6 +24,7 @@ from moe_conformance.plugin.recording import attach, record_of, translate
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Trial, ending, forget, trial_of
 from moe_conformance.report.standing import Place, places
+from moe_conformance.report.unjudged import BY_DESIGN
 from moe_conformance.reproducing.examining import refusal_of
 from moe_conformance.scenarios.group_lists import NoAnswer
 from moe_conformance.scenarios.outcome import GroupAnswer
@@ -200,6 +201,9 @@ class Driver:
         self.cases.require_ranks(trial, cell)
         tried = self._tried[request.node.nodeid]
         if not tried:
+            limits = [limit_of(case) for case in self.plan.in_cell(run, cell)]
+            if reasons := [limit.reason for limit in limits if limit is not None and limit.proof == "design"]:
+                trial.skip("not applicable", f"{BY_DESIGN}: {reasons[0]}")
             trial.skip("limit", f"limit, unproved: every workload is outside a declared limit of {cell.variant}")
         refusals = list(takewhile(bool, (refusal_of(self.cases.step(trial, case.workload)) for case in tried)))
         if len(refusals) == len(tried) and refusals[0]:

@@ -73,6 +73,16 @@ class TestOnly:
             config.only("experts", "capacity")
         assert ("adapter", sentence) == (caught.value.by, str(caught.value))
 
+    def test_a_variant_that_is_not_mapped_is_told_where_to_map_it(self) -> None:
+        """Every surface of a backend with named variants refuses everything until it maps the name."""
+        sentence = (
+            "this adapter does not map variant='alltoall'; it is a name of Backend.variants: map it too, "
+            "config.only('variant', ...), in every surface"
+        )
+        with pytest.raises(Unsupported) as caught:
+            Config(variant="alltoall").only("experts", "top_k")
+        assert sentence == str(caught.value)
+
     def test_the_others_of_a_section_are_refused(self) -> None:
         """One option of a section maps that option alone."""
         with pytest.raises(Unsupported, match=r"does not map capacity\.padded=True$"):

@@ -101,4 +101,4 @@ class Replicated(SmallBackend):
     """What `--backend self_tests.correct_backends.replicated_experts:Replicated` names."""
 
     name, session = "replicated-experts", ReplicatedSession
-    judged: Mapping[int, int] = {1: 1, 2: 1, 4: 1}
+    judged: Mapping[int, int] = {1: 45, 2: 60, 4: 60}

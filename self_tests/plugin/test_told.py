@@ -160,7 +160,15 @@ class TestUnjudged:
         record("EXCH-02", "refused", message="refused by the library: no buffer of 12 rows"),
         *(record("EXCH-01", "not adapted", message=f"not adapted: {why}") for why in "abbccdd"),
         record("EXCH-01", "pass", message="not adapted: nothing"),
+        record("EXCH-01", "not applicable", message="not applicable: ep4 is a layout of 4 ranks, and --ranks is 2"),
     )
+
+    def test_what_is_not_applicable_by_design_is_one_line(self) -> None:
+        """It is counted with its reason; layouts of more ranks than there are stay out of the list."""
+        design = record("EXCH-01", "not applicable", message="not applicable by design: experts are never split")
+        assert ["3 not applicable by design: experts are never split"] == list(
+            unjudged.lines([design] * 3, whole=False)
+        )
 
     def test_reasons_are_counted(self) -> None:
         """Reasons that differ in numbers are one; the rarest are left out and counted."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_conformance.contract import Config, Delivery
+from moe_conformance.contract import Config, Delivery, ExpertFn
+from moe_conformance.scenarios.identity import Identity
 from moe_conformance.scenarios.probe import Probe
 from moe_conformance.workloads.records import tags
 
@@ -46,6 +47,19 @@ class TestAnswers:
         assert out[0].any()
         assert torch.equal(torch.zeros(34), out[1])
         assert torch.equal(torch.full((34,), tags.PADDING_ANSWER), out[2])
+
+    @pytest.mark.parametrize("expert", [Probe(CONFIG, (1, 3), 1.0), Identity()], ids=["probe", "identity"])
+    def test_a_token_of_other_ranks_experts_that_is_not_finite_adds_nothing(self, expert: ExpertFn) -> None:
+        """Neither NaN in its row nor in its upstream gradient reaches an output, or a gradient of rows or weights."""
+        rows = tags.encode(0, 0, 2, 34, torch.float32)
+        rows[0] = torch.nan
+        rows.requires_grad_()
+        weights = torch.ones(2, 2, requires_grad=True)
+        out = expert(Delivery.listed(rows, torch.full((2, 2), -1), weights, unrouted="zero"))
+        out.backward(torch.full((2, 34), torch.nan))  # type: ignore[no-untyped-call]
+        assert torch.equal(torch.zeros(2, 34), out.detach())
+        assert rows.grad is None or torch.equal(torch.zeros(2, 34), rows.grad)
+        assert weights.grad is None or torch.equal(torch.zeros(2, 2), weights.grad)
 
     def test_weights_that_travel_are_applied(self) -> None:
         """A weight handed over with a row multiplies the answer."""

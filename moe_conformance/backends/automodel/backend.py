@@ -54,10 +54,13 @@ class Automodel:
         return {"nemo-automodel": self.library.version(), "torch": version("torch")}
 
     def limits(self, variant: str) -> Sequence[Limit]:
-        """Nothing checks input."""
+        """Nothing checks input, and experts are whole."""
         del variant
         trust = "nothing is checked: what one rank raises leaves the others waiting, and an unknown id adds nothing"
-        return (Limit("wrong_use", (False,), trust, proof="undefined"),)
+        return (
+            Limit("sharded_experts", (False,), "experts are never split by columns", proof="design"),
+            Limit("wrong_use", (False,), trust, proof="undefined"),
+        )
 
     def open(self, topology: Topology, device: torch.device) -> Session:
         """Open a session on the suite's groups."""

@@ -41,6 +41,7 @@ class ColossalAI:
         sent = "every slot is sent: bincount and scatter take no id of -1"
         trust = "nothing is checked: what one rank raises leaves the others waiting, and other sizes abort the process"
         limits = [
+            Limit("sharded_experts", (False,), "experts are sharded over the tensor ranks of all else", proof="design"),
             Limit("dropped_slots", (False,), sent, proof="undefined"),
             Limit("wrong_use", (False,), trust, proof="undefined"),
         ]

@@ -44,11 +44,13 @@ class TorchTitan:
         return {"torchtitan": found} | {package: version(package) for package in packages}
 
     def limits(self, variant: str) -> Sequence[Limit]:
-        """No variant has a value for an empty slot, or checks its input."""
-        del variant
+        """No variant has a value for an empty slot, or checks its input; the local one is on one rank."""
         reason = "the dispatchers sort all T * K slots by expert id, and an id names an expert; none means `nowhere`"
         trust = "nothing is checked: what one rank raises leaves the others waiting, and other sizes abort the process"
+        local = "the local dispatcher has no expert parallelism"
+        alone = (Limit("spread_experts", (False,), local, proof="design"),) if variant == "local" else ()
         return (
+            *alone,
             Limit("dropped_slots", (False,), reason, proof="undefined"),
             Limit("wrong_use", (False,), trust, proof="undefined"),
         )

@@ -73,13 +73,20 @@ class Transformers:
         return {"transformers": self.library.version(), "torch": version("torch")}
 
     def limits(self, variant: str) -> Sequence[Limit]:
-        """The all-to-all has no value for an empty slot; the all-reduce masks it as another rank's expert."""
+        """The all-to-all has no value for an empty slot; the all-reduce masks it as another rank's expert.
+
+        With ep = 1 a model has no implementation of an exchange: the variant alltoall is then its experts alone.
+        """
+        whole = Limit(
+            "sharded_experts", (False,), "there is no size for splitting experts in addition to ep", proof="design"
+        )
+        installed = "with ep = 1 the library installs no implementation: the variant alltoall has what it runs"
         trust = "nothing is checked: what one rank raises leaves the others waiting, and other sizes abort the process"
         unchecked = Limit("wrong_use", (False,), trust, proof="undefined")
         if _implementations(variant)[0] == "all_reduce":
-            return (unchecked,)
+            return (whole, Limit("spread_experts", (True,), installed, proof="design"), unchecked)
         reason = "AllToAllEP counts the pairs of every expert by scatter_add over the ids, in which -1 is out of bounds"
-        return (Limit("dropped_slots", (False,), reason, proof="undefined"), unchecked)
+        return (whole, Limit("dropped_slots", (False,), reason, proof="undefined"), unchecked)
 
     def open(self, topology: Topology, device: torch.device) -> Session:
         """Open a session on the suite's groups."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.contract import Limit, Routing
+from moe_conformance.contract.limits import SURFACES_BY_DESIGN
 from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads import misuse
 from moe_conformance.workloads.records.runs import ON_EXCHANGE, ExchangeStep, Script
@@ -26,13 +27,25 @@ def broken(limits: Sequence[Limit], workload: Workload, device: str) -> Limit | 
 
     Batches are drawn only if a limit needs them, since a run calls this for all its cases before the first one begins.
     """
-    return next((limit for limit in limits if not limit.allows(_FEATURES[limit.on](workload, device))), None)
+    breaks = (limit for limit in limits if _covers(limit, workload))
+    return next((limit for limit in breaks if not limit.allows(_FEATURES[limit.on](workload, device))), None)
+
+
+def _covers(limit: Limit, workload: Workload) -> bool:
+    """Return whether a limit is on what a workload runs: one that is by design is on some surfaces alone."""
+    run = workload.run
+    named = run.surface if isinstance(run, Script) else _SURFACES.get(type(run).__name__)
+    return limit.proof != "design" or named in SURFACES_BY_DESIGN
+
+
+_SURFACES = {"ExchangeStep": "exchange", "ExpertsStep": "experts", "LayerStep": "layer"}
 
 
 def cell_limits(limits: Sequence[Limit], layout: Layout) -> tuple[Limit, ...]:
-    """Return the limits that every workload on a layout breaks."""
+    """Return the limits that every workload on a layout breaks; one by design leaves routers and others."""
     of_layout = {"spread_experts": layout.ep > 1, "sharded_experts": layout.etp > 1}
-    return tuple(limit for limit in limits if limit.on in of_layout and not limit.allows(of_layout[limit.on]))
+    of_all = (limit for limit in limits if limit.on in of_layout and limit.proof != "design")
+    return tuple(limit for limit in of_all if not limit.allows(of_layout[limit.on]))
 
 
 ZERO_TOKENS, IN_FLIGHT = "zero tokens", "in flight"
