@@ -30,7 +30,7 @@ def local(parameter: Tensor) -> Tensor:
 def require_parts(widths: Sequence[int], ranks: int) -> None:
     """Raise `Unsupported` unless every rank's chunk is made of windows on the blocks of these widths."""
     for rank in range(ranks):
-        _parts(_chunk(sum(widths), ranks, rank), widths)
+        parts_of(_chunk(sum(widths), ranks, rank), widths)
 
 
 def require_one_bias(widths: Sequence[int]) -> None:
@@ -41,7 +41,7 @@ def require_one_bias(widths: Sequence[int]) -> None:
 
 def whole_window(name: str, parameter: Tensor, read: Read) -> Iterator[Named]:
     """Yield the window on a parameter (rows, columns) of which this rank has rows; none where it has none."""
-    for _, rows, shard in _parts(_kept(parameter), (len(parameter),)):
+    for _, rows, shard in parts_of(_kept(parameter), (len(parameter),)):
         yield Named(name, None, read(local(parameter))[rows], shard)
 
 
@@ -54,7 +54,7 @@ def shared_windows(
     """
     for name, parameter in zip(("shared_gate", "shared_up"), gate_up_FD, strict=True):
         view = read(local(parameter))
-        for j, rows, shard in _parts(_kept(parameter), widths):
+        for j, rows, shard in parts_of(_kept(parameter), widths):
             yield Named(name, j, view[rows], shard)
     for window in whole_window("shared_down", down.weight, read):
         for j, (width, end) in enumerate(zip(widths, accumulate(widths), strict=True)):
@@ -68,7 +68,11 @@ def _kept(parameter: Tensor) -> range:
     """Return the rows of a parameter that this rank holds."""
     if not isinstance(parameter, DTensor):
         return range(len(parameter))
-    return _chunk(len(parameter), parameter.device_mesh.size(), parameter.device_mesh.get_local_rank())
+    cut = [axis for axis, placement in enumerate(parameter.placements) if placement.is_shard(0)]
+    if not cut:
+        return range(len(parameter))
+    (axis,) = cut
+    return _chunk(len(parameter), parameter.device_mesh.size(axis), parameter.device_mesh.get_local_rank(axis))
 
 
 def _chunk(rows: int, of: int, index: int) -> range:
@@ -76,7 +80,7 @@ def _chunk(rows: int, of: int, index: int) -> range:
     return range(rows)[index * size : (index + 1) * size]
 
 
-def _parts(rows: range, widths: Sequence[int]) -> Sequence[tuple[int, slice, tuple[int, int, int] | None]]:
+def parts_of(rows: range, widths: Sequence[int]) -> Sequence[tuple[int, slice, tuple[int, int, int] | None]]:
     """Return the blocks that some rows contain, for blocks of given widths: (block, its rows, part of the block).
 
     Raises:

@@ -41,6 +41,7 @@ pytest.importorskip("torchtitan")
 NAME = "moe_conformance.backends.torchtitan:TorchTitan"
 CPU = torch.device("cpu")
 EP2, EP2_EDP2, EP4 = Layout(2, ep=2), Layout(4, ep=2), Layout(4, ep=4)
+TP2_EP2 = Layout(4, tp=2, ep=2)
 
 
 @pytest.fixture(scope="module")
@@ -313,6 +314,19 @@ class TestLayer:
         assert ["ok"] * layout.world == [rank.status for rank in outcome.ranks], [rank.error for rank in outcome.ranks]
         assert_layer_alike(outcome, divisor=1, allowed=0.03)
 
+    @pytest.mark.parametrize(
+        ("layout", "name"),
+        [(TP2_EP2, "layer-uneven"), (TP2_EP2, "shared-even-bfloat16"), (Layout(4, tp=2, ep=4), "layer-even-bfloat16")],
+        ids=lambda given: given if isinstance(given, str) else given.name,
+    )
+    def test_it_computes_the_module_over_tp(self, engine: Engine, layout: Layout, name: str) -> None:
+        """With sequence parallelism, placed by the library's sharding configs; shared experts are cut over tp."""
+        workload = next(w for w in shared_experts.layers("alltoall", layout, "full") if w.name == name)
+        outcome = moe_step(engine, NAME, workload)
+        assert ["ok"] * layout.world == [rank.status for rank in outcome.ranks], [rank.error for rank in outcome.ranks]
+        assert_layer_alike(outcome, divisor=1, allowed=0.03)
+        assert "Shard" in outcome.ranks[0].resolved["shards"]
+
 
 class TestRefusals:
     @pytest.mark.parametrize(
@@ -326,7 +340,10 @@ class TestRefusals:
             (Layout(2, etp=2), "exchange", {"variant": "alltoall"}, "etp = 2"),
             (EP2, "experts", {"hidden": 36}, "multiple of 8 bfloat16, not 36"),
             (EP2_EDP2, "experts", {"dtype": torch.float64}, "in float32 what FSDP2 shards"),
-            (Layout(4, tp=2, ep=2), "layer", {"variant": "alltoall"}, "places the module by sharding configs"),
+            (Layout(4, tp=2), "layer", {"variant": "alltoall"}, "tp = 2 with ep = 1"),
+            (Layout(4, tp=2, ep=4), "layer", {"variant": "alltoall", "shared.ffn": (16,)}, "along F by tp and along D"),
+            (Layout(4, tp=2, ep=2), "layer", {"variant": "alltoall", "shared.ffn": (8,), "shared.gate": True}, "fla"),
+            (Layout(4, tp=2, ep=2), "balancing_routers", {"routing.balance_bias": True}, "by sharding configs"),
             (EP2, "layer", {"variant": "alltoall", "shared.gate": True}, "and there are none"),
             (EP2, "layer", {"variant": "alltoall", "shared.ffn": (8, 16), "shared.bias": True}, "it has one bias"),
             (EP2, "layer", {"variant": "alltoall", "dtype": torch.float64}, "in float32 what FSDP2 shards"),

@@ -46,6 +46,7 @@ class TorchTitan:
     def limits(self, variant: str) -> Sequence[Limit]:
         """No variant has a value for an empty slot, or checks its input; the local one is on one rank."""
         reason = "the dispatchers sort all T * K slots by expert id, and an id names an expert; none means `nowhere`"
+        equal = "for a shared expert sequence parallelism gathers tokens of the ranks of tp, of each as many"
         trust = "nothing is checked: what one rank raises leaves the others waiting, and other sizes abort the process"
         local = "the local dispatcher has no expert parallelism"
         alone = (Limit("spread_experts", (False,), local, proof="design"),) if variant == "local" else ()
@@ -53,6 +54,7 @@ class TorchTitan:
             *alone,
             Limit("dropped_slots", (False,), reason, proof="undefined"),
             Limit("wrong_use", (False,), trust, proof="undefined"),
+            Limit("uneven_tp_tokens", (False,), equal, proof="undefined"),
         )
 
     def groups(self, sizes: Mapping[str, int]) -> Mapping[str, tuple[tuple[int, ...], ...]]:

@@ -71,7 +71,7 @@ class Experts:
 
     def named(self, read: Read) -> Iterator[Named]:
         """Yield the three matrices of every expert, as far as they are on this rank."""
-        return expert_windows(self._module, self._first, self._topology, read, self.names)
+        return expert_windows(self._module, self._first, read, self.names)
 
     @property
     def module(self) -> nn.Module:

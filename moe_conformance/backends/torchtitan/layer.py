@@ -10,12 +10,20 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moe_conformance.backends.fsdp_windows import local, require_one_bias, require_parts, shared_windows, whole_window
+from moe_conformance.backends.torchtitan.exchange import ep_mesh
 from moe_conformance.backends.torchtitan.library import given
+from moe_conformance.backends.torchtitan.tensor_parallel import (
+    meshes,
+    require_over_tp,
+    set_sharding,
+    shared_windows_over_tp,
+)
 from moe_conformance.contract import Config, Named, Read, Topology, Unsupported
 
 ROUND_ROBIN = (("round_robin", None),)  # the one strategy that the router forces
@@ -97,15 +105,16 @@ class Decoder(nn.Module):
 
 
 def require_placed(config: Config, topology: Topology) -> None:
-    """Refuse tensor parallelism, and parameters that lie on ranks in parts that no window is on."""
+    """Refuse parameters that lie on ranks in parts that no window is on."""
     sizes = topology.sizes
     if sizes["tp"] > 1:
-        raise Unsupported(f"tp = {sizes['tp']}: torchtitan places the module by sharding configs, not adapted")
+        require_over_tp(config, topology)
     if config.shared.gate and not config.shared.ffn:
         raise Unsupported("torchtitan's gate is one of shared experts, and there are none")
     if config.shared.bias:
         require_one_bias(config.shared.ffn)
-    require_parts(config.shared.ffn, sizes["dp"] * sizes["cp"])
+    if sizes["tp"] == 1:
+        require_parts(config.shared.ffn, sizes["dp"] * sizes["cp"])
     if sizes["dp"] * sizes["cp"] > 1 and config.dtype == torch.float64:
         raise Unsupported("torchtitan keeps and reduces in float32 what FSDP2 shards, not in torch.float64")
 
@@ -120,22 +129,26 @@ class Layer:
         """Build and place it, with a dispatcher's config, where `require_placed` lets it; collective."""
         batches = topology.sizes["dp"] * topology.sizes["cp"]
         self._config, self._topology, self._held = config, topology, held
+        self.made: tuple[dist.ProcessGroup, ...] = ()  # groups, which the session destroys
         self._moe: Any = self.built(dispatcher).to(device)
-        ep = topology.group("ep")
-        mesh = DeviceMesh.from_group(ep, device.type, mesh_dim_names=("ep",)) if ep.size() > 1 else None
-        self.wire(mesh)
+        if topology.sizes["tp"] == 1:
+            self.wire(ep_mesh(topology, device))
         self.experts.num_experts = config.experts  # as where the library itself shards them
         for module in self._moe.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 kept = torch.float32 if batches > 1 else config.dtype
                 setattr(module, name, nn.Parameter(parameter.detach().to(device, kept)))
         self._decoder: Any = Decoder(Block(self._moe))
-        if batches > 1:
+        if batches * topology.sizes["tp"] > 1:
             self._shard(device)
 
     def built(self, dispatcher: Any) -> nn.Module:
-        """Return the module, with a dispatcher's config."""
-        module: nn.Module = moe_config(self._config, len(self._held), dispatcher).build()
+        """Return the module, with a dispatcher's config; over tp it has all experts, and is not cut yet."""
+        over_tp = self._topology.sizes["tp"] > 1
+        config = moe_config(self._config, self._config.experts if over_tp else len(self._held), dispatcher)
+        if over_tp:
+            set_sharding(config)
+        module: nn.Module = config.build()
         return module
 
     def wire(self, mesh: DeviceMesh | None) -> None:
@@ -164,14 +177,21 @@ class Layer:
         from torch.distributed.fsdp import FSDPModule
 
         topology = self._topology
+        if topology.sizes["tp"] > 1:
+            over_tp = meshes(topology, device)
+            self._moe.parallelize(over_tp.dims)
+            data, experts, self.made = over_tp.data, over_tp.experts, over_tp.made
+        else:
+            data = DeviceMesh.from_group(topology.group("dp_cp"), device.type, mesh_dim_names=("fsdp",))
+            experts = DeviceMesh.from_group(topology.group("edp"), device.type, mesh_dim_names=("efsdp",))
         self.sharding(
             self._decoder,
-            dp_mesh=DeviceMesh.from_group(topology.group("dp_cp"), device.type, mesh_dim_names=("fsdp",)),
+            dp_mesh=data,
             param_dtype=self._config.dtype,
             reduce_dtype=torch.float32,
             pp_enabled=topology.sizes["pp"] > 1,
             ep_degree=topology.sizes["ep"],
-            edp_mesh=DeviceMesh.from_group(topology.group("edp"), device.type, mesh_dim_names=("efsdp",)),
+            edp_mesh=experts,
         )
         if device.type == "cpu":  # gloo has no premultiplied sum, which FSDP2 takes even for a factor of one
             for module in self._decoder.modules():
@@ -193,6 +213,7 @@ class Layer:
     def __call__(self, x: Tensor) -> Tensor:
         """Return y."""
         y: Tensor = self._decoder(given(self._moe, x))
+        y = y.to_local() if isinstance(y, DTensor) else y
         return y.reshape(x.shape)
 
     def named(self, read: Read) -> Iterator[Named]:
@@ -200,10 +221,13 @@ class Layer:
         yield from whole_window("router", self._moe.router.gate.weight, read)
         bias_E = getattr(self._moe, self.bias)
         if bias_E is not None:
-            yield Named("balance_bias", None, read(bias_E))
-        yield from expert_windows(self.experts, self._held[0], self._topology, read, self.names)
+            yield Named("balance_bias", None, read(local(bias_E)))
+        yield from expert_windows(self.experts, self._held[0], read, self.names)
         shared = self._moe.shared_experts
         if shared is None:
+            return
+        if self._topology.sizes["tp"] > 1:
+            yield from shared_windows_over_tp(shared, self._config, self._topology, read)
             return
         gate_up_FD = (shared.w1.weight, shared.w3.weight)
         yield from shared_windows(gate_up_FD, shared.w2, self._config.shared.ffn, read)
@@ -211,21 +235,20 @@ class Layer:
             yield from whole_window("shared_score", shared.gate.weight, read)
 
 
-def expert_windows(
-    module: Any, first: int, topology: Topology, read: Read, names: Mapping[str, str] = CANONICAL
-) -> Iterator[Named]:
+def expert_windows(module: Any, first: int, read: Read, names: Mapping[str, str] = CANONICAL) -> Iterator[Named]:
     """Yield the windows on this rank's N experts from the first on: of these FSDP2 keeps some, or a part of each."""
     for name, canonical in names.items():
         parameter = getattr(module, name)
-        start, shard = (first, None) if not isinstance(parameter, DTensor) else _place(parameter, first, topology)
+        start, shard = (first, None) if not isinstance(parameter, DTensor) else _place(parameter, first)
         for n, view in enumerate(read(local(parameter))):
             yield Named(canonical, start + n, view, shard)
 
 
-def _place(parameter: DTensor, first: int, topology: Topology) -> tuple[int, tuple[int, int, int] | None]:
+def _place(parameter: DTensor, first: int) -> tuple[int, tuple[int, int, int] | None]:
     """Return the first expert in this rank's shard, and which part of an expert it is."""
-    edp = topology.ranks("edp")
-    index, of = edp.index(topology.rank), len(edp)
-    if of == 1 or parameter.placements[-1].is_shard(0):
+    mesh = parameter.device_mesh
+    axis = (mesh.mesh_dim_names or ()).index("efsdp") if mesh.ndim > 1 else 0
+    index, of = mesh.get_local_rank(axis), mesh.size(axis)
+    if of == 1 or parameter.placements[axis].is_shard(0):
         return first + index * -(-parameter.shape[0] // of), None
     return first, (0, index, of)

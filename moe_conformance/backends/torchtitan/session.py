@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torchtitan.distributed import utils
 
 from moe_conformance.backends.torchtitan.balance import BalancingRouters, require_balanced
@@ -41,7 +42,7 @@ class TitanSession(Session):
     def __init__(self, topology: Topology, device: torch.device) -> None:
         """Use all_to_all_single, also for pieces of other sizes, which is the library's setting partial_dtensor."""
         self._topology, self._device = topology, device
-        self._setting = utils.get_spmd_backend()
+        self._setting, self._made = utils.get_spmd_backend(), list[dist.ProcessGroup]()
         utils.set_spmd_backend("partial_dtensor")
 
     def exchange(self, config: Config) -> Exchange:
@@ -91,9 +92,7 @@ class TitanSession(Session):
         return BalancingRouters(routers, [router.layer for router in routers], self._topology, self._device)
 
     def config_rules(self, config: Config) -> ConfigRules:
-        """Resolve settings on one rank."""
-        if self._topology.sizes["world"] > 1:
-            raise Unsupported("the adapter resolves settings on one rank")
+        """Resolve settings, on every rank alike."""
         return ConfigRules(config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype"))
 
     def layer(self, config: Config) -> Layer:
@@ -115,7 +114,9 @@ class TitanSession(Session):
         first, held = placement(self._topology, config)
         require_placed(config, self._topology)
         dispatcher = dispatcher_config(config, self._topology)
-        return Layer(config, self._topology, self._device, range(first, first + held), dispatcher)
+        layer = Layer(config, self._topology, self._device, range(first, first + held), dispatcher)
+        self._made += layer.made
+        return layer
 
     def load_meter(self, config: Config) -> LoadMeter:
         """Build MoE modules, which count their load, with a dispatcher on this rank's ep group."""
@@ -171,5 +172,7 @@ class TitanSession(Session):
             surface.reduce()
 
     def close(self) -> None:
-        """Restore the library's global."""
+        """Restore the library's global, and destroy groups that it does not have from the suite."""
+        for group in self._made:
+            dist.destroy_process_group(group)
         utils.set_spmd_backend(self._setting)
