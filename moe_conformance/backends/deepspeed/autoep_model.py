@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,6 +57,8 @@ class AutoEPLayer:
     It is called without its engine, whose outputs refuse any backward but the engine's own, of a scalar loss.
     """
 
+    said: Mapping[str, str] = MappingProxyType({})  # further words for what was built
+
     def __init__(self, engine: Any, config: Config, held: range) -> None:
         """Take the engine of a layer."""
         self.engine, self._config, self._held = engine, config, held
@@ -67,7 +70,7 @@ class AutoEPLayer:
         layer = self.engine.module
         shared = "none" if layer.shared_experts is None else f"of the model, {sum(self._config.shared.ffn)} wide"
         parts = {"router": type(layer.router).__qualname__, "experts": type(layer.experts).__qualname__}
-        return {**resolved(layer), **parts, "shared experts": shared}
+        return {**resolved(layer), **parts, "shared experts": shared, **self.said}
 
     @property
     def claims(self) -> Claims:

@@ -23,21 +23,23 @@ _ROUTING = ("routing", "router_dtype", "gate_bias")
 class AutoEPParts:
     """The surfaces that AutoEP has."""
 
-    def __init__(self, placement: Placement, device: torch.device, engine: Callable[[nn.Module, Config], Any]) -> None:
-        """Take what builds an engine around a model."""
-        self._placement, self._device, self._engine = placement, device, engine
+    def __init__(
+        self, placement: Placement, device: torch.device, engine: Callable[[nn.Module, Config], Any], **settings: Any
+    ) -> None:
+        """Take what builds an engine around a model, and AutoEP's settings beside its size."""
+        self._placement, self._device, self._engine, self._settings = placement, device, engine, settings
 
     def exchange(self, config: Config) -> AutoEPExchange:
         """Build the layer around a given routing and given experts."""
         config.only(*_SHAPE, "activation", "weights_applied", "padding.packed")
         self._require_own_tokens()
-        return AutoEPExchange(config, self._placement, self._device)
+        return AutoEPExchange(config, self._placement, self._device, **self._settings)
 
     def experts(self, config: Config) -> AutoEPExperts:
         """Build a layer of which the experts alone train, and return these."""
         config.only(*_SHAPE, "activation", "weights_applied")
         self._require_own_tokens()
-        layer = autoep_layer(config, self._placement, self._device)
+        layer = autoep_layer(config, self._placement, self._device, **self._settings)
         layer.router.requires_grad_(False)
         return AutoEPExperts(self._engine(layer, config), self._placement.held(config.experts))
 
@@ -54,7 +56,7 @@ class AutoEPParts:
             raise Unsupported(f"AutoEP's router has logits of the dtype of its tokens, not of {config.router_dtype}")
         if config.shared.bias:
             require_one_bias(config.shared.ffn)
-        layer = autoep_layer(config, self._placement, self._device)
+        layer = autoep_layer(config, self._placement, self._device, **self._settings)
         return AutoEPLayer(self._engine(layer, config), config, self._placement.held(config.experts))
 
     def _require_own_tokens(self) -> None:

@@ -1,4 +1,4 @@
-"""AutoEP's transport `deepep`, over a stand-in for the kernels of DeepEP 2; only its exchange is adapted here.
+"""AutoEP's transport `deepep`, over a stand-in for the kernels of DeepEP 2: its exchange and its layer.
 
 All else is that of DeepSpeed, which has a backend of its own.
 """
@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from moe_conformance.backends.deepspeed.backend import DeepSpeed
-from moe_conformance.contract import Config, Limit, Session, Topology, Unsupported
+from moe_conformance.contract import Config, Limit, Parametrised, Session, Topology, Unsupported
 from moe_conformance.stand_ins import NOTE, deep_ep, elastic
 from moe_conformance.stand_ins.presenting import Namespace, module, presented
 
 if TYPE_CHECKING:
     from moe_conformance.backends.deepspeed.autoep import AutoEPExchange
+    from moe_conformance.backends.deepspeed.autoep_model import AutoEPExperts, AutoEPLayer
 
 _BOUND = 8192  # the tokens that a trainer would announce
 # The library refuses what the kernels do not take; the stand-in takes these, so that the caller is judged exactly.
@@ -47,12 +48,17 @@ class DeepSpeedDeepEP(DeepSpeed):
 
 
 class _Session(Session):
+    loss_convention = "mean_over_dp"
+
     def __init__(self, topology: Topology, device: torch.device) -> None:
         from moe_conformance.backends.deepspeed import library
+        from moe_conformance.backends.deepspeed.autoep_session import AutoEPParts
         from moe_conformance.backends.deepspeed.session import DeepSpeedSession
 
-        self._library, self._device = library, device
+        self._library = library
         self._plain = DeepSpeedSession(topology, device)
+        settings = {"comm_backend": "deepep", "comm_max_tokens_per_rank": _BOUND}
+        self._parts = AutoEPParts(self._plain.placement, device, self._plain.engine, **settings)
         self._layers = list[Any]()
         self._in_place = ExitStack()
         if library.auto_ep_comm is None:
@@ -65,9 +71,33 @@ class _Session(Session):
 
     def exchange(self, config: Config) -> AutoEPExchange:
         """Build the layer around a given routing and given experts."""
-        from moe_conformance.backends.deepspeed.autoep import AutoEPExchange
+        self._require_transport()
+        built = self._parts.exchange(config)
+        built.said = self._kept(built.layer)
+        return built
 
-        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "weights_applied", "padding.packed")
+    def experts(self, config: Config) -> AutoEPExperts:
+        """Build the layer, and return its experts."""
+        self._require_transport()
+        return self._parts.experts(config)
+
+    def layer(self, config: Config) -> AutoEPLayer:
+        """Build the whole layer."""
+        self._require_transport()
+        built = self._parts.layer(config)
+        built.said = self._kept(built.engine.module)
+        return built
+
+    def finish_gradients(self, *built: Parametrised) -> None:
+        """Let the engine of every surface reduce gradients."""
+        self._plain.finish_gradients(*built)
+
+    def _kept(self, layer: Any) -> dict[str, str]:
+        """Keep a layer, whose buffer is freed at the end, and return what is to be said of it."""
+        self._layers.append(layer)
+        return {"deep_ep": f"{NOTE}; rows of any floating type"}
+
+    def _require_transport(self) -> None:
         placement = self._plain.placement
         if self._library.auto_ep_comm is None:
             raise Unsupported("this version of DeepSpeed has no transport `deepep`")
@@ -75,11 +105,6 @@ class _Session(Session):
             raise Unsupported("the library refuses the transport `deepep` where AutoEP folds tensor parallelism")
         if placement.ep == 1:
             raise Unsupported("with ep = 1 AutoEP sends nothing: see the variant autoep of deepspeed")
-        settings = {"comm_backend": "deepep", "comm_max_tokens_per_rank": _BOUND}
-        built = AutoEPExchange(config, placement, self._device, **settings)
-        built.said = {"deep_ep": f"{NOTE}; rows of any floating type"}
-        self._layers.append(built.layer)
-        return built
 
     def close(self) -> None:
         """Free the buffers, take the stand-in out, and close DeepSpeed's session."""

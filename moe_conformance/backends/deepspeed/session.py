@@ -37,7 +37,7 @@ class DeepSpeedSession(Session):
         """Make the library's groups; collective."""
         self._topology, self._device = topology, device
         self.placement = Placement(topology)
-        self._autoep = AutoEPParts(self.placement, device, self._engine)
+        self._autoep = AutoEPParts(self.placement, device, self.engine)
         self._quiet = library.quiet()
 
     def exchange(self, config: Config) -> Exchange | AutoEPExchange:
@@ -60,14 +60,14 @@ class DeepSpeedSession(Session):
         self._require_copies(config)
         layer = self._layer(config)
         layer.deepspeed_moe.gate.requires_grad_(False)
-        return Experts(self._engine(layer, config), self.placement.held(config.experts))
+        return Experts(self.engine(layer, config), self.placement.held(config.experts))
 
     def router(self, config: Config) -> Gate | ChoiceRouter:
         """Build a layer and return its gate; of AutoEP its router, in an engine where that takes the dtype."""
         if config.variant == autoep_session.NAME:
             router = self._autoep.router(config)
             if config.dtype in _REDUCED:
-                router.engine = self._engine(router.module, config)
+                router.engine = self.engine(router.module, config)
             return router
         config.only(*_GATE, *_CAPACITY)
         _require_float32(config)
@@ -81,7 +81,7 @@ class DeepSpeedSession(Session):
         return self._gate(config, gate_options(config))
 
     def _gate(self, config: Config, options: Mapping[str, Any]) -> Gate:
-        return Gate(self._engine(self._gates(config, options, 1), config), 0)
+        return Gate(self.engine(self._gates(config, options, 1), config), 0)
 
     def _gates(self, config: Config, options: Mapping[str, Any], layers: int) -> nn.Module:
         """Build layers of which the gates alone train."""
@@ -100,7 +100,7 @@ class DeepSpeedSession(Session):
             return self._autoep.layer(config)
         config.only(*_GATE, *_CAPACITY)
         _require_float32(config)
-        engine = self._engine(self._layer(config, **gate_options(config)), config)
+        engine = self.engine(self._layer(config, **gate_options(config)), config)
         return Layer(engine, config, self.placement)
 
     def training_routers(self, config: Config) -> TrainingRouters:
@@ -109,7 +109,7 @@ class DeepSpeedSession(Session):
         config.only(*_GATE, *_CAPACITY, "losses")
         _require_float32(config)
         coefficient, options = coefficient_of(config, self._topology.sizes["cp"]), gate_options(config)
-        engine = self._engine(self._gates(config, options, config.losses.layers), config)
+        engine = self.engine(self._gates(config, options, config.losses.layers), config)
         gates = [Gate(engine, number) for number in range(config.losses.layers)]
         return TrainingRouters(engine, gates, coefficient, self.placement)
 
@@ -136,7 +136,8 @@ class DeepSpeedSession(Session):
             raise Unsupported(f"tp = {tp} with a capacity, which is that of all tensor ranks' tokens, and may raise")
         return build(config, self.placement, Expert(config), **gate).to(self._device, config.dtype)
 
-    def _engine(self, model: nn.Module, config: Config) -> Any:
+    def engine(self, model: nn.Module, config: Config) -> Any:
+        """Return the library's engine of a model; collective."""
         if config.dtype not in _REDUCED:
             raise Unsupported(f"the engine reduces gradients of float32 and bfloat16 on CPUs, not of {config.dtype}")
         return engine_of(model, self.placement.unit)

@@ -15,7 +15,7 @@ from moe_conformance.backends.library import Library
 from moe_conformance.backends.transformers.config_rules import ConfigRules
 from moe_conformance.backends.transformers.exchange import SharedExchange
 from moe_conformance.backends.transformers.experts import GROUPED, ShardedExperts
-from moe_conformance.backends.transformers.layer import ModelLayer
+from moe_conformance.backends.transformers.layer import ModelLayer, block_of
 from moe_conformance.backends.transformers.packing import Packing
 from moe_conformance.backends.transformers.placement import Placement
 from moe_conformance.backends.transformers.router import ModelRouter, model_of, require_dtype
@@ -133,17 +133,21 @@ class _Session(Session):
 
     def layer(self, config: Config) -> ModelLayer:
         """Build the block of the model that has the requested layer."""
-        config.only(*_SHAPE, *_ROUTING, "shared.ffn", "shared.gate", "shared.bias")
+        config.only(*_SHAPE, *_ROUTING, "router_dtype", "shared.ffn", "shared.gate", "shared.bias")
         if self._topology.sizes["ep"] == 1 and _implementations(config.variant)[0] == "all_reduce":
             raise Unsupported("with ep = 1 the library installs no implementation; see the variant alltoall")
+        require_dtype(config, block_of(config))
         placement = Placement(config, self._topology, self._device)
         return ModelLayer(config, placement, _implementations(config.variant))
 
     def router(self, config: Config) -> ModelRouter:
-        """Build the router of the model that has the requested routing."""
+        """Build the router of the model that has the requested routing, under FSDP2 where ranks share no batch."""
         config.only(*_SHAPE, *_ROUTING, "gate_bias", "router_dtype")
         require_dtype(config, model_of(config))
-        return ModelRouter(config, model_of(config), self._device)
+        sizes = self._topology.sizes
+        placed = sizes["tp"] == sizes["etp"] == 1 and not config.experts % sizes["ep"]
+        placement = Placement(config, self._topology, self._device) if placed else None
+        return ModelRouter(config, model_of(config), self._device, placement)
 
     def training_routers(self, config: Config) -> TrainingRouters:
         """Build the routers of a model, and shard them by FSDP2."""
@@ -152,9 +156,7 @@ class _Session(Session):
         return TrainingRouters(config, Placement(config, self._topology, self._device))
 
     def config_rules(self, config: Config) -> ConfigRules:
-        """Resolve settings on one rank, and change those of built layers."""
-        if self._topology.sizes["world"] > 1:
-            raise Unsupported("the adapter resolves settings on one rank")
+        """Resolve settings on every rank by itself, and change those of built layers."""
         return ConfigRules(config.only(*_SHAPE, "padding.packed"))
 
     def packing(self, config: Config) -> Packing:
@@ -163,10 +165,11 @@ class _Session(Session):
         return Packing()
 
     def finish_gradients(self, *built: Parametrised) -> None:
-        """Nothing is left to do for experts and layers: FSDP2 has reduced in every backward."""
+        """Nothing is left to do: FSDP2 has reduced in every backward."""
         for surface in built:
-            if not isinstance(surface, ShardedExperts | ModelLayer):
-                raise Unsupported("the reduction of router gradients is not adapted")
+            assert isinstance(surface, ShardedExperts | ModelLayer | ModelRouter)  # there are no others with parameters
+            if isinstance(surface, ModelRouter) and not surface.placed:
+                raise Unsupported("a router by itself is placed where every rank has its own tokens and whole experts")
 
 
 def _implementations(variant: str) -> tuple[str, str]:

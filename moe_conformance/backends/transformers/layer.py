@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -29,6 +30,8 @@ class _Block(NamedTuple):
 _BLOCKS: Mapping[str, _Block] = {
     "deepseek_v2": _Block("DeepseekV2Moe", "shared_experts"),
     "deepseek_v3": _Block("DeepseekV3MoE", "shared_experts"),
+    "dots3_note": _Block("Dots3NoteTextMoE", "shared_experts"),
+    "lara_mini": _Block("LaraMiniSparseMoeBlock", "shared_expert"),
     "qwen2_moe": _Block("Qwen2MoeSparseMoeBlock", "shared_expert"),
     "qwen3_moe": _Block("Qwen3MoeSparseMoeBlock", None),
 }
@@ -50,12 +53,22 @@ def _block_of(config: Config) -> str:
         if router != "qwen3_moe" or bool(config.shared.ffn) != config.shared.gate:
             raise Unsupported(f"no block is adapted to the router of {router} with shared.gate={config.shared.gate}")
         return "qwen2_moe" if config.shared.ffn else "qwen3_moe"
-    model = "deepseek_v2" if router == "qwen3_moe" and not config.routing.normalise else router
-    if model not in ("deepseek_v2", "deepseek_v3"):
+    of_width = not sum(config.shared.ffn) % config.ffn  # some models make as many of the routed ones' width
+    if router == "qwen3_moe" and not config.routing.normalise and (of_width or config.shared.bias):
+        router = "deepseek_v2"
+    elif router == "qwen3_moe" and not config.shared.bias:
+        router = "lara_mini"
+    elif router == "deepseek_v3" and not of_width:
+        router = "dots3_note"
+    if router not in _BLOCKS or _BLOCKS[router].shared is None:
         raise Unsupported(f"no block is adapted to the router of {router} with shared experts that have no gate")
-    if sum(config.shared.ffn) % config.ffn:
-        raise Unsupported(f"{model} has shared experts of the routed ones' width {config.ffn}, not {config.shared.ffn}")
-    return model
+    if router == "deepseek_v2" and not of_width:
+        raise Unsupported(
+            f"{router} has shared experts of the routed ones' width {config.ffn}, not {config.shared.ffn}"
+        )
+    if find_spec(f"transformers.models.{router}") is None:
+        raise Unsupported(f"this version of transformers has no model {router}")
+    return router
 
 
 class ModelLayer:

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_conformance.backends.fsdp_windows import whole_window
+from moe_conformance.backends.transformers.model import model_with, reduction_of, shard
+from moe_conformance.backends.transformers.placement import Placement
 from moe_conformance.backends.weights_seen import WeightsSeen
 from moe_conformance.contract import Claims, Config, Named, Read, Routed, Routing, Unsupported
 
@@ -22,8 +25,7 @@ def model_of(config: Config) -> str:
     if config.gate_bias and routing.score != "softmax_topk":
         raise Unsupported(f"no router with a gate bias is adapted to score = {routing.score!r}")
     if routing.score == "sigmoid" and (routing.groups is None or routing.group_score == "top2_sum"):
-        if config.experts < 2 * (routing.groups or (1,))[0]:
-            raise Unsupported(f"the router of deepseek_v3 needs two experts in a group: {config.experts} in all")
+        _require_two_in_a_group(config, "deepseek_v3")
         return "deepseek_v3"
     if routing.score == "sqrtsoftplus" and routing.normalise and routing.groups is None:
         return "deepseek_v4"
@@ -34,9 +36,28 @@ def model_of(config: Config) -> str:
         return "deepseek_v2" if routing.groups or routing.scale != 1 else "qwen3_moe"
     if routing.score == "softmax" and not routing.balance_bias and routing.groups is None and routing.scale == 1:
         return "qwen3_moe"
+    if routing.score == "softmax" and not routing.balance_bias and routing.group_score == "top2_sum":
+        _require_two_in_a_group(config, "mistral4")
+        return "mistral4"
     requested = {name: getattr(routing, name) for name in ("score", "normalise", "scale", "groups", "balance_bias")}
     requested |= {"group_score": routing.group_score} if routing.groups else {}
     raise Unsupported("no router is adapted to " + ", ".join(f"{name}={value!r}" for name, value in requested.items()))
+
+
+def _require_two_in_a_group(config: Config, model: str) -> None:
+    if config.experts < 2 * (config.routing.groups or (1,))[0]:
+        raise Unsupported(f"the router of {model} needs two experts in a group: {config.experts} in all")
+
+
+def _grouped(config: Config) -> dict[str, Any]:
+    """Return the fields of a config that has groups always, of one for a router without."""
+    return {
+        "n_routed_experts": config.experts,
+        "norm_topk_prob": config.routing.normalise,
+        "routed_scaling_factor": config.routing.scale,
+        "n_group": config.routing.groups[0] if config.routing.groups else 1,
+        "topk_group": config.routing.groups[1] if config.routing.groups else 1,
+    }
 
 
 # What a model calls its router and its config, and the fields of the config beside hidden_size and num_experts_per_tok.
@@ -53,17 +74,8 @@ MODELS: Mapping[str, tuple[str, str, _Fields]] = {
             "topk_group": config.routing.groups[1] if config.routing.groups else None,
         },
     ),
-    "deepseek_v3": (
-        "DeepseekV3TopkRouter",
-        "DeepseekV3Config",
-        lambda config: {
-            "n_routed_experts": config.experts,
-            "norm_topk_prob": config.routing.normalise,
-            "routed_scaling_factor": config.routing.scale,
-            "n_group": config.routing.groups[0] if config.routing.groups else 1,
-            "topk_group": config.routing.groups[1] if config.routing.groups else 1,
-        },
-    ),
+    "deepseek_v3": ("DeepseekV3TopkRouter", "DeepseekV3Config", _grouped),
+    "dots3_note": ("Dots3NoteTextTopkRouter", "Dots3NoteTextConfig", _grouped),
     "deepseek_v4": (
         "DeepseekV4TopKRouter",
         "DeepseekV4Config",
@@ -74,6 +86,12 @@ MODELS: Mapping[str, tuple[str, str, _Fields]] = {
         },
     ),
     "gpt_oss": ("GptOssTopKRouter", "GptOssConfig", lambda config: {"num_local_experts": config.experts}),
+    "lara_mini": (
+        "LaraMiniTopKRouter",
+        "LaraMiniConfig",
+        lambda config: {"num_experts": config.experts, "norm_topk_prob": config.routing.normalise},
+    ),
+    "mistral4": ("Mistral4TopkRouter", "Mistral4Config", _grouped),
     "qwen2_moe": (
         "Qwen2MoeTopKRouter",
         "Qwen2MoeConfig",
@@ -92,6 +110,11 @@ _SHARED: Mapping[str, _Fields] = {
         "mlp_bias": config.shared.bias,
     },
     "deepseek_v3": lambda config: {"n_shared_experts": sum(config.shared.ffn) // config.ffn},
+    "dots3_note": lambda config: {
+        "n_shared_experts": 1,
+        "shared_experts_intermediate_size": sum(config.shared.ffn),
+    },
+    "lara_mini": lambda config: {"shared_expert_intermediate_size": sum(config.shared.ffn)},
     "qwen2_moe": lambda config: {"shared_expert_intermediate_size": sum(config.shared.ffn)},
 }
 
@@ -105,7 +128,12 @@ def model_config(model: str, config: Config) -> Any:
     )
 
 
-_IN_FLOAT32 = ("deepseek_v2", "deepseek_v3")  # models whose routers cast tokens and weight before they multiply them
+_IN_FLOAT32 = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "dots3_note",
+    "lara_mini",
+)  # models whose routers cast tokens and weight before they multiply them
 
 
 def require_dtype(config: Config, model: str) -> None:
@@ -121,20 +149,25 @@ def require_dtype(config: Config, model: str) -> None:
 class ModelRouter:
     """One router. Its balance bias stays in float32, as the models keep it; a gate bias not asked for stays zero."""
 
-    def __init__(self, config: Config, model: str, device: torch.device) -> None:
-        """Build the router of a model from the model's own config."""
+    def __init__(self, config: Config, model: str, device: torch.device, placement: Placement | None) -> None:
+        """Build the router of a model from the model's own config, and let the library shard it where it is placed."""
         modelling = import_module(f"transformers.models.{model}.modeling_{model}")
-        router: Any = getattr(modelling, MODELS[model][0])(model_config(model, config)).to(device)
+        requested = model_config(model, config)
+        router: Any = getattr(modelling, MODELS[model][0])(requested).to(device)
         for name, parameter in list(router.named_parameters()):
             setattr(router, name, nn.Parameter(parameter.detach().to(config.dtype)))
         self._router, self._biased, self._gate_biased = router, config.routing.balance_bias, config.gate_bias
         self._seen = WeightsSeen(router, WEIGHTS)
+        self._model, self.placed = model_with(router, "layers.0.mlp.gate", requested), placement is not None
+        if placement is not None:
+            shard(self._model, placement)
 
     @property
     def resolved(self) -> Mapping[str, str]:
-        """The class that was built, the dtype of its scores as far as it was seen, and that of its weight."""
+        """The class that was built, the dtype of its weight, and what reduces its gradients."""
         router = self._router
-        return {"router": type(router).__name__, "gate": str(router.weight.dtype)}
+        name = type(router).__name__.removeprefix("FSDP")
+        return {"router": name, "gate": str(router.weight.dtype), "reduction": reduction_of(self._model)}
 
     @property
     def claims(self) -> Claims:
@@ -143,13 +176,13 @@ class ModelRouter:
 
     def __call__(self, x: Tensor) -> Routed:
         """Return what the router passes to the experts; it counts no load."""
-        logits_TE, weights_TK, ids_TK = self._router(x.reshape(-1, x.shape[-1]))
+        logits_TE, weights_TK, ids_TK = self._model(x.reshape(-1, x.shape[-1]))
         return Routed(Routing(ids_TK, weights_TK, logits_TE.shape[1]), logits_TE)
 
     def named(self, read: Read) -> Iterator[Named]:
-        """Yield the weight, and the biases of the config."""
-        yield Named("router", None, read(self._router.weight))
+        """Yield this rank's part of the weight, and the biases of the config."""
+        yield from whole_window("router", self._router.weight, read)
         if self._gate_biased:
-            yield Named("gate_bias", None, read(self._router.bias))
+            yield from whole_window("gate_bias", self._router.bias, read)
         if self._biased:
             yield Named("balance_bias", None, read(self._router.e_score_correction_bias))
