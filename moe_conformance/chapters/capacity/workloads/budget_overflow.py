@@ -53,9 +53,11 @@ OVERFLOWS: Mapping[str, Budget] = {
     "overfull-filled-uneven": Budget((ONE_WITHOUT, (2, 0, 1, 0)), spare=-4, over="drop", memory="filled"),
     "overfull-of-none-even": Budget(((0,), (3,), (0,)), over="drop"),
     "factor-overfull-even": Budget(((8,),), factor=1.0, over="drop"),
+    # For libraries whose buffers are blocks of 256 rows: the first overflows it, the second leaves room.
+    "overfull-one-block-even": Budget(((130,), (3,)), over="drop", rows=256),
 }
 
-# For libraries whose buffers are blocks of 256 rows: the first two overflow it, the third leaves room.
+# For the same libraries: the first two overflow it, the third leaves room.
 BLOCKS: Mapping[str, Budget] = {
     "overfull-block-even": Budget(((130,), (200,), (3,)), over="drop", rows=256),
     "overfull-block-in-flight-even": Budget(((200,), (3,)), over="drop", rows=256, schedule="F0 F1 B0 B1"),
