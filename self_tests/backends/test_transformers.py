@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -42,6 +43,7 @@ except Unsupported as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
 NAME = "moe_conformance.backends.transformers:Transformers"
+_SINCE_5_24 = pytest.mark.skipif(find_spec("transformers.models.lara_mini") is None, reason="a model of 5.24")
 CPU = torch.device("cpu")
 EP2, EP2_EDP2, TP2_EP2, TP2 = Layout(2, ep=2), Layout(4, ep=2), Layout(4, tp=2, ep=2), Layout(2, tp=2, ep=2)
 EDP2 = Layout(2)
@@ -238,6 +240,8 @@ class TestRouter:
             ("route-softmax-topk", "gpt_oss"),
             ("route-sigmoid-biased-normalised-scaled", "deepseek_v3"),
             ("route-groups-top2", "deepseek_v3"),
+            ("route-groups-top2-softmax", "mistral4"),
+            ("route-softmax-normalised-scaled", "mistral4"),
             ("route-sqrtsoftplus-biased-normalised", "deepseek_v4"),
             ("route-odd-experts", "qwen3_moe"),
         ],
@@ -248,6 +252,16 @@ class TestRouter:
         outcome = run(engine, workload)
         assert model == model_of(workload.config)
         assert_routed_alike(outcome, 1e-6)
+
+    def test_its_gradient_is_reduced_over_the_batches(self, engine: Engine) -> None:
+        """FSDP2 shards it over the ranks with other tokens, and each has its part of the mean gradient."""
+        workload = next(w for w in routers.routing_corpus("alltoall", EP2) if w.name == "route-softmax")
+        outcome = run(engine, workload)
+        for rank in outcome.ranks:
+            assert "apply_fully_sharded_data_parallelism" == rank.resolved["reduction"]
+            assert rank.grads_final is not None
+            grad = rank.grads_final["router", None]
+            assert (0, rank.rank, 2) == grad.shard
 
     @pytest.mark.parametrize(("score", "told"), [("softmax", torch.float32), ("softmax_topk", torch.float64)])
     def test_it_says_in_what_it_was_seen_to_compute(self, engine: Engine, score: Any, told: torch.dtype) -> None:
@@ -267,6 +281,8 @@ class TestLayer:
             ("shared-as-routed-uneven", "DeepseekV2Moe"),
             ("shared-bias-even", "DeepseekV2Moe"),
             ("shared-as-routed-several-scaled-even", "DeepseekV3MoE"),
+            ("shared-scaled-even", "Dots3NoteTextMoE"),
+            pytest.param("shared-even", "LaraMiniSparseMoeBlock", marks=_SINCE_5_24),
         ],
     )
     def test_it_computes_the_block(self, engine: Engine, layout: Layout, name: str, block: str) -> None:
@@ -330,8 +346,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("layout", "fields", "reason"),
         [
-            (EP2, {"shared.ffn": (24,)}, "shared experts of the routed ones' width 16"),
-            (EP2, {"shared.ffn": (16,), "routing.normalise": True}, "shared experts that have no gate"),
+            (EP2, {"shared.ffn": (24,), "shared.bias": True}, "shared experts of the routed ones' width 16"),
+            (EP2, {"shared.ffn": (16,), "routing.score": "softmax_topk"}, "shared experts that have no gate"),
             (EP2, {"shared.ffn": (16,), "shared.overlap": True}, "does not map shared.overlap"),
             (EP2, {"shared.ffn": (16,), "shared.gate": True, "shared.bias": True}, "qwen2_moe have no biases"),
             (EP2, {"shared.ffn": (16, 16), "shared.bias": True}, "it has one bias"),
