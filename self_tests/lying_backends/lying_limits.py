@@ -22,7 +22,7 @@ UNPROVED = (
     Limit("halves_in_flight", (1,), "untested", proof="undefined"),
     Limit("steps", (1,), "untested", proof="undefined"),
     *(
-        Limit(on, (False,), "untested", proof="undefined")  # type: ignore[arg-type]
+        Limit(on, (False,), "untested", proof="undefined")
         for on in (
             "zero_tokens", "duplicate_experts", "zero_weights", "negative_weights", "recomputed", "deterministic",
             "wrong_use",
@@ -66,7 +66,7 @@ class _OneRankSession(NativeSession):
     def exchange(self, config: Config) -> LocalExchange:
         if self.topology.sizes["ep"] > 1:
             raise Unsupported("no expert parallelism today")
-        return super().exchange(config)
+        return AllToAllExchange(config, self.topology)
 
 
 class RefusesAllOfEp(Liar):

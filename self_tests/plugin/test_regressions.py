@@ -176,7 +176,10 @@ class TestFloor:
     def test_a_new_floor_has_a_file_of_its_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Named after the version, the device and the profile where these are not the usual ones."""
         monkeypatch.setattr(floor_file, "FOLDER", tmp_path)
-        path = lambda *run: floor_file.path_to_write("toy", *run).name  # noqa: E731
+
+        def path(versions: dict[str, str], device: str, profile: str) -> str:
+            return floor_file.path_to_write("toy", versions, device, profile).name
+
         assert "toy.toml" == path({"toy": "1.0"}, "cpu", "quick")
         self.written(tmp_path, record("pass"))
         assert ["toy.toml", "toy@2.0.toml", "toy@cuda.toml", "toy@2.0-cuda-full.toml"] == [
