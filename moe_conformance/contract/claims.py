@@ -52,9 +52,9 @@ class Claims(ClaimsPart):
     # Where this exchange applies routing weights (EXCH-05). None: as `Session.weights_at` says.
     weights_at: Literal["input", "expert", "combine"] | None = None
     # How often an expert lies in an ep group (EXPT-04). once: on one of its ranks; replicas: redundant experts, as load
-    # balancing makes them (EPLB): an expert may lie on several, once on each, and a routed pair reaches one of these
-    # replicas, which the exchange chooses (EXCH-01). All replicas hold the same values and end with the same gradient,
-    # that of the tokens of all of them (GRAD-05, GRAD-06), for which ep ranks may reduce gradients (COST-08).
+    # balancing makes them (EPLB, EXCH-33): an expert may lie on several, once on each, and a routed pair reaches one of
+    # these replicas, which the exchange chooses (EXCH-01). All replicas hold the same values and end with the same
+    # gradient, that of the tokens of all of them (GRAD-05, GRAD-06), for which ep ranks may reduce gradients (COST-08).
     placement: Literal["once", "replicas"] = "once"
     # The scale of gradients between the two halves of an exchange (GRAD-01, GRAD-02). sum: backward passes them on as
     # they are; mean_over_ep: the backward of combine divides them by ep, and that of dispatch multiplies by it. So
