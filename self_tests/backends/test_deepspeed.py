@@ -151,18 +151,18 @@ class TestExperts:
 
 class TestRouter:
     @pytest.mark.parametrize(
-        ("name", "built"),
+        ("variant", "name", "built"),
         [
-            ("route-softmax-normalised", "TopKGate"),
-            ("route-softmax", "TokenChoiceTopKRouter"),
-            ("route-sigmoid-biased-normalised-scaled", "TokenChoiceTopKRouter"),
-            ("route-groups-top2", "TokenChoiceTopKRouter"),
-            ("route-groups-max", "TokenChoiceTopKRouter"),
+            ("moe", "route-softmax-normalised", "TopKGate"),
+            ("autoep", "route-softmax", "TokenChoiceTopKRouter"),
+            ("autoep", "route-sigmoid-biased-normalised-scaled", "TokenChoiceTopKRouter"),
+            ("autoep", "route-groups-top2", "TokenChoiceTopKRouter"),
+            ("autoep", "route-groups-max", "TokenChoiceTopKRouter"),
         ],
     )
-    def test_it_chooses_and_weighs_as_the_oracle(self, engine: Engine, name: str, built: str) -> None:
+    def test_it_chooses_and_weighs_as_the_oracle(self, engine: Engine, variant: str, name: str, built: str) -> None:
         """The same experts, the same weights, and the true load."""
-        workload = next(w for w in routers.routing_corpus("moe", Layout(2)) if w.name == name)
+        workload = next(w for w in routers.routing_corpus(variant, Layout(2)) if w.name == name)
         outcome = run(engine, workload)
         assert_routed_alike(outcome, 1e-6)
         for rank in outcome.ranks:
@@ -232,8 +232,8 @@ class TestRefusals:
             (EP2, "layer", {"experts": 5, "top_k": 1}, "library", "should be divisible by expert parallel size"),
             (EP2, "layer", {"top_k": 1, "jitter": 0.25}, "adapter", "0.01, and no option: not 0.25"),
             (EP2, "layer", {"top_k": 1, "capacity.factor": 1.0}, "adapter", "drops by neither, not by weights"),
-            (EP2, "router", {"routing.score": "sqrtsoftplus"}, "adapter", "softmax or sigmoid, not sqrtsoftplus"),
-            (EP2, "router", {"routing.forced": (("random", None),)}, "adapter", "forces routes"),
+            (EP2, "router", {"routing.score": "sigmoid"}, "adapter", "top_k = 2 has no option score='sigmoid'"),
+            (EP2, "router", {"routing.forced": (("random", None),)}, "adapter", "has no option forced="),
             (EP2, "training_routers", {"losses.auxiliary": 0.5}, "adapter", "top_k = 2 has no loss auxiliary"),
             (EP2, "training_routers", {"top_k": 1, "losses.z": 0.5}, "adapter", "has no loss z"),
         ],
