@@ -60,6 +60,7 @@ def checked(table: Table, name: str, row: Row) -> Row:
     try:
         workload = table.surface.make(name, row, layouts()[row["layout"]])
         found = table.surface.row_of(workload)
+        assert len(workload.batches[:]) == len(workload.batches)  # batches are drawn when they are looked at
     except ValueError as error:
         raise Unmade(f"{table.surface.name}: {dict(row)}: {error}") from error
     if found != row:
@@ -76,11 +77,20 @@ class Stored:
     rows: dict[str, Row]
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Number the rows from the first number that no stored one has."""
-        numbers = [int(name.rpartition("-")[2]) for name in self.rows]
+        """Number the rows from the first number that no stored one has.
+
+        Raises:
+            Unmade: rows that cannot be made, each with the reason.
+        """
+        numbers, problems = [int(name.rpartition("-")[2]) for name in self.rows], []
         for number, row in enumerate(rows, max(numbers, default=0) + 1):
             name = f"pairs-{self.table.surface.name}-{number}"
-            self.rows[name] = checked(self.table, name, row)
+            try:
+                self.rows[name] = checked(self.table, name, row)
+            except Unmade as error:
+                problems.append(str(error))
+        if problems:
+            raise Unmade("\n".join(problems))
 
     def write(self) -> None:
         """Write the file."""
@@ -116,7 +126,10 @@ def main() -> None:
         first = {(each.name, each.layout): each for each in pool if each.run in surface.runs}
         read = [*map(surface.row_of, first.values()), *stored.rows.values()]
         before = len(stored.rows)
-        stored.add(added(surface, {met for row in read for met in surface.met_by(row)}))
+        try:
+            stored.add(added(surface, {met for row in read for met in surface.met_by(row)}))
+        except Unmade as error:
+            parser.exit(1, f"{error}\n")
         stored.write()
         print(f"{surface.name}: {before} rows kept, {len(stored.rows) - before} added")
 

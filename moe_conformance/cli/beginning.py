@@ -15,22 +15,36 @@ from moe_conformance.plugin import options
 
 
 @main.command(name="list")
-@click.argument("what", type=click.Choice(["requirements", "checks", "backends", "surfaces"]))
+@click.argument("what", type=click.Choice(["requirements", "checks", "backends", "surfaces", "pairs"]))
 @click.option("--importable", is_flag=True, help="only backends whose library is here")
 @click.option(
     "--native-only",
     is_flag=True,
     help="only requirements that no real library was judged by: its floor and waivers do not name them",
 )
-def list_(what: str, importable: bool, native_only: bool) -> None:
-    """List requirements, checks, backends, or the optional surfaces that an adapter may offer."""
+@click.option("--surface", metavar="NAME", help="of `list pairs`: the options and rules of one surface")
+def list_(what: str, importable: bool, native_only: bool, surface: str | None) -> None:
+    """List requirements, checks, backends, the optional surfaces that an adapter may offer, or pairs of options.
+
+    `list pairs` says of each surface how many pairs of values of two options (three of a router) are possible, have a
+    workload that the quick profile runs, or one that the rotation runs, and how many a rule excludes.
+    """
     if importable and what != "backends":
         raise click.UsageError("--importable goes with `list backends`")
     if native_only and what != "requirements":
         raise click.UsageError("--native-only goes with `list requirements`")
+    if surface and what != "pairs":
+        raise click.UsageError("--surface goes with `list pairs`")
     require_torch()
     from moe_conformance.cli import catalogue
 
+    if what == "pairs":
+        try:
+            for line in catalogue.pair_lines(surface):
+                click.echo(line)
+        except LookupError as error:
+            raise CannotRun(str(error.args[0])) from error
+        return
     if what == "requirements":
         lines = catalogue.native_only_lines() if native_only else catalogue.requirement_lines()
     elif what == "checks":

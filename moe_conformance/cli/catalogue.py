@@ -1,4 +1,4 @@
-"""The lines of `list`: requirements, checks, backends and whether they can run here, and surfaces."""
+"""The lines of `list`: requirements, checks, backends and whether they can run here, surfaces, pairs of options."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from moe_conformance.plugin.options import Unusable
 from moe_conformance.plugin.run import open_backend
 from moe_conformance.spec.checks import PACKAGE, checks
 from moe_conformance.spec.places import Places, checked
+from moe_conformance.workloads.pairs import measure
+from moe_conformance.workloads.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -88,3 +90,15 @@ def surface_lines() -> Iterator[str]:
             if isfunction(method):
                 summary = cleandoc(method.__doc__ or "").partition("\n")[0]
                 yield f"{name:20}  {module.__name__.split('.')[2]:20}  {summary}"
+
+
+def pair_lines(surface: str | None) -> Iterator[str]:
+    """Yield the table of pairs of options on native, or the options, values and rules of one surface.
+
+    Raises:
+        LookupError: no surface has that name.
+    """
+    if surface is None:
+        yield from measure.lines(Plan(registry.load("native"), "cpu", "quick"))
+    else:
+        yield from measure.described(surface)

@@ -16,6 +16,8 @@ from torch import Tensor
 from moe_conformance.reference.rounding.errors import Measured, Rounding, exact, partial, parts_of
 from moe_conformance.reference.routing.routes import Score
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def logits_measured(r: Rounding, x_TD: Tensor, router_ED: Tensor) -> Measured:
     """Compute the logits x W^T, (T, D) and (E, D) -> (T, E).
@@ -47,8 +49,26 @@ def scores_measured(r: Rounding, logits_TE: Measured, score: Score) -> Measured:
         return r.function(s_TE, s_TE * (1 - s_TE), logits_TE)
     if score == "sqrtsoftplus":
         s_TE = torch.logaddexp(l_TE, torch.zeros_like(l_TE)).sqrt()  # (T, E)
-        return r.function(s_TE, l_TE.sigmoid() / (2 * s_TE), logits_TE, own=2 * s_TE)
+        scored = r.function(s_TE, l_TE.sigmoid() / (2 * s_TE), logits_TE, own=2 * s_TE)
+        lost_TE = underflow_of_root(r, s_TE)
+        return Measured(s_TE, scored.worst + lost_TE, torch.hypot(scored.spread, lost_TE))
     raise ValueError(f"score {score!r} is none of {Score}")
+
+
+def underflow_of_root(r: Rounding, root: Tensor) -> Tensor:
+    """Return what a root may be off by because what it is taken of may be lost below the smallest normal number.
+
+    Rule: there a number errs by the roundoff of the smallest normal one where it is stored, and by all of it where an
+    accumulator flushes it to zero, or is kept from zero by a bound; and |sqrt(a) - sqrt(b)| is at most sqrt(|a - b|),
+    and at most |a - b| / sqrt(a). Of float32, 1e-38 lost is 1e-19 of a root: softplus(-104) is 0 in it.
+
+    >>> r = Rounding(2.0**-24, 2.0**-24)
+    >>> [f"{underflow_of_root(r, torch.tensor(root)).item():.0e}" for root in (0.0, 1e-30, 1.0)]
+    ['1e-19', '1e-19', '1e-38']
+    """
+    known = {torch.finfo(dtype).eps / 2: torch.finfo(dtype).tiny for dtype in _DTYPES}
+    lost = r.u * known.get(r.u, 0.0) + known.get(r.v, 0.0)
+    return lost / root.clamp_min(lost**0.5) if lost else torch.zeros_like(root)
 
 
 def softmax(r: Rounding, z: Measured) -> Measured:

@@ -32,7 +32,7 @@ Padding = Literal["none", "end", "ragged", "one rank", "all"]
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """One step: the microbatches that train, their padding, and the number of updates after it."""
 
     microbatches: int = 1
@@ -42,11 +42,11 @@ class _Step:
     seed: int = 0  # of its tokens
 
 
-Item = _Step | Literal["save", "load", "optimise"]
+Item = Step | Literal["save", "load", "optimise"]
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class Recipe:
     """The steps and options of one script."""
 
     name: str
@@ -57,66 +57,66 @@ class _Recipe:
     positions: int | None = None  # of every rank; None: data parallel groups have different numbers
 
 
-_AGAIN = _Step(2, seed=2)
+_AGAIN = Step(2, seed=2)
 _RECIPES = (
-    _Recipe(
+    Recipe(
         "bias-microbatches",
         (
-            *(_Step(2), _Step(0), _Step(3, 2, seed=1), _Step(1, 0, seed=4), _Step(1, seed=5)),
+            *(Step(2), Step(0), Step(3, 2, seed=1), Step(1, 0, seed=4), Step(1, seed=5)),
             *("save", _AGAIN, "load", _AGAIN, "optimise"),
         ),
         where="every layout",
     ),
-    _Recipe(
+    Recipe(
         "bias-padding",
-        tuple(_Step(2, 1, padding, seed=n) for n, padding in enumerate(("end", "ragged", "one rank", "all", "none"))),  # type: ignore[arg-type]
+        tuple(Step(2, 1, padding, seed=n) for n, padding in enumerate(("end", "ragged", "one rank", "all", "none"))),  # type: ignore[arg-type]
     ),
-    _Recipe(
+    Recipe(
         "bias-evaluation",
         (
-            _Step(1, modes=("evaluation", "evaluation")),
-            _Step(0, modes=("no_grad", "no_grad"), seed=1),
-            _Step(2, modes=("no_grad", "no_grad"), seed=2),
-            _Step(0, modes=("evaluation",), seed=3),
-            _Step(1, modes=("evaluation", "no_grad", "evaluation"), seed=4),
+            Step(1, modes=("evaluation", "evaluation")),
+            Step(0, modes=("no_grad", "no_grad"), seed=1),
+            Step(2, modes=("no_grad", "no_grad"), seed=2),
+            Step(0, modes=("evaluation",), seed=3),
+            Step(1, modes=("evaluation", "no_grad", "evaluation"), seed=4),
         ),
     ),
-    _Recipe("bias-recomputed", (_Step(2), _Step(1, seed=1)), replace(_BALANCE, recompute=True), where="one rank"),
-    _Recipe("bias-forced-dealt", (_Step(1), _Step(2, seed=1)), options={"routing.forced": (("round_robin", None),)}),
-    _Recipe("bias-forced-random", (_Step(1), _Step(2, seed=1)), options={"routing.forced": (("random", None),)}),
-    _Recipe("bias-layers", (_Step(2), _Step(1, seed=1)), replace(_BALANCE, layers=2, dense_layers=1)),
-    _Recipe("bias-dropped", (_Step(2), _Step(1, seed=1)), options={"capacity.factor": 0.75}, where="one rank"),
-    _Recipe(
+    Recipe("bias-recomputed", (Step(2), Step(1, seed=1)), replace(_BALANCE, recompute=True), where="one rank"),
+    Recipe("bias-forced-dealt", (Step(1), Step(2, seed=1)), options={"routing.forced": (("round_robin", None),)}),
+    Recipe("bias-forced-random", (Step(1), Step(2, seed=1)), options={"routing.forced": (("random", None),)}),
+    Recipe("bias-layers", (Step(2), Step(1, seed=1)), replace(_BALANCE, layers=2, dense_layers=1)),
+    Recipe("bias-dropped", (Step(2), Step(1, seed=1)), options={"capacity.factor": 0.75}, where="one rank"),
+    Recipe(
         "bias-dropped-padded",
-        (_Step(2), _Step(1, seed=1)),
+        (Step(2), Step(1, seed=1)),
         options={"capacity.factor": 0.75, "capacity.padded": True},
         where="one rank",
     ),
-    _Recipe("bias-quantile", (_Step(2), _Step(3, seed=1), _Step(0), _Step(1, seed=2)), _QUANTILE, where="every layout"),
+    Recipe("bias-quantile", (Step(2), Step(3, seed=1), Step(0), Step(1, seed=2)), _QUANTILE, where="every layout"),
     # Of a router that selects by logits, and takes as many tokens as the experts have equal shares of.
-    _Recipe(
+    Recipe(
         "bias-quantile-logits",
-        (_Step(2), _Step(3, seed=1), _Step(1, seed=2)),
+        (Step(2), Step(3, seed=1), Step(1, seed=2)),
         _QUANTILE,
         {"routing.score": "softmax_topk"},
         where="every layout",
         positions=4,
     ),
-    _Recipe(
+    Recipe(
         "bias-quantile-padding",
-        (_Step(2, padding="ragged"), _Step(padding="all"), _Step(padding="one rank")),
+        (Step(2, padding="ragged"), Step(padding="all"), Step(padding="one rank")),
         _QUANTILE,
     ),
-    _Recipe(
+    Recipe(
         "bias-bfloat16",
-        (_Step(), _Step(), _Step(), "save", _Step(), "load", _Step()),
+        (Step(), Step(), Step(), "save", Step(), "load", Step()),
         Balance(rate=0.001),
         {"dtype": torch.bfloat16},
         where="one rank",
     ),
-    _Recipe(
+    Recipe(
         "bias-float16",
-        (_Step(), _Step(), _Step(), "save", _Step(), "load", _Step()),
+        (Step(), Step(), Step(), "save", Step(), "load", Step()),
         Balance(rate=0.0001),  # less than half the spacing of float16 below 1
         {"dtype": torch.float16},
         where="one rank",
@@ -134,18 +134,20 @@ def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload
     for recipe in _RECIPES:
         layouts = {"one rank": (SINGLE,), "small": _SMALL if profile == "quick" else (*_SMALL, TP2_CP2)}
         if recipe.where == "every layout" or layout in layouts[recipe.where]:
-            yield _script(recipe, variant, layout)
+            yield script(recipe, variant, layout)
 
 
-def _script(recipe: _Recipe, variant: str, layout: Layout) -> Workload:
+def script(recipe: Recipe, variant: str, layout: Layout) -> Workload:
+    """Return the script of a recipe."""
     routing = RoutingOptions(score="sigmoid", normalise=True, balance_bias=True)
     plain = Config(variant=variant, experts=_E, hidden=_D, routing=routing, balance=recipe.balance)
     config = plain.changed(recipe.options)
+    E = config.experts
     g = draw.generator(recipe.name)
     parameters: dict[ParameterKey, Tensor] = {}
     for layer in range(config.balance.layers):
-        parameters["router", layer] = torch.randn(_E, _D, generator=g).to(config.dtype)
-        order_E = torch.randperm(_E, generator=g)
+        parameters["router", layer] = torch.randn(E, config.hidden, generator=g).to(config.dtype)
+        order_E = torch.randperm(E, generator=g)
         parameters["balance_bias", layer] = _narrow_biases(order_E) if _narrow(config) else (order_E - 3) / 64
     routers = [parameters["router", layer] for layer in range(config.balance.layers)]
     calls = tuple(_call(item, recipe, config, layout, routers) for item in recipe.items)
@@ -158,11 +160,11 @@ def _narrow(config: Config) -> bool:
 
 def _narrow_biases(order_E: Tensor) -> Tensor:
     """Return biases near 0.75 that differ by 0.0025, of which bfloat16 tells few apart, and one far above."""
-    bias_E: Tensor = 0.75 + 0.0025 * order_E + 0.2 * (order_E == _E - 1)
+    bias_E: Tensor = 0.75 + 0.0025 * order_E + 0.2 * (order_E == len(order_E) - 1)
     return bias_E
 
 
-def _call(item: Item, recipe: _Recipe, config: Config, layout: Layout, routers: list[Tensor]) -> Call:
+def _call(item: Item, recipe: Recipe, config: Config, layout: Layout, routers: list[Tensor]) -> Call:
     if isinstance(item, str):
         return Call(item, ({},) * layout.world)
     together = layout.tp * layout.cp
@@ -173,7 +175,7 @@ def _call(item: Item, recipe: _Recipe, config: Config, layout: Layout, routers: 
     return Call("step", tuple(given))
 
 
-def _given(step: _Step, seed: str, config: Config, positions: int, routers: list[Tensor], rank: int) -> dict[str, Any]:
+def _given(step: Step, seed: str, config: Config, positions: int, routers: list[Tensor], rank: int) -> dict[str, Any]:
     """Return the arguments of a rank."""
     batches = []
     for m in range(step.microbatches):
@@ -181,7 +183,7 @@ def _given(step: _Step, seed: str, config: Config, positions: int, routers: list
         x = tuple(_tokens(router_ED, f"{seed} {m} {layer} {rank}", positions, 3 * rank + 2 * m + 5 * layer, padding_T)
                   for layer, router_ED in enumerate(routers))  # fmt: skip
         g = draw.generator("upstream", seed, m, rank)
-        upstream = tuple(torch.randn(positions * _B, _E, generator=g) for _ in routers)
+        upstream = tuple(torch.randn(positions * _B, config.experts, generator=g) for _ in routers)
         batches.append(RouterBatch(x, upstream, padding_T))
     others = [
         RouterBatch(
@@ -199,10 +201,11 @@ def _given(step: _Step, seed: str, config: Config, positions: int, routers: list
 def _tokens(router_ED: Tensor, seed: str, positions: int, preferred: int, padding_T: Tensor | None) -> Tensor:
     """Return x (S, B, D) whose tokens mostly prefer one expert; padding prefers the expert before it."""
     g = draw.generator("tokens", seed)
-    x_TD: Tensor = torch.randn(positions * _B, _D, generator=g) * _D**-0.5 + _PULL * router_ED.float()[preferred % _E]
+    E, D = router_ED.shape
+    x_TD: Tensor = torch.randn(positions * _B, D, generator=g) * D**-0.5 + _PULL * router_ED.float()[preferred % E]
     if padding_T is not None:
-        x_TD[padding_T] += 3 * _PULL * router_ED.float()[(preferred - 1) % _E]
-    return x_TD.reshape(positions, _B, _D).to(router_ED.dtype)
+        x_TD[padding_T] += 3 * _PULL * router_ED.float()[(preferred - 1) % E]
+    return x_TD.reshape(positions, _B, D).to(router_ED.dtype)
 
 
 def _padding(padding: Padding, positions: int, rank: int, m: int) -> Tensor | None:

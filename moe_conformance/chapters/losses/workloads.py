@@ -32,7 +32,7 @@ Tokens = Literal["plain", "hot", "equal", "one choice", "large"]
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """One step: its microbatches, padding, scale of the main loss, and size of upstream gradients."""
 
     microbatches: int = 1
@@ -44,12 +44,12 @@ class _Step:
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class Recipe:
     """The losses, steps and options of one script."""
 
     name: str
     losses: Losses
-    steps: tuple[_Step, ...]
+    steps: tuple[Step, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     tokens: Tokens = "plain"
     where: Literal["every layout", "one rank"] = "every layout"
@@ -58,85 +58,85 @@ class _Recipe:
 
 _ALL = Losses(auxiliary=0.3, sequence=0.7, global_batch=0.45, z=0.06)
 _PADDED = (
-    *(_Step(2, padding, upstream=0.5) for padding in ("asymmetric", "ragged", "one rank")),
-    _Step(1, "all"),
-    _Step(1),
+    *(Step(2, padding, upstream=0.5) for padding in ("asymmetric", "ragged", "one rank")),
+    Step(1, "all"),
+    Step(1),
 )
-_MIXED = (_Step(2, "asymmetric", upstream=1.0, overlapped=True), _Step(1, "ragged"))
-_PLAIN = (_Step(1), _Step(2, scale=0.5, upstream=1.0))
-_DIVIDED = (_Step(1), _Step(2), _Step(4))  # of the same sequences
+_MIXED = (Step(2, "asymmetric", upstream=1.0, overlapped=True), Step(1, "ragged"))
+_PLAIN = (Step(1), Step(2, scale=0.5, upstream=1.0))
+_DIVIDED = (Step(1), Step(2), Step(4))  # of the same sequences
 
 _RECIPES = (
-    _Recipe("losses-auxiliary", Losses(auxiliary=0.5), _DIVIDED),
-    _Recipe("losses-sequence", Losses(sequence=0.5), _DIVIDED),
-    _Recipe("losses-global", Losses(global_batch=0.5), (*_DIVIDED, _Step(2, scale=0.5))),
-    _Recipe("losses-first-choice", Losses(first_choice=0.5), _PLAIN, {"routing.normalise": True}),  # as GShard's gate
-    _Recipe("losses-top-1", Losses(auxiliary=0.5), _PLAIN, {"top_k": 1}),
-    _Recipe("losses-top-3-normalised", Losses(auxiliary=0.5), _PLAIN, {"top_k": 3, "routing.normalise": True}),
-    _Recipe("losses-z", Losses(z=0.25), _PLAIN),
-    _Recipe(
+    Recipe("losses-auxiliary", Losses(auxiliary=0.5), _DIVIDED),
+    Recipe("losses-sequence", Losses(sequence=0.5), _DIVIDED),
+    Recipe("losses-global", Losses(global_batch=0.5), (*_DIVIDED, Step(2, scale=0.5))),
+    Recipe("losses-first-choice", Losses(first_choice=0.5), _PLAIN, {"routing.normalise": True}),  # as GShard's gate
+    Recipe("losses-top-1", Losses(auxiliary=0.5), _PLAIN, {"top_k": 1}),
+    Recipe("losses-top-3-normalised", Losses(auxiliary=0.5), _PLAIN, {"top_k": 3, "routing.normalise": True}),
+    Recipe("losses-z", Losses(z=0.25), _PLAIN),
+    Recipe(
         "losses-attached",
         _ALL,
         (
-            _Step(2, upstream=1.0),
-            _Step(2),
-            _Step(2, upstream=2.0, scale=4.0),
-            _Step(2, upstream=1.0, scale=0.0),
-            _Step(2, upstream=1.0, overlapped=True),
-            _Step(1, upstream=1.0, modes=("evaluation",)),
+            Step(2, upstream=1.0),
+            Step(2),
+            Step(2, upstream=2.0, scale=4.0),
+            Step(2, upstream=1.0, scale=0.0),
+            Step(2, upstream=1.0, overlapped=True),
+            Step(1, upstream=1.0, modes=("evaluation",)),
         ),
     ),
-    _Recipe("losses-padding", _ALL, _PADDED),
-    _Recipe("losses-padding-z", Losses(z=0.25), _PADDED),
-    _Recipe("losses-padding-top-1", Losses(auxiliary=0.5), _PADDED, {"top_k": 1}, where="one rank"),
-    _Recipe("losses-uneven", _ALL, _MIXED, uneven=True),
-    _Recipe("losses-with-first-choice", Losses(auxiliary=0.3, first_choice=0.7, z=0.06), _PLAIN, where="one rank"),
-    _Recipe("losses-per-token", replace(_ALL, per_token=True), (*_PLAIN, *_PADDED)),
-    _Recipe("losses-per-token-auxiliary", Losses(auxiliary=0.5, per_token=True), _PLAIN),
-    _Recipe("losses-per-token-sequence", Losses(sequence=0.5, per_token=True), _DIVIDED),
-    _Recipe("losses-recomputed", replace(_ALL, recompute=True), _MIXED),
+    Recipe("losses-padding", _ALL, _PADDED),
+    Recipe("losses-padding-z", Losses(z=0.25), _PADDED),
+    Recipe("losses-padding-top-1", Losses(auxiliary=0.5), _PADDED, {"top_k": 1}, where="one rank"),
+    Recipe("losses-uneven", _ALL, _MIXED, uneven=True),
+    Recipe("losses-with-first-choice", Losses(auxiliary=0.3, first_choice=0.7, z=0.06), _PLAIN, where="one rank"),
+    Recipe("losses-per-token", replace(_ALL, per_token=True), (*_PLAIN, *_PADDED)),
+    Recipe("losses-per-token-auxiliary", Losses(auxiliary=0.5, per_token=True), _PLAIN),
+    Recipe("losses-per-token-sequence", Losses(sequence=0.5, per_token=True), _DIVIDED),
+    Recipe("losses-recomputed", replace(_ALL, recompute=True), _MIXED),
     # Of losses that no ragged sequence and no group changes.
-    _Recipe(
+    Recipe(
         "losses-recomputed-auxiliary",
         Losses(auxiliary=0.3, z=0.06, recompute=True),
-        (_Step(2, "asymmetric", upstream=1.0, overlapped=True), _Step(1, upstream=1.0)),
+        (Step(2, "asymmetric", upstream=1.0, overlapped=True), Step(1, upstream=1.0)),
     ),
-    _Recipe(
+    Recipe(
         "losses-evaluation",
         _ALL,
         (
-            _Step(2, upstream=1.0),
-            _Step(0, modes=("evaluation", "no_grad", "evaluation")),
-            _Step(2, upstream=1.0, modes=("no_grad", "evaluation")),
-            _Step(2, upstream=1.0),
+            Step(2, upstream=1.0),
+            Step(0, modes=("evaluation", "no_grad", "evaluation")),
+            Step(2, upstream=1.0, modes=("no_grad", "evaluation")),
+            Step(2, upstream=1.0),
         ),
     ),
-    _Recipe("losses-layers", replace(_ALL, layers=2, dense_layers=1), (_Step(2, upstream=1.0), _Step(1))),
-    _Recipe("losses-layers-top-1", Losses(auxiliary=0.5, layers=2), _PLAIN, {"top_k": 1}, where="one rank"),
-    _Recipe("losses-sigmoid", Losses(auxiliary=0.5), _PLAIN, {"routing.score": "sigmoid", "routing.normalise": True}),
-    _Recipe("losses-sigmoid-one", Losses(auxiliary=0.5), _PLAIN, {"routing.score": "sigmoid", "top_k": 1}),
-    _Recipe("losses-sqrtsoftplus", Losses(auxiliary=0.5), _PLAIN, {"routing.score": "sqrtsoftplus"}, where="one rank"),
-    _Recipe("losses-softmax-topk", Losses(auxiliary=0.5), _PLAIN, {"routing.score": "softmax_topk"}, where="one rank"),
-    _Recipe("losses-three-choices", _ALL, _PLAIN, {"top_k": 3}, where="one rank"),
-    _Recipe(
+    Recipe("losses-layers", replace(_ALL, layers=2, dense_layers=1), (Step(2, upstream=1.0), Step(1))),
+    Recipe("losses-layers-top-1", Losses(auxiliary=0.5, layers=2), _PLAIN, {"top_k": 1}, where="one rank"),
+    Recipe("losses-sigmoid", Losses(auxiliary=0.5), _PLAIN, {"routing.score": "sigmoid", "routing.normalise": True}),
+    Recipe("losses-sigmoid-one", Losses(auxiliary=0.5), _PLAIN, {"routing.score": "sigmoid", "top_k": 1}),
+    Recipe("losses-sqrtsoftplus", Losses(auxiliary=0.5), _PLAIN, {"routing.score": "sqrtsoftplus"}, where="one rank"),
+    Recipe("losses-softmax-topk", Losses(auxiliary=0.5), _PLAIN, {"routing.score": "softmax_topk"}, where="one rank"),
+    Recipe("losses-three-choices", _ALL, _PLAIN, {"top_k": 3}, where="one rank"),
+    Recipe(
         "losses-biased",
         _ALL,
         _PLAIN,
         {"routing.score": "sigmoid", "routing.balance_bias": True, "routing.normalise": True, "routing.scale": 2.5},
         where="one rank",
     ),
-    _Recipe(
+    Recipe(
         "losses-groups",
         _ALL,
         _PLAIN,
         {"routing.groups": (4, 2), "routing.group_score": "max"},
         where="one rank",
     ),
-    _Recipe("losses-forced-random", _ALL, _PLAIN, {"routing.forced": (("random", None),)}, where="one rank"),
-    _Recipe("losses-forced-round-robin", _ALL, _PLAIN, {"routing.forced": (("round_robin", None),)}, where="one rank"),
-    _Recipe("losses-dropped", Losses(auxiliary=0.5), _PLAIN, {"capacity.factor": 0.5}, "hot", where="one rank"),
+    Recipe("losses-forced-random", _ALL, _PLAIN, {"routing.forced": (("random", None),)}, where="one rank"),
+    Recipe("losses-forced-round-robin", _ALL, _PLAIN, {"routing.forced": (("round_robin", None),)}, where="one rank"),
+    Recipe("losses-dropped", Losses(auxiliary=0.5), _PLAIN, {"capacity.factor": 0.5}, "hot", where="one rank"),
     # Without upstream gradients: where experts are filled up, a token may have slots that it did not select.
-    _Recipe(
+    Recipe(
         "losses-dropped-sequence",
         Losses(sequence=0.5),
         _DIVIDED[:2],
@@ -144,27 +144,27 @@ _RECIPES = (
         "hot",
         where="one rank",
     ),
-    _Recipe("losses-equal", _ALL, (_Step(1),), tokens="equal", where="one rank"),
-    _Recipe("losses-one-choice", _ALL, (_Step(1),), tokens="one choice", where="one rank"),
-    _Recipe("losses-large", replace(_ALL, z=0.0), (_Step(1),), tokens="large", where="one rank"),
-    _Recipe(
+    Recipe("losses-equal", _ALL, (Step(1),), tokens="equal", where="one rank"),
+    Recipe("losses-one-choice", _ALL, (Step(1),), tokens="one choice", where="one rank"),
+    Recipe("losses-large", replace(_ALL, z=0.0), (Step(1),), tokens="large", where="one rank"),
+    Recipe(
         "losses-large-sigmoid",
         replace(_ALL, z=0.0),
-        (_Step(1),),
+        (Step(1),),
         {"routing.score": "sigmoid", "routing.normalise": True},
         tokens="large",
         where="one rank",
     ),
-    _Recipe("losses-bfloat16", _ALL, (_Step(1),), {"dtype": torch.bfloat16}, tokens="hot", where="one rank"),
-    _Recipe(
+    Recipe("losses-bfloat16", _ALL, (Step(1),), {"dtype": torch.bfloat16}, tokens="hot", where="one rank"),
+    Recipe(
         "losses-bfloat16-sigmoid",
         Losses(auxiliary=0.5),
-        (_Step(1),),
+        (Step(1),),
         {"dtype": torch.bfloat16, "routing.score": "sigmoid", "routing.normalise": True},
         tokens="hot",
         where="one rank",
     ),
-    _Recipe("losses-float16", _ALL, (_Step(1),), {"dtype": torch.float16}, tokens="hot", where="one rank"),
+    Recipe("losses-float16", _ALL, (Step(1),), {"dtype": torch.float16}, tokens="hot", where="one rank"),
 )
 # On more ranks other scripts cover the same.
 _ON_MORE_RANKS_IN_FULL = tuple(
@@ -184,17 +184,19 @@ def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload
             continue
         if layout == SINGLE or recipe.where == "every layout":
             base = Config(variant=variant, experts=_E, hidden=_D, losses=recipe.losses)
-            yield _script(recipe, base.changed(recipe.options), layout)
+            yield script(recipe, base.changed(recipe.options), layout)
 
 
-def _script(recipe: _Recipe, config: Config, layout: Layout) -> Workload:
+def script(recipe: Recipe, config: Config, layout: Layout) -> Workload:
+    """Return the script of a recipe, given the options of its routers."""
+    E, D = config.experts, config.hidden
     g = draw.generator(recipe.name)
     parameters: dict[ParameterKey, Tensor] = {}
     for layer in range(config.losses.layers):
-        router_ED = torch.randn(_E, _D, generator=g).to(config.dtype)
+        router_ED = torch.randn(E, D, generator=g).to(config.dtype)
         parameters["router", layer] = router_ED
         if config.routing.balance_bias:
-            parameters["balance_bias", layer] = torch.linspace(-0.5, 0.5, _E)[torch.randperm(_E, generator=g)]
+            parameters["balance_bias", layer] = torch.linspace(-0.5, 0.5, E)[torch.randperm(E, generator=g)]
     tokens = _Drawn(recipe, config, layout, [parameters["router", layer] for layer in range(config.losses.layers)])
     calls = tuple(map(tokens.call, recipe.steps))
     return Workload(recipe.name, ON_TRAINING_ROUTERS, config, layout, (), parameters=parameters, calls=calls)
@@ -204,7 +206,7 @@ def _script(recipe: _Recipe, config: Config, layout: Layout) -> Workload:
 class _Drawn:
     """Draws the tokens of all ranks, and the calls of steps."""
 
-    recipe: _Recipe
+    recipe: Recipe
     config: Config
     layout: Layout
     routers: list[Tensor]
@@ -235,14 +237,14 @@ class _Drawn:
             for group in range(self.layout.dp)
         ]
 
-    def call(self, step: _Step) -> Call:
+    def call(self, step: Step) -> Call:
         """Return the call of one step.
 
         All steps have the same tokens; steps with the same number of microbatches have the same upstream gradients.
         """
         return Call("step", tuple(self._given(step, rank) for rank in range(self.layout.world)))
 
-    def _given(self, step: _Step, rank: int) -> dict[str, Any]:
+    def _given(self, step: Step, rank: int) -> dict[str, Any]:
         group, place = divmod(rank, self.together)
         positions, x = self.positions(group), self.x[group]
         padding_SB = _padding(step.padding, positions * self.together, positions, group)
@@ -253,7 +255,7 @@ class _Drawn:
         for m in range(step.microbatches):
             columns = slice(m * width, (m + 1) * width)
             here = None if step.padding == "none" else padding_SB[mine, columns].flatten()
-            upstream = tuple(step.upstream * torch.randn(positions * width, _E, generator=g) for _ in self.routers)
+            upstream = tuple(step.upstream * torch.randn(positions * width, self.config.experts, generator=g) for _ in self.routers)
             batches.append(RouterBatch(tuple(x_SBD[mine, columns].contiguous() for x_SBD in x), upstream, here))
         others = [
             RouterBatch(tuple(x_SBD[mine].roll(n, 0).contiguous() for x_SBD in x), (), None, mode)
@@ -292,10 +294,10 @@ def _padding(padding: Padding, positions: int, of_rank: int, group: int) -> Tens
 def _tokens(tokens: Tokens, router_ED: Tensor, config: Config, positions: int, seed: str) -> Tensor:
     """Return x (S, B, D) whose selections of experts do not depend on rounding."""
     g = draw.generator("tokens", seed)
-    shape = (positions, _B, _D)
+    shape = (positions, _B, config.hidden)
     if tokens == "equal":
         return torch.zeros(shape, dtype=config.dtype)
-    x: Tensor = torch.randn(shape, generator=g) * _D**-0.5
+    x: Tensor = torch.randn(shape, generator=g) * config.hidden**-0.5
     if tokens == "one choice":
         x = x[:1, :1].expand(shape).clone()
     if tokens == "hot":  # most tokens have the same first choice

@@ -49,18 +49,13 @@ def shared() -> Option:
     return Option("shared", _SHARED, read)
 
 
-_TOKENS = {"even": (22,), "uneven": (22, 15, 18, 13), "rank without": (14, 0, 18, 9)}
+# Even numbers, as they may be two columns, and few: who is dropped is to be clear.
+_TOKENS = {"even": (14,), "uneven": (14, 8, 12, 6), "rank without": (10, 0, 12, 6)}
 
 
 def _capacity(workload: Workload) -> str:
     capacity = workload.config.capacity
     return NO if capacity.factor is None else capacity.drop_policy if capacity.factor == 0.5 else ""
-
-
-def _sizes(row: Row) -> tuple[int, ...]:
-    """Return T by rank, even where tokens are two columns."""
-    several = 2 if row["lead"] == "two_dims" else 1
-    return tuple(several * T for T in _TOKENS[row["tokens"]])
 
 
 _OPTIONS = (
@@ -87,6 +82,8 @@ _RULES = (
     Rule({"score": ("softmax_topk",), "balance_bias": (YES,)}, "biased logits have no clear margin"),
     Rule({"top_k": ("10",), "score": ("sigmoid", "sqrtsoftplus")}, "ten of 16 bounded scores have no clear margin"),
     Rule({"capacity": ("position", "weights"), "top_k": ("5", "6", "10")}, "too many slots tie for the last place"),
+    Rule({"capacity": ("weights",), "top_k": ("1",), "score": ("softmax_topk",)}, "the only weight is 1: all tie"),
+    Rule({"capacity": ("weights",), "top_k": ("1",), "normalise": (YES,)}, "the only weight is 1: all tie"),
     Rule({"capacity": ("position", "weights"), "dtype": ("bfloat16", "float16")}, "rounding decides what is dropped"),
 )
 
@@ -98,7 +95,7 @@ def _make(name: str, row: Row, layout: Layout) -> Workload:
     recipe = LayerRecipe(
         name,
         config,
-        _sizes(row),
+        _TOKENS[row["tokens"]],
         SCHEDULED[row["schedule"]],
         "two_dims" if row["lead"] == "two_dims" else "flat",
         "poisoned" if row["asynchrony"] == "poisoned" else "plain",

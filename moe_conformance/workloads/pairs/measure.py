@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from moe_conformance.workloads.pairs.cases import tables
@@ -32,18 +32,39 @@ def measured(plan: Plan) -> list[Found]:
     for table in tables():
         every, possible = sum(1 for _ in table.surface.tuples()), table.surface.possible()
         made.append(Found(table.surface, every - len(possible), possible))
-    for case, found in _of_surfaces(plan.pool, made):
+    for case, found, runs in _of_surfaces(plan, made):
         seen = found.possible & {*found.surface.met_by(found.surface.row_of(case.workload))}
-        (found.quick if plan.selected(case) else found.rotation).update(seen)
+        (found.quick if runs else found.rotation).update(seen)
     return made
 
 
-def _of_surfaces(cases: Iterable[Case], made: Iterable[Found]) -> Iterator[tuple[Case, Found]]:
-    """Yield each case with its surface; of cases that differ in the variant alone the first, selected ones first."""
+def _of_surfaces(plan: Plan, made: Sequence[Found]) -> Iterator[tuple[Case, Found, bool]]:
+    """Yield each workload once with its surface, and whether the profile runs it with any variant."""
     by_run = {run: found for found in made for run in found.surface.runs}
-    for case in cases:
+    runs = {(case.workload.name, case.cell.layout) for case in plan.cases}
+    first = {(case.workload.name, case.cell.layout): case for case in reversed(plan.pool)}
+    for place, case in first.items():
         if case.workload.run in by_run:
-            yield case, by_run[case.workload.run]
+            yield case, by_run[case.workload.run], place in runs
+
+
+def described(name: str) -> Iterator[str]:
+    """Yield the options of a surface with their values and reasons, and its rules.
+
+    Raises:
+        LookupError: no surface has that name.
+    """
+    surface = next((table.surface for table in tables() if table.surface.name == name), None)
+    if surface is None:
+        known = ", ".join(table.surface.name for table in tables())
+        raise LookupError(f"no surface {name!r}; known: {known}")
+    for option in surface.options:
+        yield option.name
+        yield from (f"    {value:16}{why}" for value, why in option.values.items())
+    yield "excluded:"
+    for rule in surface.rules:
+        together = " with ".join(f"{option} {' or '.join(values)}" for option, values in rule.values.items())
+        yield f"    {together}: {rule.why}"
 
 
 def lines(plan: Plan) -> Iterator[str]:

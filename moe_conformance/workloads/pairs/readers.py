@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from moe_conformance.workloads.pairs.options import Option
 from moe_conformance.workloads.records.features import halves_in_flight, in_flight
 from moe_conformance.workloads.records.schedule import FORWARD_ALONE, executes
+from moe_conformance.workloads.records.training import RouterBatch
 from moe_conformance.workloads.records.workload import Workload
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -200,3 +202,80 @@ def recompute() -> Option:
 def yes(name: str, why: str, read: Callable[[Workload], object]) -> Option:
     """Return an option that is there or not."""
     return Option(name, {NO: "as if there were no such option", YES: why}, lambda w: YES if read(w) else NO)
+
+
+# ---- routers of a model in steps: `RouterBatch` by call and rank ----------------------------------------------------
+
+MASKS = {
+    "none": "no mask is passed",
+    "end": "all sequences end alike: the last rank of a cp or tp group has most padding",
+    "ragged": "sequences of different lengths: each has its own number of tokens",
+    "one rank": "all tokens of a rank are padding: its sums are of nothing",
+}
+MODES = {
+    NO: "training alone",
+    "evaluation": "forwards in evaluation lie between: they count and add nothing",
+    "no_grad": "forwards in training without gradients lie between",
+}
+
+
+def _steps(workload: Workload) -> list[list[list[RouterBatch]]]:
+    """Return the microbatches of every rank in every step."""
+    calls = [call.given for call in workload.calls if call.given and "batches" in call.given[0]]
+    return [[[*given["batches"]] for given in call] for call in calls]
+
+
+def _mask_of(workload: Workload) -> str:
+    """Return the kind of padding masks of a script; "" if there are several kinds, or one of all tokens."""
+    kinds = set()
+    for step in _steps(workload):
+        masked = [[batch for batch in of_rank if batch.padding_T is not None] for of_rank in step]
+        of_ranks = [torch.cat([batch.padding_T for batch in each]) for each in masked if each]  # type: ignore[misc]
+        if of_ranks and len(of_ranks) == len(step):
+            kinds.add(_mask_kind(of_ranks, [_columns(each) for each in masked]))
+    return kinds.pop() if len(kinds) == 1 else "" if kinds else "none"
+
+
+def _columns(batches: Sequence[RouterBatch]) -> list[Tensor]:
+    """Return the masks (S, B) of a rank's microbatches; those of one sequence each are put side by side."""
+    masks_SB = [batch.padding_T.view(batch.x[0].shape[:2]) for batch in batches if batch.padding_T is not None]
+    return [torch.cat(masks_SB, 1)] if all(mask_SB.shape[1] == 1 for mask_SB in masks_SB) else masks_SB
+
+
+def _mask_kind(of_ranks: Sequence[Tensor], masks_SB: Sequence[Sequence[Tensor]]) -> str:
+    """Return the kind of the masks of a step, given those of each rank, and their microbatches.
+
+    Where sequences end early their last ranks may have no token either: "one rank" is the first.
+    """
+    whole = [bool(mask.all()) for mask in of_ranks]
+    if whole[0]:
+        return "" if all(whole) else "one rank"
+    alike = [torch.equal(mask, mask[:, :1].expand_as(mask)) for masks in masks_SB for mask in masks]
+    return "end" if all(alike) else "ragged"
+
+
+def mask() -> Option:
+    """Return the option of the padding mask of routers in steps."""
+    return Option("mask", MASKS, _mask_of)
+
+
+def modes() -> Option:
+    """Return the option of further forwards of routers in steps."""
+
+    def read(workload: Workload) -> str:
+        batches = [batch for step in _steps(workload) for of_rank in step for batch in of_rank]
+        found = {batch.mode for batch in batches} - {"training"}
+        return NO if not found else found.pop() if len(found) == 1 else ""
+
+    return Option("modes", MODES, read)
+
+
+def microbatches() -> Option:
+    """Return the option of the largest number of microbatches of a step."""
+    why = {"1": "one in a step", "2": "losses and counters add up", "4": "means over microbatches are no halves"}
+
+    def read(workload: Workload) -> str:
+        trained = [[batch for batch in step[0] if batch.mode == "training"] for step in _steps(workload)]
+        return str(max(map(len, trained), default=0))
+
+    return Option("microbatches", why, read)

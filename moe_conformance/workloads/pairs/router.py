@@ -106,6 +106,7 @@ _OPTIONS = (
     readers.tokens(),
     readers.recompute(),
 )
+_HALF = ("bfloat16", "float16")
 _RULES = (
     Rule({"layout": ("single",), "tokens": ("uneven",)}, "one rank has no others"),
     Rule({"layout": ("single",), "tokens": ("rank without",), "schedule": ("one",)}, "no token would be there at all"),
@@ -117,6 +118,9 @@ _RULES = (
     Rule({"logits": ("ties",), "balance_bias": (YES,)}, "biases of experts differ, so that none tie"),
     Rule({"logits": ("ties",), "gate_bias": (YES,)}, "biases of experts differ, so that none tie"),
     Rule({"logits": ("ties",), "groups": ("top2_sum", "topk_sum", "max")}, "pairs lie within a group, which is whole"),
+    Rule({"logits": ("large",), "balance_bias": (YES,), "score": ("softmax", "softmax_topk")}, "logits alone decide"),
+    Rule({"logits": ("large",), "balance_bias": (YES,), "dtype": _HALF}, "rounding of large logits leaves all open"),
+    Rule({"logits": ("large",), "groups": ("top2_sum", "topk_sum", "max"), "dtype": _HALF}, "as for biases"),
     Rule({"tokens": ("one token",), "groups": ("top2_sum", "topk_sum", "max")}, "too few to show a limit"),
     Rule({"tokens": ("one token",), "balance_bias": (YES,)}, "too few to show that a bias selects"),
 )
@@ -130,15 +134,16 @@ def config_of(row: Row) -> dict[str, Any]:
     config |= {"routing.scale": 2.5} if row.get("scale") == YES else {}
     config |= {"gate_bias": True} if row.get("gate_bias") == YES else {}
     if row.get("groups", NO) != NO:
-        chosen = 2 if config["top_k"] % 2 == 0 else 1
-        config |= {"routing.groups": (4, 3 if config["top_k"] > 6 else chosen), "routing.group_score": row["groups"]}
+        K = config["top_k"]
+        chosen = 3 if K > 6 else 2 if K > 2 and K % 2 == 0 else 1
+        config |= {"routing.groups": (4, chosen), "routing.group_score": row["groups"]}
     if row.get("wide") == YES:
         config["router_dtype"] = torch.float64 if row["dtype"] == "float32" else torch.float32
     return config
 
 
 def _make(name: str, row: Row, layout: Layout) -> Workload:
-    few = {"even": (24,), "uneven": (24, 12), "rank without": (24, 0), "changing": (24, 13), "one token": (1,)}
+    few = {"even": (32,), "uneven": (40, 24), "rank without": (40, 0), "changing": (40, 25), "one token": (1,)}
     recipe = RouterRecipe(
         name,
         config_of(row),
