@@ -45,8 +45,8 @@ def shared(workload: Workload) -> bool:
 
 
 def layered(workload: Workload) -> bool:
-    """Select models with several routers."""
-    return workload.config.balance.layers > 1
+    """Select models with several routers, updated by the sign of the load."""
+    return workload.config.balance.layers > 1 and not by_quantiles(workload)
 
 
 def by_quantiles(workload: Workload) -> bool:
@@ -61,8 +61,9 @@ def uncounted(workload: Workload) -> bool:
 
 
 def untrained(workload: Workload) -> bool:
-    """Select forwards that do not train, or that run again."""
-    return workload.config.balance.recompute or any(batch.mode != "training" for batch in _batches(workload))
+    """Select forwards that do not train, or that run again, in updates by the sign of the load."""
+    alone = any(batch.mode != "training" for batch in _batches(workload))
+    return not by_quantiles(workload) and (workload.config.balance.recompute or alone)
 
 
 def forced(workload: Workload) -> bool:
@@ -73,6 +74,11 @@ def forced(workload: Workload) -> bool:
 def narrow(workload: Workload) -> bool:
     """Select models of half precision."""
     return workload.config.dtype in (torch.bfloat16, torch.float16)
+
+
+def narrow_and_saved(workload: Workload) -> bool:
+    """Whether it is one of half precision that saves and loads the biases as well."""
+    return narrow(workload) and "load" in [call.method for call in workload.calls]
 
 
 class TestUpdates:
@@ -121,7 +127,7 @@ class TestState:
     """Router, state dictionary and earlier references see an update, and loading brings the bits back."""
 
     test_float32_in_models_of_half_precision = Row(
-        "BIAS-09", ON_BALANCING_ROUTERS, (judge_growth, judge_selection, judge_reload), when=narrow
+        "BIAS-09", ON_BALANCING_ROUTERS, (judge_growth, judge_selection, judge_reload), when=narrow_and_saved
     )
     """Small updates are kept, saved, and take part in the selection."""
 

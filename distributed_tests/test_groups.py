@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from moe_conformance.chapters.groups.judge.divisibility import judge_indivisible
 from moe_conformance.chapters.groups.judge.groups import judge_groups, judge_source_groups
+from moe_conformance.chapters.groups.judge.leftovers import judge_built_again
 from moe_conformance.chapters.groups.judge.proxy_model import judge_proxy_gradients, judge_proxy_tokens
 from moe_conformance.chapters.groups.judge.sizes import judge_sizes, judge_stages
 from moe_conformance.chapters.groups.workloads.proxy_model import ProxyModelStep
@@ -50,6 +51,11 @@ class TestDivision:
         "GROUP-03", ON_SESSION, judge_indivisible, when=shows("sizes that do not divide")
     )
     """Experts or widths that the layout cannot divide are refused on every rank, with both numbers."""
+
+
+class TestLeftovers:
+    test_no_group_is_left_for_each_exchange = Row("GROUP-08", ON_SESSION, judge_built_again, when=shows("built again"))
+    """Building one exchange again and again makes no further process groups."""
 
 
 AT_SIZE = shows("many ranks")  # which are virtual

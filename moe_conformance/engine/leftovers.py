@@ -37,10 +37,15 @@ def process_state(own_groups: int = 0) -> ProcessState:
         "the deterministic mode": torch.are_deterministic_algorithms_enabled(),
         "the number of threads": torch.get_num_threads(),
     }
-    groups = len(dist.distributed_c10d._world.pg_map) - own_groups
+    groups = process_groups() - own_groups
     return ProcessState(
         frozenset(threading.enumerate()), processes.running_children(), os.environ.copy(), _folder(), modes, groups
     )
+
+
+def process_groups() -> int:
+    """Returns the number of process groups of this process, the default one and the engine's included."""
+    return len(dist.distributed_c10d._world.pg_map)
 
 
 def _folder() -> str:

@@ -101,6 +101,7 @@ class Answer:
     changed: tuple[str, ...] = ()  # arguments and upstream gradients whose bytes had changed when the script had ended
     differentiable: bool = False  # whether the tensor that it returned asks for a gradient
     deterministic: tuple[bool, bool] = (False, False)  # after the call: whether enabled, whether warning only
+    groups: int = 0  # process groups of the process after the call
     error: str = ""  # the exception's message, where it raised
     error_type: str = ""  # and its type, with the module
     error_by: str = ""  # of `Unsupported`: "library" or "adapter"

@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_conformance.contract import Malformed, Session, Unsupported
 from moe_conformance.discovery import registered
 from moe_conformance.engine import RankContext
+from moe_conformance.engine.leftovers import process_groups
 from moe_conformance.scenarios import parameters, state
 from moe_conformance.scenarios.calling import call_through, deterministic_setting, form_of, memory_of, takes, under
 from moe_conformance.scenarios.exchange_with_probe import Whole, exchange_with_probe
@@ -149,6 +150,7 @@ class Script:
             memory={} if call.through else memory_of(returned, {name: leaf.held for name, leaf in leaves.items()}),
             differentiable=isinstance(returned, Tensor) and returned.requires_grad,
             deterministic=setting,
+            groups=process_groups(),
         )
 
     def _argument(self, name: str, value: Any, call: Call, leaves: dict[str, _Leaf]) -> Any:

@@ -60,6 +60,7 @@ _OPTIONS = (
 _RULES = (
     Rule({"layout": ("single",), "mask": ("one rank",)}, "no token would be left"),
     Rule({"rule": ("quantile",), "forced": ("random", "round_robin")}, "quantiles are of scores that select nothing"),
+    Rule({"rule": ("quantile",), "capacity": ("dropped", "padded")}, "biases share all slots out, so that none drops"),
     Rule({"rule": ("quantile",), "dtype": ("bfloat16", "float16")}, "tokens are equal there, and so are all quantiles"),
 )
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import lcm
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_conformance.backends.native import Native, NativeSession
@@ -291,3 +292,12 @@ class FirstSessionForAll(Native):
         if self._session is None:
             self._session = super().open(topology, device)
         return self._session
+
+
+@planted(Expectation("GROUP-08", "exchange-built-again", "run", "process groups after the exchange was built 3 times"))
+class GroupForEachExchange(AllToAllExchange):
+    """Every exchange that is built makes a group of its own, and nobody destroys it."""
+
+    def __init__(self, config: Config, topology: Topology) -> None:
+        super().__init__(config, topology)
+        dist.new_group(list(range(topology.sizes["world"])))

@@ -89,7 +89,7 @@ def _parts(
 ) -> Iterator[tuple[list[Tensor], list[Tensor | None]]]:
     """Yield the scores (T, E) and padding masks that quantiles are taken of: of a whole step, or of each part."""
     call, layer = at
-    places = range(len(history.batches(call, ranks[0])))
+    places = [place for place, batch in enumerate(history.batches(call, ranks[0])) if batch.mode == "training"]
     if how.last:
         places = places[-1:]
     pairs = [[(place, rank) for place in places for rank in ranks]]

@@ -1,4 +1,4 @@
-"""Scripts that try sizes that do not divide: experts over ep, the width of experts over etp. All must be refused."""
+"""Scripts that build: with sizes that do not divide, all of which must be refused, and one exchange several times."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 
 from moe_conformance.contract import Config
 from moe_conformance.contract.topology import Layout
-from moe_conformance.workloads.chapter import Chapter
+from moe_conformance.workloads.chapter import EP2, Chapter
 from moe_conformance.workloads.records.runs import ON_SESSION
 from moe_conformance.workloads.records.workload import Call, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
 EXPERTS, NO_EXPERTS, WIDTH = "indivisible-experts", "no-experts", "indivisible-width"
 NAMES = (EXPERTS, NO_EXPERTS, WIDTH)
+AGAIN = "exchange-built-again"
 _WIDEST = 6  # ranks: more ranks would show nothing else
 
 
@@ -41,4 +42,17 @@ def _workload(name: str, configs: list[Config], surfaces: tuple[str, ...], layou
     return Workload(name, ON_SESSION, config, layout, (), calls=calls, shows=frozenset({"sizes that do not divide"}))
 
 
-CHAPTERS = (Chapter((ON_SESSION,), NAMES, corpus, variants="every"),)
+def again(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
+    """Yield the script that builds one exchange three times."""
+    del profile
+    if 1 < layout.world <= _WIDEST:
+        config = Config(variant=variant)
+        config = config if config.experts % layout.ep == 0 else Config(variant=variant, experts=2 * layout.ep)
+        calls = (Call("exchange", ({"config": config},) * layout.world, may_raise=True),) * 3
+        yield Workload(AGAIN, ON_SESSION, config, layout, (), calls=calls, shows=frozenset({"built again"}))
+
+
+CHAPTERS = (
+    Chapter((ON_SESSION,), NAMES, corpus, variants="every"),
+    Chapter((ON_SESSION,), (AGAIN,), again, variants="every", quick=(EP2,)),
+)
