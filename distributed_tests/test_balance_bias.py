@@ -39,6 +39,11 @@ def optimised(workload: Workload) -> bool:
     return any(call.method == "optimise" for call in workload.calls)
 
 
+def plain(workload: Workload) -> bool:
+    """Select scripts with an optimizer, and of pairs of options those that are updated by the sign of own loads."""
+    return optimised(workload) or (workload.rotates and not by_quantiles(workload) and not forced(workload))
+
+
 def shared(workload: Workload) -> bool:
     """Select those with routers that several ranks train."""
     return optimised(workload) and workload.layout.world > workload.layout.pp
@@ -82,7 +87,7 @@ def narrow_and_saved(workload: Workload) -> bool:
 
 
 class TestUpdates:
-    test_by_the_rate_against_the_load = Row("BIAS-01", ON_BALANCING_ROUTERS, judge_updates, when=optimised)
+    test_by_the_rate_against_the_load = Row("BIAS-01", ON_BALANCING_ROUTERS, judge_updates, when=plain)
     """An update adds the rate below the mean load and subtracts it above."""
 
     test_loads_of_all_ranks_of_the_router = Row("BIAS-02", ON_BALANCING_ROUTERS, judge_updates, when=shared)

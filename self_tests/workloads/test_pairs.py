@@ -64,7 +64,9 @@ class TestTables:
             assert all(len(option.values) > 1 for option in surface.options), surface.name
             assert all(rule.why and len(rule.values) > 1 for rule in surface.rules), surface.name
             known = {option.name: option.values for option in surface.options}
-            assert all({*values} <= known[name].keys() for rule in surface.rules for name, values in rule.values.items())
+            assert all(
+                {*values} <= known[name].keys() for rule in surface.rules for name, values in rule.values.items()
+            )
 
     def test_the_table_counts_what_is_met(self) -> None:
         """Pairs that are possible are in quick, in the rotation, or in none; the others are excluded."""

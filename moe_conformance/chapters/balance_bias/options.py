@@ -20,7 +20,11 @@ _LAYOUTS = {
     "pp2-ep2": "stages have other layers: loads are not summed over them",
 }
 _FORCED = {NO: "routers select", "random": "by random logits", "round_robin": "in turn: loads are equal"}
-_DROPS = {NO: "no slot is dropped", "dropped": "loads count selected slots", "padded": "rows are padded to the capacity"}
+_DROPS = {
+    NO: "no slot is dropped",
+    "dropped": "loads count selected slots",
+    "padded": "rows are padded to the capacity",
+}
 _RULES_OF = {"sign": "a rate is added or subtracted", "quantile": "biases are set from scores of the step's tokens"}
 
 

@@ -68,7 +68,9 @@ _OPTIONS = (
     readers.microbatches(),
     readers.modes(),
     readers.yes("uneven", "data parallel groups have different numbers of tokens", _uneven),
-    readers.yes("capacity", "slots are dropped: losses count those that were selected", lambda w: w.config.capacity.factor),
+    readers.yes(
+        "capacity", "slots are dropped: losses count those that were selected", lambda w: w.config.capacity.factor
+    ),
 )
 _RULES = (
     Rule({"layout": ("single", "tp2-cp2-edp4"), "uneven": (YES,)}, "there is one data parallel group"),

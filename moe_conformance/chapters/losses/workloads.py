@@ -255,7 +255,9 @@ class _Drawn:
         for m in range(step.microbatches):
             columns = slice(m * width, (m + 1) * width)
             here = None if step.padding == "none" else padding_SB[mine, columns].flatten()
-            upstream = tuple(step.upstream * torch.randn(positions * width, self.config.experts, generator=g) for _ in self.routers)
+            upstream = tuple(
+                step.upstream * torch.randn(positions * width, self.config.experts, generator=g) for _ in self.routers
+            )
             batches.append(RouterBatch(tuple(x_SBD[mine, columns].contiguous() for x_SBD in x), upstream, here))
         others = [
             RouterBatch(tuple(x_SBD[mine].roll(n, 0).contiguous() for x_SBD in x), (), None, mode)

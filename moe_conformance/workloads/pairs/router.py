@@ -79,7 +79,9 @@ def wide() -> Option:
 
 def gate_bias() -> Option:
     """Return the option of a bias of logits."""
-    return readers.yes("gate_bias", "a bias that selects, weighs and trains", lambda workload: workload.config.gate_bias)
+    return readers.yes(
+        "gate_bias", "a bias that selects, weighs and trains", lambda workload: workload.config.gate_bias
+    )
 
 
 def _kind(workload: Workload) -> str:
@@ -113,7 +115,10 @@ _RULES = (
     Rule({"tokens": ("changing",), "schedule": ("one",)}, "one microbatch has one number of tokens"),
     Rule({"tokens": ("changing",), "layout": ("ep2",)}, "uneven tokens change between microbatches too"),
     Rule({"dtype": ("float64",), "wide": (YES,)}, "no dtype is wider than float64"),
-    Rule({"groups": ("max", "topk_sum"), "top_k": ("1",)}, "the best expert is in the best group: a limit changes nothing"),
+    Rule(
+        {"groups": ("max", "topk_sum"), "top_k": ("1",)},
+        "the best expert is in the best group: a limit changes nothing",
+    ),
     Rule({"logits": ("ties",), "top_k": ("2", "6", "10")}, "an even K takes both experts of a pair"),
     Rule({"logits": ("ties",), "balance_bias": (YES,)}, "biases of experts differ, so that none tie"),
     Rule({"logits": ("ties",), "gate_bias": (YES,)}, "biases of experts differ, so that none tie"),

@@ -29,5 +29,7 @@ def judge_built_again(outcome: Outcome) -> Comparisons:
         counts = [of_call[rank].groups for of_call in built]
         more = counts[-1] - counts[-2]
         told = f"rank {rank} has {counts[-1]} process groups after the exchange was built {len(counts)} times, and "
-        told += f"{counts[-2]} after {len(counts) - 1}; expected as many; likely cause: a group is made for each exchange"
+        told += (
+            f"{counts[-2]} after {len(counts) - 1}; expected as many; likely cause: a group is made for each exchange"
+        )
         yield Comparison(rank, Finding("groups", told, (rank,)) if more > 0 else "", pairs=1)

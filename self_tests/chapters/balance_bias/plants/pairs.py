@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_conformance.backends.native.router.balancing import BalancingRouters
-from moe_conformance.contract import Routed
-from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
+from moe_conformance.backends.native.router.quantile_balancing import QuantileRouters
+from self_tests.planted_bugs.plant import SINGLE, TP2_EP2, Expectation, planted
 
 
-@planted(Expectation("BIAS-01", "pairs-bias-26", "finish", "bias"))
+@planted(Expectation("BIAS-11", "pairs-bias-5", "finish", "moved the bias"), layout=TP2_EP2)
 class SoftmaxMovedTwice(BalancingRouters):
     """Of scores that add up to 1 the bias is moved by twice the rate."""
 
@@ -18,7 +18,7 @@ class SoftmaxMovedTwice(BalancingRouters):
         return super().change(n_E) * (2 if twice else 1)
 
 
-@planted(Expectation("BIAS-12", "pairs-bias-17", "finish", "bias"))
+@planted(Expectation("BIAS-12", "pairs-bias-10", "finish", "outside the two quantiles"), layout=SINGLE)
 class QuantilesOfTheLastLayer(QuantileRouters):
     """Scores of all layers are kept for the last one."""
 
@@ -26,7 +26,7 @@ class QuantilesOfTheLastLayer(QuantileRouters):
         super().count(len(self.scores) - 1, load_E)
 
 
-@planted(Expectation("BIAS-06", "pairs-bias-1", "finish", "bias"), layout=TP2_EP2)
+@planted(Expectation("BIAS-06", "pairs-bias-2", "finish", "bias"))
 class EvaluationCountedWhereRecomputed(BalancingRouters):
     """With recomputation a forward counts wherever gradients are recorded, in evaluation too."""
 

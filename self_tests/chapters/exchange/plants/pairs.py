@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Permuted, Plan
-from moe_conformance.contract import Delivery, Routing
 from moe_conformance.contract.topology import Layout
-from self_tests.planted_bugs.plant import EP2_EDP2, TP2_EP2, Expectation, planted
+from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 
 _EP4 = Layout(4, ep=4)
 
 
-@planted(Expectation("EXCH-02", "pairs-exchange-5", "dispatch", "rank 0"), layout=TP2_EP2)
+@planted(Expectation("EXCH-02", "pairs-exchange-5", "dispatch", "except in column 66"), layout=TP2_EP2)
 class PairsOfHalves(AllToAllExchange):
     """Rows of two-byte numbers are sent as half as many four-byte numbers: of an odd number the last is lost."""
 
@@ -27,7 +23,7 @@ class PairsOfHalves(AllToAllExchange):
         return super()._send(sent, plan)
 
 
-@planted(Expectation("EXCH-05", "pairs-exchange-1", "combine", "rank 0"), layout=EP2_EDP2)
+@planted(Expectation("EXCH-05", "pairs-exchange-13", "combine", "rank 0"), layout=_EP4)
 class OddSlotsTransposed(AllToAllExchange):
     """Outputs of an odd number of slots are summed sequence by sequence, and returned as if position by position."""
 
@@ -39,19 +35,10 @@ class OddSlotsTransposed(AllToAllExchange):
 
 
 @planted(Expectation("EXCH-05", "pairs-exchange-17", "combine", "rank 0"), layout=_EP4)
-class HalfWeightsOnTheModule(AllToAllExchange):
-    """In float16 the weights of the last dispatch, which are kept on the module, are taken for those of a combine."""
-
-    last: Any = None
-
-    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
-        delivery, self.last = super().dispatch(x, routing)
-        return delivery, self.last
+class WeighedTwiceInFloat16(AllToAllExchange):
+    """The kernel of float16 multiplies outputs by their weights, whether or not the rows have been."""
 
     def _unpermute(self, rows_QD: Tensor, permuted: Permuted) -> Tensor:
-        if rows_QD.dtype != torch.float16:
-            return super()._unpermute(rows_QD, permuted)
-        weights_P, last_P = permuted.weights_P.clone(), self.last.permuted.weights_P
-        number = min(len(weights_P), len(last_P))
-        weights_P[:number] = last_P[:number]
-        return super()._unpermute(rows_QD, replace(permuted, weights_P=weights_P))
+        if self.weighs_input and rows_QD.dtype == torch.float16:
+            rows_QD = self._weigh(rows_QD, permuted.weights_P)
+        return super()._unpermute(rows_QD, permuted)

@@ -12,7 +12,10 @@ from moe_conformance.backends.native.router.training import TrainingRouters
 from self_tests.planted_bugs.plant import SINGLE, TP2_EP2, Expectation, planted
 
 
-@planted(Expectation("LOSS-15", "pairs-losses-15", "loss", "router"), layout=SINGLE)
+@planted(
+    Expectation("LOSS-15", "pairs-losses-15", "loss", "the finished gradient of the router of layer 0 in step 0"),
+    layout=SINGLE,
+)
 class LastLayerRecomputed(TrainingRouters):
     """The number of a layer is bound late: what runs again in the backward is the router of the last layer."""
 
@@ -21,7 +24,7 @@ class LastLayerRecomputed(TrainingRouters):
         return super()._charged(len(self.routers) - 1 if again else number, *arguments)
 
 
-@planted(Expectation("LOSS-14", "pairs-losses-24", "loss", "first"), layout=SINGLE)
+@planted(Expectation("LOSS-14", "pairs-losses-24", "loss", "the loss of first choices of step 0 as"), layout=SINGLE)
 class FirstChoicesOfPadding(RouterLosses):
     """First choices are counted by a function that has no padding mask."""
 
@@ -30,7 +33,7 @@ class FirstChoicesOfPadding(RouterLosses):
         return super().counts(ids_TK, torch.ones_like(valid_T) if first else valid_T)
 
 
-@planted(Expectation("LOSS-09", "pairs-losses-8", "loss", "z"), layout=TP2_EP2)
+@planted(Expectation("LOSS-15", "pairs-losses-8", "loss", "the z-loss of step 0 as"), layout=TP2_EP2)
 class LossOfZOfPaddingRecomputed(RouterLosses):
     """A router that is recomputed charges padding for its logits, as the mask is no argument of what is repeated."""
 

@@ -10,7 +10,9 @@ from moe_conformance.contract import ExpertFn, Routing
 from self_tests.planted_bugs.plant import Expectation, planted
 
 
-@planted(Expectation("OVLP-13", "pairs-chunks-32", "combine", "rank 0"))
+@planted(
+    Expectation("OVLP-13", "pairs-chunks-32", "dispatch", "rank 0 token 8 slot 0 of microbatch 2 was not delivered")
+)
 class ChunksOfTheFirstCall(ChunkedExchange):
     """Chunks have the size that the first call needed: of later calls with more tokens the last ones are left out."""
 
