@@ -94,9 +94,11 @@ def _make(name: str, row: Row, layout: Layout) -> Workload:
     padding = "asymmetric" if row["mask"] == "end" else row["mask"]
     modes = () if row["modes"] == NO else (row["modes"], row["modes"])
     m = int(row["microbatches"])
+    # Weights are then divided by a sum over slots that ids do not name once they are dropped: losses alone are judged.
+    untold = row["capacity"] == YES and (row["normalise"] == YES or row["score"] == "softmax_topk")
     steps = tuple(
         Step(m, padding, upstream=upstream, overlapped=m > 1, modes=modes)  # type: ignore[arg-type]
-        for upstream in (1.0, 0.5)
+        for upstream in ((0.0, 0.0) if untold else (1.0, 0.5))
     )
     recipe = Recipe(name, losses, steps, uneven=row["uneven"] == YES)
     config = Config(experts=12, hidden=24, losses=losses)

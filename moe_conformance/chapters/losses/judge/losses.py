@@ -12,6 +12,7 @@ from moe_conformance.chapters.losses.judge.loss_bounds import main_slope_bound, 
 from moe_conformance.chapters.losses.judge.loss_rules import CALLED, Part, Parts, Rule, Steps
 from moe_conformance.chapters.losses.judge.loss_steps import Step, legal, mistakes, steps_of
 from moe_conformance.judging.compare.bounded import Target, compare, compared, factor, within
+from moe_conformance.judging.compare.bounds import unit_roundoff
 from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, fail, ratio_names, ratio_words
 from moe_conformance.judging.observed.cached import once
@@ -205,7 +206,9 @@ class _Gradients:
             slope_TE = slope_TE + self._local(name, m, d) * self.steps.slopes[name][m][d]
             size_TE = size_TE + abs(self._local(name, m, d)) * slope_bound(self.steps, name, part)
         dx_TD, _ = router_gradients(part.x_TD, router_ED, slope_TE)
-        return Target(dx_TD, 2 * size_TE @ router_ED.abs() + roundoff(self.steps) * dx_TD.abs())
+        # The slope may be stored in the dtype of the tokens before the product, and dL/dx is.
+        stored_TD = 2 * unit_roundoff(self.steps.config.dtype) * (slope_TE.abs() @ router_ED.abs())
+        return Target(dx_TD, 2 * size_TE @ router_ED.abs() + roundoff(self.steps) * dx_TD.abs() + stored_TD)
 
 
 def _zeros(part: Part) -> Tensor:
