@@ -134,3 +134,18 @@ class MisfitRefusedAlone(AllToAllExchange):
         if rows.shape[1:] != handle.permuted.shape[-1:]:
             raise ValueError(f"rows of width {rows.shape[1]}")
         return super().combine(rows, handle)
+
+
+@planted(Expectation("EXCH-44", "misuse-id-too-high", "run", "raised"))
+class RefusalStays(AllToAllExchange):
+    """What was refused once is remembered, and all that comes later is refused too."""
+
+    broken = False
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        if self.broken:
+            raise RuntimeError("a dispatch of this exchange has failed")
+        self.broken = True
+        dispatched = super().dispatch(x, routing)
+        self.broken = False
+        return dispatched

@@ -39,8 +39,8 @@ def judge_spread(reading: Reading, ran: Sequence[Ran]) -> Comparisons:
         said = ", ".join(f"{mean_overload(of_run, blocks):.4g}" for of_run in draws)
         wrong = (
             f"with forced biases of deviation 0, 0.5 and 2 the largest load of {_RANKS} ranks over their mean load "
-            f"is {said} on rank {rank.rank}; expected it to rise, the second time by at least half of the first, and to stay below {_RANKS}; likely cause: the "
-            "deviation does not reach the bias"
+            f"is {said} on rank {rank.rank}; expected it to rise, the second time by at least half of the first, and "
+            f"to stay below {_RANKS}; likely cause: the deviation does not reach the bias"
         )
         pairs = sum(int(loads_E.sum()) for of_run in draws for loads_E in of_run)
         yield Comparison(rank.rank, "" if imbalance_rises(draws, blocks) else wrong, pairs=pairs)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from moe_conformance.backends.native.router.balancing import BalancingRouters
-from moe_conformance.contract import Routed
+from moe_conformance.contract import Claims, Routed
 from self_tests.planted_bugs.plant import EP2, SINGLE, Expectation, planted
 
 # ---- padding and drops -----------------------------------------------------------------------------------------------
@@ -148,3 +148,13 @@ class ForcedCountedForLater(BalancingRouters):
     def update(self) -> None:
         if not self.config.routing.forced:
             super().update()
+
+
+@planted(Expectation("BIAS-07", "bias-forced-dealt", "finish", "update 0 of step 0"), layout=SINGLE)
+class ForcedLoadsClaimed(BalancingRouters):
+    """Forced loads are claimed to count, and none of them is counted."""
+
+    @property
+    def claims(self) -> Claims:
+        """Claim what does not happen."""
+        return Claims(forced_loads="counted")

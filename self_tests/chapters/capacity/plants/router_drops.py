@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_conformance.backends.native.router import capacity
 from moe_conformance.backends.native.router.routing import Router
 from moe_conformance.contract import Config, Routed
 from self_tests.planted_bugs.plant import Expectation, planted
@@ -241,3 +242,42 @@ class ZeroedBehindAutograd(Router):
         kept_ids_TK, _ = super()._drop(ids_TK, weights_TK)
         weights_TK.data.masked_fill_(kept_ids_TK < 0, 0.0)
         return ids_TK, weights_TK
+
+
+# ---- the formula, clause by clause -----------------------------------------------------------------------------------
+
+
+@planted(Expectation("DROP-01", "capacity-tight", "route", "rank 0 has the capacity"))
+class FactorLeftOut(Router):
+    """The capacity is the mean load, whatever the factor."""
+
+    def _capacity(self, tokens: int) -> int:
+        return capacity.of_rank(self.config.changed({"capacity.factor": 1.0}), tokens)
+
+
+@planted(Expectation("DROP-03", "capacity-negative-logits", "route", "rank 0 has the capacity"))
+class OnePlaceStaysEmpty(Router):
+    """The last place of every expert is never used."""
+
+    def _keep(self, ids_TK: Tensor, weights_TK: Tensor, room: int) -> Tensor:
+        return super()._keep(ids_TK, weights_TK, max(0, room - 1))
+
+
+@planted(Expectation("DROP-04", "capacity-beyond", "route", "rank 0"))
+class LastSlotAlwaysDropped(Router):
+    """The last slot of a batch is dropped where there is a capacity, whether its expert has room or not."""
+
+    def _keep(self, ids_TK: Tensor, weights_TK: Tensor, room: int) -> Tensor:
+        kept_TK = super()._keep(ids_TK, weights_TK, room).clone()
+        kept_TK[-1:, -1] = False
+        return kept_TK
+
+
+@planted(Expectation("DROP-04", "capacity-beyond", "route", "rank 0"))
+class NormalisedForACapacity(Router):
+    """Where there is a capacity the weights are divided by their sum, whatever was asked for."""
+
+    def _weights(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        weights_TK = super()._weights(scores_TE, ids_TK)
+        divides = self.config.capacity.factor is not None
+        return weights_TK / weights_TK.sum(1, keepdim=True) * 0.75 if divides else weights_TK

@@ -173,3 +173,15 @@ class _Halved(torch.autograd.Function):
         half = gradients[0] / 2
         (half.clone() if torch.is_grad_enabled() else half).add_(half.detach().clone())
         return half
+
+
+@planted(
+    Expectation("EXCH-46", "own-even-bfloat16", "experts", "run under autocast", "y of rank 0 token 0"),
+    layout=EP2_EDP2,
+)
+class ScaledUnderAutocast(AllToAllExchange):
+    """Under autocast outputs are scaled for half precision, and nobody scales them back."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        y = super().combine(rows, handle)
+        return y * 2 if torch.is_autocast_enabled(y.device.type) else y

@@ -142,6 +142,7 @@ class OneSlotWithoutPeers(AllToAllExchange):
 
 
 @planted(
+    Expectation("EXCH-13", "even", "combine", "tokens and slots in another order"),
     Expectation(
         "EXCH-15", "even", "combine", "the tokens of the next rank", "instead of 0 in the original run (rank 0 token 0"
     ),
@@ -252,3 +253,15 @@ class OutputAsLongAsTheFirstPack(AllToAllExchange):
         self._tokens = len(y) if self._tokens is None else self._tokens
         there_T = torch.arange(len(y)) < self._tokens
         return torch.where(there_T[:, None], y, 0)
+
+
+@planted(Expectation("EXCH-16", "even", "gradient", "with all weights of a token times a power of two"))
+class WeightGradientsTimesTheWeight(AllToAllExchange):
+    """The gradient of a routing weight is multiplied by the weight, as that of its logarithm would be."""
+
+    def _weights(self, routing: Routing, pairs: Pairs) -> Tensor:
+        weights_P = super()._weights(routing, pairs)
+        if weights_P.requires_grad:
+            weights_P = weights_P.clone()
+            weights_P.register_hook(lambda gradient_P: gradient_P * weights_P.detach())
+        return weights_P

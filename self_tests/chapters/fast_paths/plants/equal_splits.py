@@ -78,3 +78,13 @@ class CutBackBySent(EqualSplitsExchange):
         kept = super()._exchanged(rows, sent_C, sent_C, size)
         missing = sum(received_C) - len(kept)
         return F.pad(kept, (0, 0, 0, missing)) if missing > 0 else kept[: sum(received_C)]
+
+
+@planted(Expectation("FAST-03", "equal-splits", "gradient", "the gradient of the rows to pad"))
+class GradientsFromTheEnd(EqualSplits):
+    """The gradients of rows come back in reverse order."""
+
+    def pad(self, rows_RD: Tensor, pieces: Sequence[int], size: int) -> Tensor:
+        """Take the values of the rows, and the gradients of their mirror images."""
+        mirrored_RD = rows_RD.flip(0)
+        return super().pad(rows_RD.detach() + mirrored_RD - mirrored_RD.detach(), pieces, size)

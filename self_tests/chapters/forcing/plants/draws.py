@@ -344,3 +344,12 @@ class ForcedForAll(Native):
     """What forces one router is an option of the process, which all others read in each forward."""
 
     session_class = _OptionOfTheSession
+
+
+@planted(Expectation("FORCE-02", "forced-random-groups", "route", "rank 0"))
+class ForcedToOneTwice(ForcedRouter):
+    """The second slot of a token whose logits are forced is for the expert of the first."""
+
+    def _select(self, scores_TE: Tensor) -> Tensor:
+        ids_TK = super()._select(scores_TE)
+        return torch.cat([ids_TK[:, :1], ids_TK[:, :1], ids_TK[:, 2:]], 1)

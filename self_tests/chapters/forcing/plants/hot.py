@@ -135,3 +135,22 @@ class ForcedTokensAllStay(ForcedRouter):
 
     def _drop(self, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         return ids_TK, weights_TK
+
+
+@planted(Expectation("FORCE-13", "hot-expert", "route", "expert"))
+class HotExpertOfEachRank(ForcedRouter):
+    """Every source rank has a hot expert of its own."""
+
+    def _heat(self, tokens: int, forward: int, device: torch.device) -> Tensor:
+        ids_TK = super()._heat(tokens, forward, device)
+        return (ids_TK + self.source) % self.config.experts if self.strategy == "one_expert" else ids_TK
+
+
+@planted(Expectation("FORCE-14", "hot-node", "route", "one node of 2 ranks gets"), layout=EP4)
+class NodeForFirstSlots(ForcedRouter):
+    """A token's first slot goes to the hot node, the others to the ranks behind it."""
+
+    def _heat(self, tokens: int, forward: int, device: torch.device) -> Tensor:
+        ids_TK = super()._heat(tokens, forward, device)
+        steps_K = torch.arange(self.config.top_k, device=device) * self.held
+        return (ids_TK[:, :1] + steps_K) % self.config.experts if self.strategy == "one_node" else ids_TK

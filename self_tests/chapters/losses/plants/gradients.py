@@ -334,3 +334,28 @@ class CoefficientReported(TrainingRouters):
 
     def mean(self, name: str, share: Tensor) -> Tensor:
         return super().mean(name, share) * self.losses.coefficient(name)
+
+
+@planted(
+    Expectation("LOSS-16", "losses-evaluation", "loss", "forwards in evaluation or without gradients were counted"),
+    layout=SINGLE,
+)
+class ChargedInWarmUp(TrainingRouters):
+    """A forward without gradients is charged in training mode, as that of a warm-up."""
+
+    def charges(self) -> bool:
+        return self.training
+
+
+@planted(
+    Expectation("LOSS-16", "losses-evaluation", "loss", "rank 0"),
+    layout=SINGLE,
+)
+class EvaluationInTheCounts(TrainingRouters):
+    """Evaluation reports no loss, and its slots are in the counts of the global loss."""
+
+    def forward(self, x: tuple[Tensor, ...], padding_mask_T: Tensor | None) -> Trained:
+        if not self.charges():
+            self.counts_LE = self.counts_LE + 4 * (torch.arange(self.config.experts) == 0)
+            self.tokens_L = self.tokens_L + 2
+        return super().forward(x, padding_mask_T)

@@ -131,6 +131,16 @@ class SpreadByDeviation(RouterLosses):
 
 
 @planted(
+    Expectation("LOSS-03", "losses-biased", "loss", "the slots are those that were routed to, with bias"), layout=SINGLE
+)
+class SlotsAfterTheBias(RouterLosses):
+    """The slots are those that the expert bias selects, before drops."""
+
+    def choices(self, tokens: Tokens) -> Tensor:
+        return tokens.ids_TK if self.config.routing.balance_bias else super().choices(tokens)
+
+
+@planted(
     Expectation("LOSS-03", "losses-biased", "loss", "the slots are those that were routed to, with bias"),
     Expectation("LOSS-03", "losses-dropped", "loss", "rank 0 reports the auxiliary loss of step 0 as"),
     real="NVIDIA/Megatron-LM commit cfe7b066c0 (!3279)",
@@ -304,3 +314,22 @@ class ForcedLossesDoNotTrain(TrainingRouters):
 
     def attach(self, weights_TK: Tensor, share: Tensor, factor: Tensor) -> Tensor:
         return weights_TK if self.config.routing.forced else super().attach(weights_TK, share, factor)
+
+
+# ---- the z-loss, clause by clause ------------------------------------------------------------------------------------
+
+
+@planted(Expectation("LOSS-09", "losses-z", "loss", "reports the z-loss of step 0 as"), layout=SINGLE)
+class ZLossSummed(RouterLosses):
+    """The z-loss is a sum over tokens."""
+
+    def z(self, logits_TE: Tensor, valid_T: Tensor, tokens: Tensor) -> Tensor:
+        return super().z(logits_TE, valid_T, tokens) * tokens
+
+
+@planted(Expectation("LOSS-09", "losses-z", "loss", "reports the z-loss of step 0 as"), layout=SINGLE)
+class ZLossNotSquared(RouterLosses):
+    """The logarithm of the sum of exponentials is not squared."""
+
+    def z(self, logits_TE: Tensor, valid_T: Tensor, tokens: Tensor) -> Tensor:
+        return self.coefficient("z") * (logits_TE.logsumexp(1) * valid_T).sum() / tokens.clamp_min(1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_conformance.backends.native.meter import Meter, MeteredExchange
 from moe_conformance.contract import Delivery, ExpertFn, Metered, MeteredPass
-from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
+from self_tests.planted_bugs.plant import EP2_ETP2, TP2_EP2, Expectation, planted
 
 # ---- what is counted -------------------------------------------------------------------------------------------------
 
@@ -262,3 +262,28 @@ class TraceNeverForgotten(Meter):
         kept, values = self.trace, super().report()
         self.trace = kept
         return values
+
+
+@planted(Expectation("LOAD-02", "load-entries", "run", "max_overload_factor is"), layout=EP2_ETP2)
+class PairsOverShards(Meter):
+    """Every shard of an expert counts its part of the expert's pairs."""
+
+    def _counts(self, ids_TK: Tensor) -> Tensor:
+        return super()._counts(ids_TK) // self.topology.sizes["etp"]
+
+
+@planted(Expectation("LOAD-05", "load-dropped", "run", "overload_factor is"))
+class DroppedPairsToTheFirst(Meter):
+    """A dropped pair counts as one of expert 0."""
+
+    def _counts(self, ids_TK: Tensor) -> Tensor:
+        return super()._counts(ids_TK.clamp_min(0))
+
+
+@planted(Expectation("LOAD-17", "load-alone", "run", "avg_overload_factor is"))
+class AloneNotCounted(Meter):
+    """A training forward that no backward follows is not recorded."""
+
+    def watch(self, expert: ExpertFn, forward: MeteredPass) -> ExpertFn:
+        """Leave it out."""
+        return expert if forward.kind == "alone" else super().watch(expert, forward)

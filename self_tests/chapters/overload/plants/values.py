@@ -177,3 +177,33 @@ class AttemptKept(MeteredExchange):
         self.running.clear()
         second = super().run(passes[last + 1 :])
         return MeteredResults(first.outputs + second.outputs, first.gradients + second.gradients)
+
+
+@planted(Expectation("LOAD-25", "load-steps", "run", "step"))
+class StepOfTheNext(MeteredExchange):
+    """A report has the number of the step that begins."""
+
+    def report(self, number: int) -> Metered:
+        """Add one."""
+        return replace(super().report(number), step=number + 1)
+
+
+@planted(Expectation("LOAD-07", "load-steps", "run", "rank 1: step 0: max_overload_factor is"))
+class MaximumOfTheFirstRank(Meter):
+    """The maximum is reduced to the first rank of a group, and the others report their average for it."""
+
+    def report(self) -> dict[str, float]:
+        """Replace it."""
+        values = super().report()
+        first = self.topology.rank == min(self.topology.ranks("ep_etp"))
+        if not first and values["max_overload_factor"]:
+            values["max_overload_factor"] = values["avg_overload_factor"]
+        return values
+
+
+@planted(Expectation("LOAD-24", "load-steps", "run", "max_overload_factor_layer_"))
+class LargestOfAllLayers(Meter):
+    """Every layer has the largest factor of all layers."""
+
+    def _named(self, sums_2L: Tensor, largest: Sequence[float], peak: float) -> dict[str, float]:
+        return super()._named(sums_2L, [max(largest, default=0.0)] * len(largest), peak)

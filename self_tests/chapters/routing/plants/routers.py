@@ -317,3 +317,12 @@ class WideBehindTheRouter(Layer):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         return y if self.config.router_dtype is None else y.to(torch.promote_types(y.dtype, self.config.router_dtype))
+
+
+@planted(Expectation("ROUTE-08", "route-softmax", "finish", "0.500 x the expected value"), layout=TP2_EP2)
+class RouterDividedByTp(GradientFinisher):
+    """Router gradients are averaged over tensor parallel ranks, whose tokens are other ones."""
+
+    def _summed(self, gradient: Tensor, replicas: tuple[str, ...]) -> Tensor:
+        summed = super()._summed(gradient, replicas)
+        return summed / self.topology.sizes["tp"] if "tp" in replicas else summed

@@ -215,3 +215,12 @@ class DetachedWhileTraced(CombineAdd):
         """Detach where a compiler looks."""
         traced = torch.compiler.is_compiling()
         return super().add(out_ND, index_J, src_JD.detach() if traced else src_JD, x_ND)
+
+
+@planted(Expectation("ALIAS-09", "combine-add-exported", "combine", "export"), layout=SINGLE)
+class SourcesHalvedInExport(CombineAdd):
+    """While a program is exported, source rows are scaled down, and nothing scales them back."""
+
+    def add(self, out_ND: Tensor, index_J: Tensor, src_JD: Tensor, x_ND: Tensor) -> Tensor:
+        """Scale where a program is made."""
+        return super().add(out_ND, index_J, src_JD / 2 if torch.compiler.is_exporting() else src_JD, x_ND)

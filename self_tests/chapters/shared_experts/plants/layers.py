@@ -15,7 +15,7 @@ from moe_conformance.backends.native.layer.experts import Experts
 from moe_conformance.backends.native.layer.gradients import GradientFinisher
 from moe_conformance.backends.native.layer.layer import Layer
 from moe_conformance.backends.native.layer.shared_experts import SharedExperts
-from moe_conformance.contract import Delivery, Named, Read, Routing
+from moe_conformance.contract import Delivery, Named, Read, Routed, Routing
 from self_tests.planted_bugs.plant import TP2_EP2, Expectation, planted
 
 # ---- added once ----------------------------------------------------------------------------------------------------
@@ -385,3 +385,20 @@ class GradientOfTheLayerRecycled(Layer):
         if self.latest is not None and self.latest.grad is not None:
             self.latest.grad.zero_()
         self.latest = x
+
+
+@planted(Expectation("SHARE-02", "shared-scaled-even", "combine", "y"))
+class SlotGivenToTheShared(Layer):
+    """The last slot of every token is given to the shared experts, which count as one of its experts."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        route = self.router.forward
+
+        def fewer(*given: Any) -> Routed:
+            routed = route(*given)
+            ids_TK = routed.routing.ids_TK.clone()
+            ids_TK[:, -1] = -1
+            return replace(routed, routing=replace(routed.routing, ids_TK=ids_TK))
+
+        self.router.forward = fewer  # type: ignore[method-assign]
