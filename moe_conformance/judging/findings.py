@@ -108,22 +108,31 @@ def ratio_names(sizes: Mapping[str, float]) -> dict[str, float]:
     return names | {f"1/{name}": 1 / size for name, size in names.items() if size}
 
 
+# Products of sizes and plain numbers: named where no size has the value.
+_LAST = frozenset(f"{inverse}{name}" for name in ("world", "two", "tp * cp", "K * K") for inverse in ("", "1/"))
+EXPECTED, OR = "x the expected value: ", " or "  # between a ratio and the names of factors, and between these
+
+
 def ratio_words(ratio: float, names: Mapping[str, float]) -> str:
     """Return a ratio in words, followed by the names of all factors that have this value.
 
-    The ratio has three decimals, or more if it would read as 1.
+    The ratio has three decimals, or more if it would read as 1. The plug-in runs a case again on other sizes where
+    several have the value (`plugin.factors`).
 
     >>> ratio_words(2.0, {"ep": 2.0, "tp": 2.0, "K": 3.0}), ratio_words(0.0, {}), ratio_words(0.3, {})
     ('2.000 x the expected value: ep or tp', 'zero', '0.300 x the expected value')
+    >>> ratio_words(2.0, {"K": 2.0, "two": 2.0}), ratio_words(2.0, {"two": 2.0})
+    ('2.000 x the expected value: K', '2.000 x the expected value: two')
     >>> ratio_words(0.999998, {}), ratio_words(1.00002, {})
     ('0.999998 x the expected value', '1.00002 x the expected value')
     """
     if ratio == 0:
         return "zero"
     fitting = [name for name, value in names.items() if abs(ratio - value) <= 1e-6 * abs(value)]
+    fitting = [name for name in fitting if name not in _LAST] or fitting
     decimals = next((n for n in range(3, 17) if f"{ratio:.{n}f}" != f"{1:.{n}f}"), 3)
-    said = f"{ratio:.{decimals}f} x the expected value"
-    return f"{said}: {' or '.join(fitting)}" if fitting else said
+    said = f"{ratio:.{decimals}f} {EXPECTED}"
+    return said + OR.join(fitting) if fitting else said.removesuffix(": ")
 
 
 def apart(actual: float, expected: float) -> tuple[str, str]:

@@ -1,15 +1,18 @@
-"""Finds the size that a wrong factor equals, where several sizes have its value: runs a layout where they differ.
+"""Finds the size that a wrong factor equals, where several sizes have its value: runs layouts where they differ.
 
 On four ranks ep, tp and dp may all be 2, and "every expert gradient is 2.000 x the expected value: ep or dp" does not
-say which of them is wrong.
+say which of them is wrong. What more than two names are left for has no known cause.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from moe_conformance.contract.topology import Layout
+from moe_conformance.judging.findings import EXPECTED, OR
 from moe_conformance.plugin.outcomes import Kept, Outcomes
 from moe_conformance.plugin.run import Run
 from moe_conformance.plugin.trial import Ending
@@ -19,7 +22,12 @@ from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.selection.profiles import too_large
 
 MOST_RUNS = 8  # of a session; more failures have the same factor
-_EQUAL = 1e-6
+UNKNOWN = "no cause is known"
+_RUNS_OF_A_FAILURE = 2
+_MOST_NAMES = 2  # of which a message says "A or B"
+_EQUAL, _DECIMALS = 1e-3, 5e-4  # a message has a ratio with three decimals
+_NAME = r"(?:1/)?[A-Za-z](?:[A-Za-z *]|\d(?= [a-z]))*?"
+_TOLD = re.compile(rf"(?P<ratio>[\d.e+-]+) {EXPECTED}(?P<names>{_NAME}(?:{OR}{_NAME})*)(?=[;.,()]|$)")
 
 
 class Factors:
@@ -32,10 +40,10 @@ class Factors:
     def with_size(
         self, ended: Ending, case: Case, when: Callable[[Workload], bool] | None, judge: Callable[[Case, Kept], Ending]
     ) -> Ending:
-        """Return how a check ended, with the size that its factor equals on a further layout too.
+        """Return how a check ended, with the size that its factor equals on further layouts too.
 
-        Unchanged if the error is no factor, if only one size has its value, if no layout with as few ranks
-        distinguishes the sizes, or if the further run has no factor.
+        Names that do not follow the factor to other sizes are left out. Of more than two that remain none is said.
+        Unchanged if the message has no factor with several names.
 
         Args:
             ended: How it ended.
@@ -43,32 +51,44 @@ class Factors:
             when: Whether the check reads a workload.
             judge: Returns how it ends on the outcome of another case.
         """
-        if not ended.ratio or self._runs == MOST_RUNS:
+        told = _TOLD.search(ended.message)
+        if told is None or OR not in told["names"]:
             return ended
-        names = fitting(ended.ratio, sizes_of(case.workload))
-        other = self._case(case, names, when) if len(names) > 1 else None
-        if other is None:
-            return ended
-        self._runs += 1
-        (outcome,) = self._outcomes.steps([other.workload])
-        again = judge(other, Kept(other, outcome))
-        sizes = sizes_of(other.workload)
-        left = [name for name in fitting(again.ratio, sizes) if name in names] if again.ratio else []
-        if not left:
-            return ended
-        where = ", ".join(f"{name.removeprefix('1/')} = {sizes[name.removeprefix('1/')]}" for name in names)
-        note = f"; on {other.cell.layout.name}, where {where}, it is {again.ratio:.3f} x: {' or '.join(left)}"
-        return replace(ended, message=ended.message + note)
+        left, ratio = told["names"].split(OR), float(told["ratio"])
+        notes, seen = "", [case.cell.layout]
+        while len(left) > 1 and len(seen) <= _RUNS_OF_A_FAILURE and self._runs < MOST_RUNS:
+            other = self._case(case, left, when, seen)
+            if other is None:
+                break
+            self._runs += 1
+            seen.append(other.cell.layout)
+            (outcome,) = self._outcomes.steps([other.workload])
+            there = ratio_of(judge(other, Kept(other, outcome)))
+            following = [name for name in left if there and _fits(there, valued(name, other.workload, ratio))]
+            if there is None or not following:
+                break
+            sizes = sizes_of(other.workload)
+            plain = [name.removeprefix("1/") for name in left if name.removeprefix("1/") in sizes]
+            where = ", ".join(f"{name} = {sizes[name]}" for name in plain)
+            how = f"it is {there:.3f} x: {OR.join(following)}" if there != 1 else "it is right"
+            notes += f"; on {other.cell.layout.name}, where {where}, {how}"
+            left = following
+        names = OR.join(left) if len(left) <= _MOST_NAMES else UNKNOWN
+        message = ended.message[: told.start("names")] + names + ended.message[told.end("names") :]
+        return replace(ended, message=message + notes)
 
-    def _case(self, case: Case, names: Sequence[str], when: Callable[[Workload], bool] | None) -> Case | None:
-        """Return the same workload of the variant on the layout where most of the named sizes differ."""
+    def _case(
+        self, case: Case, names: Sequence[str], when: Callable[[Workload], bool] | None, seen: Collection[Layout]
+    ) -> Case | None:
+        """Return the same workload of the variant on the unseen layout where most of the names differ in value."""
         plan = Plan(self._run.backend, self._run.options.device, "full")
+        K = case.workload.config.top_k
 
         def different(layout: Layout) -> int:
-            sizes = layout.sizes() | {"K": case.workload.config.top_k}
-            return len({sizes[name.removeprefix("1/")] for name in names})
+            sizes = {**layout.sizes(), "K": K}
+            return len({_product(name.removeprefix("1/"), sizes) for name in names})
 
-        cells = [cell for cell in plan.cells if cell.variant == case.cell.variant and cell.layout != case.cell.layout]
+        cells = [cell for cell in plan.cells if cell.variant == case.cell.variant and cell.layout not in seen]
         cells = [cell for cell in cells if not too_large(cell.layout, self._run.options.ranks)]
         for cell in sorted(cells, key=lambda cell: (-different(cell.layout), cell.layout.world)):
             if different(cell.layout) < 2:
@@ -79,16 +99,35 @@ class Factors:
         return None
 
 
+def ratio_of(ended: Ending) -> float | None:
+    """Return the factor of a message, 1 for a check that passes; None for what has no factor."""
+    if ended.verdict == "pass":
+        return 1.0
+    told = re.search(r"(?P<ratio>[\d.e+-]+) x the expected value", ended.message)
+    return float(told["ratio"]) if told else None
+
+
 def sizes_of(workload: Workload) -> Mapping[str, int]:
     """Return the sizes that a wrong factor is likely to be, by name."""
     return {**workload.layout.sizes(), "K": workload.config.top_k}
 
 
-def fitting(ratio: float, sizes: Mapping[str, int]) -> list[str]:
-    """Return the sizes that have the value of a factor, or one over it.
+def valued(name: str, workload: Workload, otherwise: float) -> float:
+    """Return the factor of a name for a workload: a size, or one over it.
 
-    >>> fitting(2.0, {"ep": 2, "tp": 1, "dp": 4, "K": 2}), fitting(0.25, {"ep": 2, "dp": 4})
-    (['ep', 'K'], ['1/dp'])
+    Another name, such as a number of microbatches, does not change with the layout: its factor is that of before.
     """
-    found = [name for name, size in sizes.items() if size != 1 and abs(ratio - size) <= _EQUAL * size]
-    return found + [f"1/{name}" for name, size in sizes.items() if size > 1 and abs(ratio * size - 1) <= _EQUAL]
+    size = _product(name.removeprefix("1/"), sizes_of(workload))
+    if size is None:
+        return otherwise
+    return 1 / size if name.startswith("1/") else float(size)
+
+
+def _product(name: str, sizes: Mapping[str, int]) -> int | None:
+    """Return the value of a size, or of a product of sizes; None for other names."""
+    factors = name.split(" * ")
+    return math.prod(sizes[each] for each in factors) if set(factors) <= sizes.keys() else None
+
+
+def _fits(ratio: float, value: float) -> bool:
+    return abs(ratio - value) <= _EQUAL * value + _DECIMALS

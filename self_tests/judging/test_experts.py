@@ -143,7 +143,7 @@ class TestWrongOutputs:
     @pytest.mark.parametrize(
         ("change", "words"),
         [
-            (lambda y: 2 * y, "every element of y on rank 0 is 2.000 x the expected value: ep or K or dp or world"),
+            (lambda y: 2 * y, "every element of y on rank 0 is 2.000 x the expected value: ep or K or dp"),
             (lambda y: 0 * y, "every element of y on rank 0 is zero"),
             (lambda y: y / 0, "at [0] (not finite); 11 more of the same kind"),
             (lambda y: y * torch.arange(12)[:, None], "y of rank 0 token 2 is 2.000 x the expected value"),
@@ -161,7 +161,7 @@ class TestWrongOutputs:
         for rank in range(4):
             outcome = edit(outcome, rank, lambda seen: replace(seen, y=4 * present(seen.y)))
         wrong = caught(judge_expert_outputs, outcome)
-        assert "every element of y is 4.000 x the expected value: dp or world" in wrong.sentence
+        assert "every element of y is 4.000 x the expected value: dp" in wrong.sentence
         assert 4.0 == wrong.ratio
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

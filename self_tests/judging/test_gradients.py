@@ -231,7 +231,7 @@ class TestDweights:
             (lambda g: g * 0, "is zero"),
             (
                 lambda g: g * 2,
-                "is 2.000 x the expected value: ep or K or dp or world",
+                "is 2.000 x the expected value: ep or K or dp",
             ),
             (exchange(0, 1), "is 1 instead of 2; likely cause: it is the gradient of token 1"),
             (

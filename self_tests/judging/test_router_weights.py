@@ -187,7 +187,7 @@ class TestWrongGradients:
         for rank in range(2):
             outcome = edit(outcome, rank, lambda seen: replace(seen, dx_TD=Grad(2 * present(seen.dx_TD.value))))
         assert (
-            "every element of dx is 2.000 x the expected value: K or ep or dp or world"
+            "every element of dx is 2.000 x the expected value: K or ep or dp"
             in caught(judge_router_dx, outcome).sentence
         )
 

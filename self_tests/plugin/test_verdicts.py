@@ -145,9 +145,10 @@ class TestRecord:
         )
 
     def test_sizes_of_one_value_are_told_apart_by_another_layout(self, report: dict[str, Any]) -> None:
-        """A factor of two on two ranks may be ep, the world or K; on a single rank it is K or none of these."""
+        """A factor of two on two ranks may be ep, dp or K; on a single rank it is K or none of these."""
         failed = record(report, "test_outputs[wrong-ep2-even]")
-        further = "on single, where world = 1, dp = 1, ep = 1, K = 2, it is 2.000 x: K"
+        assert "every element of y is 2.000 x the expected value: K" in failed.message
+        further = "on single, where ep = 1, K = 2, dp = 1, it is 2.000 x: K"
         assert further == failed.message.rpartition("; ")[2]
 
     def test_a_pass_says_what_it_compared(self, report: dict[str, Any]) -> None:
