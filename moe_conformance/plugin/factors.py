@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.findings import EXPECTED, OR
@@ -28,6 +29,9 @@ _MOST_NAMES = 2  # of which a message says "A or B"
 _EQUAL, _DECIMALS = 1e-3, 5e-4  # a message has a ratio with three decimals
 _NAME = r"(?:1/)?[A-Za-z](?:[A-Za-z *]|\d(?= [a-z]))*?"
 _TOLD = re.compile(rf"(?P<ratio>[\d.e+-]+) {EXPECTED}(?P<names>{_NAME}(?:{OR}{_NAME})*)(?=[;.,()]|$)")
+# What a message gives as causes of one finding: `likely cause: A; or B`.
+_ALSO = "; or "
+_CAUSES = re.compile(r"(?<=likely cause: )(?:(?!; largest error: |; \d+ more|\. Also: ).)*")
 
 
 class Factors:
@@ -42,8 +46,9 @@ class Factors:
     ) -> Ending:
         """Return how a check ended, with the size that its factor equals on further layouts too.
 
-        Names that do not follow the factor to other sizes are left out. Of more than two that remain none is said.
-        Unchanged if the message has no factor with several names.
+        Names that do not follow the factor to other sizes are left out, and other causes that the further run does not
+        have. Of more than two names that remain none is said. Unchanged if the message has no factor with several
+        names.
 
         Args:
             ended: How it ended.
@@ -55,7 +60,7 @@ class Factors:
         if told is None or OR not in told["names"]:
             return ended
         left, ratio = told["names"].split(OR), float(told["ratio"])
-        notes, seen = "", [case.cell.layout]
+        message, notes, seen = ended.message, "", [case.cell.layout]
         while len(left) > 1 and len(seen) <= _RUNS_OF_A_FAILURE and self._runs < MOST_RUNS:
             other = self._case(case, left, when, seen)
             if other is None:
@@ -63,7 +68,8 @@ class Factors:
             self._runs += 1
             seen.append(other.cell.layout)
             (outcome,) = self._outcomes.steps([other.workload])
-            there = ratio_of(judge(other, Kept(other, outcome)))
+            again = judge(other, Kept(other, outcome))
+            there = ratio_of(again)
             following = [name for name in left if there and _fits(there, valued(name, other.workload, ratio))]
             if there is None or not following:
                 break
@@ -73,9 +79,9 @@ class Factors:
             how = f"it is {there:.3f} x: {OR.join(following)}" if there != 1 else "it is right"
             notes += f"; on {other.cell.layout.name}, where {where}, {how}"
             left = following
-        names = OR.join(left) if len(left) <= _MOST_NAMES else UNKNOWN
-        message = ended.message[: told.start("names")] + names + ended.message[told.end("names") :]
-        return replace(ended, message=message + notes)
+            if there != 1:
+                message = _CAUSES.sub(partial(_shared, again.message), message)
+        return replace(ended, message=_TOLD.sub(partial(_narrowed, told["ratio"], left), message) + notes)
 
     def _case(
         self, case: Case, names: Sequence[str], when: Callable[[Workload], bool] | None, seen: Collection[Layout]
@@ -127,6 +133,20 @@ def _product(name: str, sizes: Mapping[str, int]) -> int | None:
     """Return the value of a size, or of a product of sizes; None for other names."""
     factors = name.split(" * ")
     return math.prod(sizes[each] for each in factors) if set(factors) <= sizes.keys() else None
+
+
+def _narrowed(ratio: str, left: Sequence[str], told: re.Match[str]) -> str:
+    """Return a factor with the names that are left, or with none if there are more than two."""
+    names = told["names"].split(OR)
+    if told["ratio"] == ratio:
+        names = [name for name in names if name in left] or names
+    return f"{told['ratio']} {EXPECTED}{OR.join(names) if len(names) <= _MOST_NAMES else UNKNOWN}"
+
+
+def _shared(elsewhere: str, causes: re.Match[str]) -> str:
+    """Return the causes that are factors, or that another message has too; all of them if there are none."""
+    parts = causes[0].split(_ALSO)
+    return _ALSO.join([part for part in parts if EXPECTED in part or part in elsewhere] or parts)
 
 
 def _fits(ratio: float, value: float) -> bool:

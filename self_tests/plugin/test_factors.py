@@ -75,6 +75,20 @@ class TestFactors:
         told = Simulated(*further).told(failure(2.0, "tp or ep or K"))
         assert "2.000 x the expected value: K; 3 more" in told
 
+    def test_other_causes_that_the_further_run_does_not_have_are_left_out(self) -> None:
+        """Each finding of the message is narrowed alike; a cause that is there too stays."""
+        factor = "the loss is 2.000 x the expected value: tp or dp"
+        said = (
+            f"it is 4 instead of 2; likely cause: it is summed; or {factor}; largest error: 8, likely cause: {factor}"
+        )
+        there = Ending("fail", "it is 8 instead of 2; likely cause: the loss is 4.000 x the expected value: dp")
+        told = Simulated((EP2, there)).told(Ending("fail", said))
+        factor = "the loss is 2.000 x the expected value: dp"
+        expected = f"it is 4 instead of 2; likely cause: {factor}; largest error: 8, likely cause: {factor}"
+        assert expected == told.rpartition("; on ")[0]
+        there = Ending("fail", f"it is summed; or {factor.replace('2.000', '4.000')}")
+        assert "likely cause: it is summed; or the loss" in Simulated((EP2, there)).told(Ending("fail", said))
+
     def test_what_no_layout_changes_is_not_told_apart(self) -> None:
         """Of three numbers of one value that belong to the workload none is said; of two both are."""
         three = failure(2.0, "K or the number of microbatches or the number of sequences")

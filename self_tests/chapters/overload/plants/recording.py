@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -146,10 +148,12 @@ class RepeatedForwardRecorded(Meter):
 class CountedAtTheReport(Meter):
     """Events keep the ids of the caller, and pairs are counted when the report is made."""
 
+    given: Mapping[int, Tensor | None] = MappingProxyType({})
+
     def arrived(self, forward: MeteredPass, flows: bool) -> int:
         """Keep the ids."""
         entry = super().arrived(forward, flows)
-        self.given = {**(self.given if entry else {}), entry: forward.ids_TK}
+        self.given = {**(self.given if entry else {}), entry: forward.ids_TK}  # a report begins anew
         return entry
 
     def report(self) -> dict[str, float]:

@@ -401,4 +401,4 @@ class SlotGivenToTheShared(Layer):
             ids_TK[:, -1] = -1
             return replace(routed, routing=replace(routed.routing, ids_TK=ids_TK))
 
-        self.router.forward = fewer  # type: ignore[method-assign]
+        self.router.forward = fewer  # type: ignore[assignment, method-assign]
