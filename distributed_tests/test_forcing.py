@@ -10,6 +10,7 @@ from moe_conformance.chapters.forcing.judge.forced_draws import (
     judge_bias_draws,
     judge_bias_in_turn,
     judge_bias_on_ranks,
+    judge_kept_apart,
     judge_random,
 )
 from moe_conformance.chapters.forcing.judge.forced_drops import judge_drawn_fit
@@ -187,17 +188,9 @@ class TestOthers:
     """A router without forced routing gives the same bits, whatever forces the routers beside it."""
 
     test_a_kept_bias_belongs_to_its_router = Row(
-        "FORCE-12", RouterStep(forced="draws"), judge_bias_draws, when=beside_others
+        "FORCE-12", RouterStep(forced="draws"), (judge_bias_draws, judge_kept_apart), when=beside_others
     )
-    """A kept bias has its own deviation and experts, whatever other routers of the process keep."""
-
-    test_routers_of_equal_settings_keep_two = Row(
-        "FORCE-12",
-        RouterStep(forced="draws"),
-        judge_bias_in_turn,
-        when=lambda workload: beside_others(workload) and bias_decides_alone(workload),
-    )
-    """Two layers of equal settings keep two biases."""
+    """A kept bias has its own deviation and experts, whatever other routers keep; layers of equal settings keep two."""
 
 
 class TestWeights:

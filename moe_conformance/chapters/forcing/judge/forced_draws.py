@@ -234,6 +234,10 @@ def judge_bias_in_turn(reading: Reading) -> Comparisons:
         WrongForm, WrongSelection: two forwards select the same although the bias is drawn anew, or differ although it
             is kept.
     """
+    yield from _turns(reading)
+
+
+def _turns(reading: Reading) -> Comparisons:
     router = expected_of(reading)
     chosen = {place: ids_TK for place, ids_TK in router.ids.items() if len(ids_TK)}
     pairs = [(one, other) for one, other in combinations(sorted(chosen), 2) if one[1] == other[1]]
@@ -242,6 +246,17 @@ def judge_bias_in_turn(reading: Reading) -> Comparisons:
         yield Comparison(one[1], wrong, kind=wrong.split(": ")[-1])
     for place in {place for pair in pairs for place in pair}:
         yield Comparison(place[1], pairs=chosen[place].numel())
+
+
+@judge(WrongSelection, "route")
+def judge_kept_apart(reading: Reading) -> Comparisons:
+    """Decide whether two layers keep two biases, where a bias decides alone; elsewhere nothing is compared.
+
+    Raises:
+        WrongForm, WrongSelection: as `judge_bias_in_turn`.
+    """
+    if bias_decides_alone(reading.outcome.workload):
+        yield from _turns(reading)
 
 
 def _wrong_turn(router: RouterExpected, one: Place, other: Place) -> str:
