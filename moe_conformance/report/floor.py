@@ -76,7 +76,7 @@ class Floor:
             stands, held = found.get(place), self.places[place]
             if stands is None:
                 yield place, "not run instead of pass"
-            elif stands.verdict == "not applicable":
+            elif stands.too_large:
                 continue
             elif held == _UNCOUNTED:
                 if stands.verdict != "pass" and not stands.told:
@@ -90,7 +90,7 @@ class Floor:
         for requirement, traits in self.traits.items():
             held = [place for place in self.places if place[0] == requirement]
             stands = [found[place] for place in held if place in found]
-            if not set(held) <= set(run) or any(each.verdict == "not applicable" for each in stands):
+            if not set(held) <= set(run) or any(each.too_large for each in stands):
                 continue
             told = sum(each.told for each in stands)
             for trait, least in traits.items():
@@ -140,11 +140,7 @@ def _reached(stands: Standing | None) -> int:
 
 def _instead(stands: Standing, held: int) -> str:
     """Return how a place stands in which less than `held` passes."""
-    others = [
-        f"{cases} {verdict}"
-        for verdict, cases in stands.count.items()
-        if verdict not in ("pass", "not applicable", *FAILING)
-    ]
+    others = [f"{cases} {verdict}" for verdict, cases in stands.count.items() if verdict not in ("pass", *FAILING)]
     if not stands.passed and len(others) == 1:
         return f"{stands.verdict} instead of {held} {'pass' if held == 1 else 'passes'}"
     return ", ".join([f"{stands.passed} of {held} pass", *others])

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moe_conformance.report.records import CASE_CRASHED, FAILING, Record, Verdict, overall
+from moe_conformance.report.unjudged import BY_DESIGN
 from moe_conformance.workloads.records.told import CONDITIONS, DTYPES, value_of_K
 
 Place = tuple[str, str, str]  # requirement, variant, layout; "any" twice for a check without a cell
@@ -27,6 +28,7 @@ class Standing:
         told: The number of those that failed, or were not run since they crashed. A run tells these by themselves.
         traits: The number of cases that passed, by trait.
         count: The number of cases by verdict.
+        too_large: Whether all cases need more ranks than the run has; what is not applicable by design is no such case.
     """
 
     verdict: Verdict
@@ -37,6 +39,7 @@ class Standing:
     told: int = 0
     traits: Mapping[str, int] = field(default_factory=dict)
     count: Mapping[Verdict, int] = field(default_factory=dict)
+    too_large: bool = False
 
     @property
     def reached(self) -> int:
@@ -75,9 +78,10 @@ def _standing(records: Iterable[Record], elsewhere: Sequence[Record]) -> Standin
     """Return the standing of a place, given its records, and the failures of its checks under other requirements."""
     count: Counter[Verdict] = Counter()
     traits: Counter[str] = Counter()
-    worst, told = 0.0, sum(record.cases for record in elsewhere)
+    worst, told, too_large = 0.0, sum(record.cases for record in elsewhere), not elsewhere
     for record in records:
         count[record.verdict] += record.cases
+        too_large &= record.verdict == "not applicable" and not record.message.startswith(BY_DESIGN)
         if record.verdict == "pass":
             worst = max(worst, record.worst)
             traits.update(dict.fromkeys(counted(record.traits), record.cases))
@@ -85,7 +89,7 @@ def _standing(records: Iterable[Record], elsewhere: Sequence[Record]) -> Standin
             told += record.cases
     verdict = overall(count or (record.verdict for record in elsewhere))
     judged = sum(count[each] for each in JUDGED)
-    return Standing(verdict, judged, count.total(), worst, count["pass"], told, traits, count)
+    return Standing(verdict, judged, count.total(), worst, count["pass"], told, traits, count, too_large)
 
 
 def counted(traits: Iterable[str]) -> list[str]:

@@ -129,6 +129,15 @@ class TestFloor:
         assert [] == self.told(held, record("not applicable"), record("not applicable", workload="odd"))
         assert [] == list(held.sentences(standings([record("refused")]), set()))
 
+    def test_what_becomes_not_applicable_by_design_fell(self, tmp_path: Path) -> None:
+        """Unlike layouts of more ranks than the run has: it is the adapter that says so."""
+        held = self.written(tmp_path, record("pass", traits=BFLOAT16))
+        designed = replace(record("not applicable"), message="not applicable by design: the library spreads no experts")
+        assert [
+            "below the floor in 1 places, by 1 passes: EXCH-01, alltoall on ep2: not applicable instead of 1 pass",
+            "below the floor in 1 traits: uneven T: 0 of 1 pass, in EXCH-01",
+        ] == self.told(held, designed)
+
     def test_a_floor_without_counts_holds_places(self, tmp_path: Path) -> None:
         """As it was written before: something passes there, and all that is judged does."""
         (tmp_path / "toy.toml").write_text('versions = {"toy" = "1.0"}\n\n["alltoall"]\nEXCH-01 = "ep2 ep4"\n')
