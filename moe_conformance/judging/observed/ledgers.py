@@ -73,7 +73,8 @@ def early_read(reading: Reading, findings: Sequence[Finding]) -> str:
     touched = [found for rank in reading.ranks for found in rank.hazards if found.kind == "output touched"]
     if touched:
         return f"; likely cause: {touched[0]}"
-    if reading.outcome.workload.asynchrony == "poisoned" and any(found.kind == "not finite" for found in findings):
+    spoilt = any(found.kind == "not finite" or "(not finite)" in found.sentence for found in findings)
+    if reading.outcome.workload.asynchrony == "poisoned" and spoilt:
         return "; likely cause: the output of an asynchronous collective was read before wait(), until which it is NaN"
     return ""
 

@@ -176,7 +176,8 @@ def judge_expert_gradients(reading: Reading, tally: Tally, *, free: frozenset[in
     wrong = [gradient for gradient in held if not gradient.holds(tally)]
     if wrong:
         findings, ratio = explain_gradients(gradients_of(expected_of(reading)), held, reading.expert_ratios)
-        fail(WrongGradient, stage_of(reading, expected_of(reading), wrong), findings, ratio=ratio)
+        early = early_read(reading, findings)
+        fail(WrongGradient, stage_of(reading, expected_of(reading), wrong), findings, ratio=ratio, note=early)
 
 
 # The judges of all results of a step with experts.

@@ -158,7 +158,7 @@ class RowsNotAwaited(AllToAllExchange):
 
 @planted(
     Expectation("OVLP-03", "own-watched-uneven", "run", "all_reduce on group", "was never waited for"),
-    Expectation("GRAD-05", "own-poisoned-in-flight-uneven", "finish", "nan"),
+    Expectation("GRAD-05", "own-poisoned-in-flight-uneven", "finish", "nan", "was read before wait()"),
     layout=EP2_EDP2,
 )
 class GradientsNotAwaited(GradientFinisher):
