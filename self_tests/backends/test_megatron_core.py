@@ -231,6 +231,18 @@ class TestRouter:
             assert final is not None
             assert worst(final * workload.layout.dp, router.grad) < 1e-6
 
+    @pytest.mark.parametrize("name", ["route-sqrtsoftplus-biased-normalised", "route-gate-bias-sigmoid"])
+    def test_what_newer_versions_have(self, engine: Engine, name: str) -> None:
+        """Scores by sqrtsoftplus, since 0.19, and a bias of the gate, which the switch of all biases gives."""
+        from moe_conformance.backends.megatron_core.differences import has_score
+
+        workload = routed(Layout(1), name)
+        if workload.config.routing.score == "sqrtsoftplus" and not has_score("sqrtsoftplus"):
+            pytest.skip("this version scores by softmax or sigmoid")
+        outcome = run(engine, workload)
+        assert_routed_alike(outcome, 1e-6)
+        assert workload.config.gate_bias == (("gate_bias", None) in outcome.ranks[0].grads_local)
+
     def test_it_says_in_what_it_was_seen_to_compute(self, engine: Engine) -> None:
         """Weights in float64 that are all float32 numbers: MC-03."""
         outcome = run(engine, routed(EP2, "route-float64"))
@@ -259,6 +271,19 @@ class TestRefusals:
         by, said = refused(engine, pinned("alltoall", EP2, "even", **fields))
         assert ("adapter", True) == (by, reason in said), said
 
+    def test_the_same_tokens_on_ranks_of_tp_are_the_librarys_to_refuse(self, engine: Engine) -> None:
+        """A layer without sequence parallelism refuses to train, before any collective."""
+        by, said = refused(engine, pinned("alltoall", TP2_EP2, "even", token_copies=True))
+        assert ("library", True) == (by, "without also enabling sequence parallelism" in said)
+
+    def test_a_receive_buffer_is_of_other_dispatchers(self, engine: Engine) -> None:
+        """Since 0.19 the library has a field for it, and refuses it here; rows it has in no version."""
+        by, said = refused(engine, pinned("alltoall", EP2, "even", **{"receive_buffer.factor": 1.5}))
+        assert "moe_expert_rank_capacity_factor" in said
+        assert by == ("library" if "requires" in said else "adapter")
+        by, said = refused(engine, pinned("alltoall", EP2, "even", **{"receive_buffer.rows": 12}))
+        assert ("adapter", True) == (by, "rows=12" in said)
+
     def test_experts_that_ep_does_not_divide_are_the_librarys_to_refuse(self, engine: Engine) -> None:
         """It does so by an assertion without words (MC-31), which the adapter does not make up for."""
         by, said = refused(engine, pinned("alltoall", EP2, "even", experts=5))
@@ -267,7 +292,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("name", "reason"),
         [
-            ("route-sqrtsoftplus", "not by sqrtsoftplus"),
+            ("route-sqrtsoftplus", "if and only if K > 1"),
             ("route-sigmoid", "if and only if K > 1"),
             ("route-top-1-normalised", "if and only if K > 1"),
             ("route-groups-max", "not by max"),

@@ -15,6 +15,7 @@ from moe_conformance.contract import Config, Unsupported, refusals
 FUNCTION = ("variant", "experts", "top_k", "hidden", "ffn", "dtype", "padding.packed")
 LAYER = (*FUNCTION, "extra")
 ROUTER = ("routing", "router_dtype", "jitter")  # of a router; forced: on random logits
+GATE = ("gate_bias",)  # of a router alone: the switch is that of all biases
 SHARED = ("shared",)  # of a whole layer
 OF_EXPERTS = ("activation", "expert_biases")  # of experts, and of what is built for the same config
 CAPACITY = (
@@ -31,6 +32,7 @@ _REFUSED = "|".join(
         "Please use --moe-router-pre-softmax when topk is 1",
         "Expert bias for aux-loss-free routing only supports",
         "moe_expert_capacity_factor (only works with|must be set to use)",
+        "moe_expert_rank_capacity_factor requires moe_flex_dispatcher_backend",
         "moe_shared_expert_overlap only works with alltoall( or flex)? token dispatcher",
         "Bias in Moe is only supported when ETP==1",
         "does not support variable sequence length",
@@ -71,7 +73,8 @@ def transformer_config(config: Config, sizes: Mapping[str, int]) -> Any:
                 "fp16": config.dtype == torch.float16,
                 "perform_initialization": False,  # the suite writes every parameter
                 "tensor_model_parallel_size": sizes["tp"],
-                "sequence_parallel": sizes["tp"] > 1,  # MoELayer needs it: the ranks of tp hold different tokens
+                # MoELayer needs it in training: the ranks of tp hold different tokens.
+                "sequence_parallel": sizes["tp"] > 1 and not config.token_copies,
                 "context_parallel_size": sizes["cp"],
                 "pipeline_model_parallel_size": sizes["pp"],
                 "pipeline_dtype": config.dtype,
@@ -105,7 +108,7 @@ def _of_experts(config: Config) -> dict[str, Any]:
         "activation_func": functions[activation.function],
         "activation_func_clamp_value": activation.limit,
         "glu_linear_offset": activation.offset,
-        "add_bias_linear": config.expert_biases == "all",
+        "add_bias_linear": config.expert_biases == "all" or config.gate_bias,
     }
 
 
@@ -126,7 +129,7 @@ def _routing(config: Config) -> dict[str, Any]:
     router_fields: dict[str, Any] = {
         "moe_router_dtype": _router_dtype(config),
         "moe_input_jitter_eps": config.jitter or None,
-        "moe_router_score_function": "sigmoid" if config.routing.score == "sigmoid" else "softmax",
+        "moe_router_score_function": _score(config),
         "moe_router_pre_softmax": _softmax_before_selection(config),
         "moe_router_topk_scaling_factor": config.routing.scale,
         "moe_router_enable_expert_bias": config.routing.balance_bias,
@@ -164,19 +167,26 @@ def _router_dtype(config: Config) -> str | None:
     return names[config.router_dtype]
 
 
+def _score(config: Config) -> str:
+    """Return the library's name of the scores; a softmax is over all experts or over the selected ones."""
+    if config.routing.score == "sqrtsoftplus" and not differences.has_score("sqrtsoftplus"):
+        raise Unsupported("this version of Megatron-Core scores by softmax or sigmoid, not by sqrtsoftplus")
+    return config.routing.score if config.routing.score in ("sigmoid", "sqrtsoftplus") else "softmax"
+
+
 def _softmax_before_selection(config: Config) -> bool:
     """Whether the softmax is over all experts, or over the selected ones; refuses weights that Megatron-Core lacks.
 
-    It has no switch for normalisation: sigmoid weights are divided by their sum if and only if K > 1, softmax weights
-    never. A softmax over all experts that is then normalised over the selected experts is the softmax over these.
+    It has no switch for normalisation: weights of other scores are divided by their sum if and only if K > 1, those of
+    a softmax never. A softmax over all experts that is then normalised over the selected experts is the softmax over
+    these.
     """
-    if config.routing.score == "sqrtsoftplus":
-        raise Unsupported("Megatron-Core 0.16 scores by softmax or sigmoid, not by sqrtsoftplus")
     if config.routing.score == "softmax" and config.routing.normalise and config.routing.groups:
         raise Unsupported("normalised softmax with groups: Megatron-Core would then rank the groups by logits")
-    if config.routing.score == "sigmoid" and config.routing.normalise != (config.top_k > 1):
+    score = config.routing.score
+    if score in ("sigmoid", "sqrtsoftplus") and config.routing.normalise != (config.top_k > 1):
         raise Unsupported(
-            f"Megatron-Core normalises sigmoid weights if and only if K > 1: "
+            f"Megatron-Core normalises {score} weights if and only if K > 1: "
             f"not normalise={config.routing.normalise} with K = {config.top_k}"
         )
     return config.routing.score == "softmax" and not config.routing.normalise

@@ -28,6 +28,12 @@ def has_field(name: str) -> bool:
     return name in {field.name for field in fields(library.TransformerConfig)}
 
 
+def has_score(name: str) -> bool:
+    """Whether a router has scores of that name, which the type of the field lists; 0.16 has a softmax and a sigmoid."""
+    types = {field.name: str(field.type) for field in fields(library.TransformerConfig)}
+    return repr(name) in types["moe_router_score_function"]
+
+
 # The parts of a layer that are captured in a graph; the old name is still there where the new one is, and deprecated.
 CAPTURED = "cuda_graph_modules" if has_field("cuda_graph_modules") else "cuda_graph_scope"
 

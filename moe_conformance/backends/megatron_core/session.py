@@ -17,6 +17,7 @@ from moe_conformance.backends.megatron_core.config_rules import ConfigRules
 from moe_conformance.backends.megatron_core.configuration import (
     CAPACITY,
     FUNCTION,
+    GATE,
     LAYER,
     OF_EXPERTS,
     ROUTER,
@@ -34,6 +35,7 @@ from moe_conformance.contract import (
     Capacity,
     Config,
     Parametrised,
+    ReceiveBuffer,
     Session,
     TokenPadding,
     Topology,
@@ -75,7 +77,10 @@ class MegatronSession(Session):
         """Build a layer and return its token dispatcher."""
         if config.capacity.padded and config.variant == "allgather":
             raise Unsupported("the all-gather dispatcher pads nothing: it takes a map that the router has filled up")
-        return Exchange(self._layer(_for_empty_slots(config.only(*LAYER, *CAPACITY, *OF_EXPERTS))))
+        config.only(*LAYER, *CAPACITY, *OF_EXPERTS, "receive_buffer", "token_copies")
+        if config.token_copies:
+            self._require_sequence_parallel(config)
+        return Exchange(self._layer(_for_empty_slots(_with_receive_buffer(config))))
 
     def experts(self, config: Config) -> Experts:
         """Build a layer and return its experts, wrapped for the reduction of their gradients."""
@@ -86,13 +91,13 @@ class MegatronSession(Session):
     def router(self, config: Config) -> Router:
         """Build a layer and return its router, wrapped for the reduction of its gradients."""
         number = self._number(config) if config.routing.forced else 1
-        layer = self._layer(config.only(*LAYER, *ROUTER, *CAPACITY), number)
+        layer = self._layer(config.only(*LAYER, *ROUTER, *CAPACITY, *GATE), number)
         layer.set_layer_number(number)  # as a transformer layer does
         return Router(layer)
 
     def layer(self, config: Config) -> Layer:
         """Build a whole layer, wrapped for the reduction of its gradients."""
-        return Layer(self._layer(config.only(*LAYER, *ROUTER, *SHARED)), config, self._topology)
+        return Layer(self._layer(config.only(*LAYER, *ROUTER, *SHARED, *CAPACITY)), config, self._topology)
 
     def load_meter(self, config: Config) -> meter.LoadMeter:
         """Build layers that count and record, and where there is a tracker of overload factors record in it."""
@@ -186,6 +191,15 @@ class MegatronSession(Session):
             raise Unsupported("0.16 takes recomputation of the MoE layer under overlap, and computes nothing again")
         return OverlappedStep(built, config, self._topology, self._device)
 
+    def _require_sequence_parallel(self, config: Config) -> None:
+        """Call a layer whose ranks of tp hold the same tokens: it refuses that in training, before any collective."""
+        if self._topology.sizes["tp"] == 1:
+            return
+        layer = self._layer(config)
+        with refusals(ValueError, match="without also enabling sequence parallelism"):
+            layer(torch.zeros(1, 1, config.hidden, dtype=config.dtype, device=self._device))
+        raise Unsupported("this version takes the same tokens on all ranks of tp in training, not adapted")
+
     def _layer(self, config: Config, number: int = 1) -> Any:
         built = transformer_config(config, self._topology.sizes)
         if config.routing.forced:
@@ -234,6 +248,21 @@ class MegatronSession(Session):
         library.moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
         self._quiet.__exit__(None, None, None)
         gc.collect()  # layers refer to their groups in cycles, and a group has threads and sockets until it is freed
+
+
+def _with_receive_buffer(config: Config) -> Config:
+    """Return the config with the capacity of a rank, which the library has as a factor, and only for other dispatchers.
+
+    Raises:
+        Unsupported: the size is in rows, or this version has no such field.
+    """
+    buffer = config.receive_buffer
+    if buffer == ReceiveBuffer():
+        return config
+    field = "moe_expert_rank_capacity_factor"
+    if buffer.factor is None or buffer.rows is not None or not differences.has_field(field):
+        raise Unsupported(f"Megatron-Core has a receive buffer as {field} alone, since 0.19, not {buffer}")
+    return replace(config, receive_buffer=ReceiveBuffer(), extra=(*config.extra, (field, buffer.factor)))
 
 
 def _for_empty_slots(config: Config) -> Config:

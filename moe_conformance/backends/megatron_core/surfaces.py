@@ -141,7 +141,7 @@ class Router:
     def resolved(self) -> Mapping[str, str]:
         """The router, where its scores are made, and the types of its weight, of the last logits, and of scores."""
         router = self._router
-        when = "before" if router.config.moe_router_pre_softmax or router.score_function == "sigmoid" else "after"
+        when = "before" if router.config.moe_router_pre_softmax or router.score_function != "softmax" else "after"
         return {
             "router": type(router).__qualname__,
             "scores": f"{router.score_function} {when} selection",
@@ -183,8 +183,10 @@ class Router:
         return Routed(Routing.from_dense(probs_TE, map_TE), logits_TE, counts_E)
 
     def named(self, read: Read) -> Iterator[Named]:
-        """Yield the gate's weight, and the balance bias if there is one."""
+        """Yield the gate's weight, and its bias and the balance bias if there are such."""
         yield Named("router", None, read(self._router.weight))
+        if self._router.bias is not None:
+            yield Named("gate_bias", None, read(self._router.bias))
         if self._router.expert_bias is not None:
             yield Named("balance_bias", None, read(self._router.expert_bias))
         if getattr(self._router, "qb_beta", None) is not None:  # which is subtracted from the logits
