@@ -83,6 +83,11 @@ class FastPaths(TorchTitan):
             raise Unsupported("this torchtitan has no shortcuts: saforem2/torchtitan has, at 8d22a86d")
         return {package: found[package] for package in ("torchtitan", "torch")}
 
+    def groups(self, sizes: Mapping[str, int]) -> Mapping[str, tuple[tuple[int, ...], ...]]:
+        """Refuse: the meshes are those of torchtitan, which is judged by itself."""
+        del sizes
+        raise Unsupported("the rank lists of the fork's meshes are not adapted")
+
     def open(self, topology: Topology, device: torch.device) -> Session:
         """Open a session on the suite's groups."""
         self.versions()
@@ -151,6 +156,10 @@ class _Session(Session):
         """Build an MoE module with a dispatcher on this rank's ep group; FSDP2 shards it where it is replicated."""
         config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "routing", "shared.ffn", "shared.bias")
         require_routed(config)
+        if (tp := self._topology.sizes["tp"]) > 1:
+            raise Unsupported(
+                f"tp = {tp}: torchtitan of May 2026 places the module by a plan of its model, not adapted"
+            )
         first, held = placement(self._topology, config)
         require_placed(config, self._topology)
         dispatcher = dispatcher_config(config, forced=self._relies_on_forced(config))
