@@ -184,7 +184,7 @@ class AutoEPExchange:
 
     @property
     def _transport(self) -> str:
-        """The library's name of it; before 0.19.7 there is one."""
+        """The name of what moves rows; 0.19.6 has one such transport, without a name."""
         return str(getattr(self.layer, "comm_backend", "comm"))
 
     def __call__(self, x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:

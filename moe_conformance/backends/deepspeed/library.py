@@ -26,7 +26,7 @@ with warnings.catch_warnings():
 
     try:
         from deepspeed.module_inject import auto_ep_comm
-    except ImportError:  # before 0.19.7
+    except ImportError:  # 0.19.6 has no other transport
         auto_ep_comm = None
 
 __all__ = [
