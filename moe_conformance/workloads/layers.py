@@ -75,6 +75,7 @@ _LAYERS = (
     LayerRecipe("layer-even"),
     LayerRecipe("layer-normalised-even", _NORMAL),  # as of Mixtral, Qwen3-MoE and GShard
     LayerRecipe("layer-uneven", tokens=UNEVEN, profile="full"),
+    LayerRecipe("layer-few-uneven", tokens=(3, 1, 2, 0)),  # replicas of an expert have tokens for it or none
     LayerRecipe("layer-sigmoid-scaled-even", _SCALED, profile="full"),
     LayerRecipe("layer-rank-without-tokens", tokens=ONE_WITHOUT, profile="full"),
     LayerRecipe("layer-in-flight-uneven", tokens=UNEVEN, schedule="F0 F1 B0 B1", likened=True),
@@ -170,7 +171,7 @@ def _crossed() -> tuple[LayerRecipe, ...]:
 
 
 # Layers whose gate allows little else are judged by these, also with replicas of their experts (edp > 1).
-PLAIN = ("layer-even", "layer-normalised-even")
+PLAIN = ("layer-even", "layer-normalised-even", "layer-few-uneven")
 LAYERS = (*_LAYERS, *in_float16(_LAYERS), *_crossed())
 
 _TIGHT_BARE = {"capacity.factor": 0.5, "capacity.drop_policy": "position"}

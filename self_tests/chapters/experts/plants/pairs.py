@@ -12,7 +12,7 @@ from self_tests.planted_bugs.plant import Expectation, planted
 _EP4 = Layout(4, ep=4)
 
 
-@planted(Expectation("EXPT-06", "pairs-experts-21", "combine", "rank 0"), layout=_EP4)
+@planted(Expectation("EXPT-06", "pairs-experts-21", "experts", "the output bias was left out"), layout=_EP4)
 class BiasesInTrainingAlone(ExpertBiases):
     """The kernel that runs where no gradient is recorded has no place for biases."""
 

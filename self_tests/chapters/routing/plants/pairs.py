@@ -9,7 +9,7 @@ from moe_conformance.backends.native.router.routing import Router
 from self_tests.planted_bugs.plant import EP2, SINGLE, Expectation, planted
 
 
-@planted(Expectation("ROUTE-07", "pairs-router-33", "gradient", "rank 0"), layout=SINGLE)
+@planted(Expectation("ROUTE-08", "pairs-router-33", "gradient", "the gradient of router on rank 0"), layout=SINGLE)
 class TiesTurnedWhereRecomputed(Router):
     """Of equal scores another expert is selected where a forward runs again."""
 
@@ -19,7 +19,7 @@ class TiesTurnedWhereRecomputed(Router):
         return scores_TE.shape[1] - 1 - super()._select(scores_TE.flip(1))
 
 
-@planted(Expectation("DROP-05", "ROW-EVAL", "combine", "rank 0"), layout=EP2)
+@planted(Expectation("DROP-05", "pairs-layer-20", "combine", "rank 0"), layout=EP2)
 class NothingDroppedInEvaluation(Router):
     """Where no gradient is recorded, slots are not dropped by weight, which took a sort."""
 
