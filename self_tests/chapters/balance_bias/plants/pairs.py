@@ -26,7 +26,7 @@ class QuantilesOfTheLastLayer(QuantileRouters):
         super().count(len(self.scores) - 1, load_E)
 
 
-@planted(Expectation("BIAS-06", "pairs-bias-2", "finish", "bias"))
+@planted(Expectation("BIAS-06", "pairs-bias-2", "finish", "the counters of router 0 hold"))
 class EvaluationCountedWhereRecomputed(BalancingRouters):
     """With recomputation a forward counts wherever gradients are recorded, in evaluation too."""
 

@@ -23,7 +23,9 @@ class PairsOfHalves(AllToAllExchange):
         return super()._send(sent, plan)
 
 
-@planted(Expectation("EXCH-05", "pairs-exchange-13", "combine", "rank 0"), layout=_EP4)
+@planted(
+    Expectation("EXCH-05", "pairs-exchange-13", "combine", "is that of rank 0 token 2 of microbatch 0"), layout=_EP4
+)
 class OddSlotsTransposed(AllToAllExchange):
     """Outputs of an odd number of slots are summed sequence by sequence, and returned as if position by position."""
 
