@@ -86,7 +86,9 @@ def _make(name: str, row: Row, layout: Layout) -> Workload:
         options["routing.forced"] = ((row["forced"], None),)
     modes = () if row["modes"] == NO else (row["modes"], row["modes"])
     steps = tuple(Step(m, 1, row["mask"], modes, seed) for seed in range(2))  # type: ignore[arg-type]
-    return script(Recipe(name, steps, balance, options), "default", layout)
+    # Megatron-Core takes as many tokens as the experts have equal shares of: 12 of each rank.
+    positions = 6 if row["rule"] == "quantile" else None
+    return script(Recipe(name, steps, balance, options, positions=positions), "default", layout)
 
 
 SURFACES = (Surface("bias", (ON_BALANCING_ROUTERS,), _OPTIONS, _RULES, _make),)

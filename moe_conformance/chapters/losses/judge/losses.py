@@ -193,6 +193,12 @@ class _Gradients:
                 for name in self.steps.names:
                     size_TE = size_TE + self.main * abs(self._local(name, m, d)) * slope_bound(self.steps, name, part)
                 allowed = allowed + 2 * size_TE.T @ part.x_TD.abs()
+                # The gradient of each microbatch may be stored in the dtype of the router before it is added.
+                slope_TE = self.steps.main_slope(part)
+                for name in self.steps.names:
+                    slope_TE = slope_TE + self._local(name, m, d) * self.steps.slopes[name][m][d]
+                stored_ED = slope_TE.abs().T @ part.x_TD.abs()
+                allowed = allowed + unit_roundoff(self.steps.config.dtype) * self.main * stored_ED
         return allowed
 
     def _local(self, name: str, m: int, d: int) -> float:

@@ -19,7 +19,9 @@ class TiesTurnedWhereRecomputed(Router):
         return scores_TE.shape[1] - 1 - super()._select(scores_TE.flip(1))
 
 
-@planted(Expectation("DROP-05", "pairs-layer-20", "combine", "rank 0"), layout=EP2)
+@planted(
+    Expectation("DROP-09", "pairs-layer-20", "combine", "rank 0 token 0 of microbatch 1 kept 1 of 2 slots"), layout=EP2
+)
 class NothingDroppedInEvaluation(Router):
     """Where no gradient is recorded, slots are not dropped by weight, which took a sort."""
 
