@@ -173,7 +173,7 @@ class Plan:
 
         Of a cell that is refused whatever is asked the pool has no more than what proves it, and all of it runs. What
         native runs in bfloat16 is little, and many kernels take nothing else: with native's selection all of that runs
-        on the layouts of the quick profile. Workloads of pairs of options rotate: of them only what is stored runs.
+        on the layouts of the quick profile. Of workloads that rotate what is stored for this backend runs.
         """
         cell, name = case.cell, case.workload.name
         if self.profile == SMOKE and (cell.variant, cell.layout.name, name) not in self._first:
@@ -181,7 +181,8 @@ class Plan:
         if self.virtual or case.id in self.kept or cell_limits(cell.limits, cell.layout):
             return True
         if case.workload.rotates and self.profile != "full":
-            return self._selection.holds(cell.variant, cell.layout.name, name)
+            borrowed = name in self._selection.borrowed
+            return not borrowed and self._selection.holds(cell.variant, cell.layout.name, name)
         bfloat16 = case.workload.config.dtype == torch.bfloat16 and cell.layout in profiles.quick_layouts()
         borrowed = bfloat16 and name in self._selection.borrowed
         if borrowed or self._selection.holds(cell.variant, cell.layout.name, name):
