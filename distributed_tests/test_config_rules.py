@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_conformance.chapters.config_rules.judge.accepted_settings import judge_accepted
 from moe_conformance.chapters.config_rules.judge.changed_settings import judge_changed_later
 from moe_conformance.chapters.config_rules.judge.config_rules import judge_packed
 from moe_conformance.chapters.config_rules.judge.resolved_settings import (
@@ -16,7 +17,7 @@ from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries
 from moe_conformance.judging.shared.exchange.outputs import judge_form, judge_outputs
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import shows
-from moe_conformance.workloads.records.runs import ON_CONFIG_RULES, ON_SESSION, ExchangeStep
+from moe_conformance.workloads.records.runs import ON_CONFIG_RULES, ON_SESSION, AcceptedStep, ExchangeStep
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -95,6 +96,52 @@ class TestOverlap:
 
     test_an_input_that_is_freed = Row("RULE-18", ON_CONFIG_RULES, judge_rule, "RULE-18", when=shows("RULE-18"))
     """Overlap with offloading of an input that the kernel frees is refused or honoured."""
+
+
+class TestWhatIsAcceptedRuns:
+    """Two microbatches, on two ranks: the oracle's values, those of the sequential step, and every option shows."""
+
+    test_an_all_gather_that_is_overlapped = Row("RULE-08", AcceptedStep(), judge_accepted, "RULE-08")
+    """An all-gather that is accepted with overlap is issued, and overlaps; so does an all-to-all."""
+
+    test_any_dtype = Row("RULE-09", AcceptedStep(), judge_accepted, "RULE-09")
+    """A step in a dtype that is accepted computes in it, and overlaps."""
+
+    test_one_stage = Row("RULE-10", AcceptedStep(), judge_accepted, "RULE-10")
+    """A step of one stage that is accepted overlaps."""
+
+    test_full_recomputation_is_done = Row("RULE-11", AcceptedStep(), judge_accepted, "RULE-11")
+    """Layers that are accepted for recomputation are computed again, and overlap."""
+
+    test_a_method_of_recomputation = Row("RULE-12", AcceptedStep(), judge_accepted, "RULE-12")
+    """With a method that is accepted the step computes the oracle's values, and overlaps."""
+
+    test_a_number_of_recomputed_layers = Row("RULE-13", AcceptedStep(), judge_accepted, "RULE-13")
+    """With a number that is accepted the step computes the oracle's values, and overlaps."""
+
+    test_recomputation_of_the_moe_layer_is_done = Row("RULE-14", AcceptedStep(), judge_accepted, "RULE-14")
+    """An MoE layer that is accepted for recomputation is computed again."""
+
+    test_shared_experts_overlap_too = Row("RULE-15", AcceptedStep(), judge_accepted, "RULE-15")
+    """Where both overlaps are accepted, both have an effect."""
+
+    test_several_prediction_layers = Row("RULE-16", AcceptedStep(), judge_accepted, "RULE-16")
+    """With prediction layers that are accepted the step computes the oracle's values, and overlaps."""
+
+    test_a_graph_is_replayed = Row("RULE-17", AcceptedStep(), judge_accepted, "RULE-17")
+    """A graph that is accepted is replayed with the values of its microbatch."""
+
+    test_an_input_is_not_freed_too_early = Row("RULE-18", AcceptedStep(), judge_accepted, "RULE-18")
+    """With offloading that is accepted gradients are those of the oracle."""
+
+    test_deferral_alone_is_finished = Row("RULE-20", AcceptedStep(), judge_accepted, "RULE-20")
+    """Gradients that are deferred without overlap are computed later, and before the step ends."""
+
+    test_a_graph_defers_what_accumulates = Row("RULE-21", AcceptedStep(), judge_accepted, "RULE-21")
+    """Gradients deferred under a graph are those of all microbatches."""
+
+    test_a_graph_defers_with_a_bias = Row("RULE-22", AcceptedStep(), judge_accepted, "RULE-22")
+    """Gradients deferred under a graph of attention with a bias are those of the oracle."""
 
 
 class TestVersions:

@@ -8,11 +8,12 @@ from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries
 from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx
 from moe_conformance.judging.shared.exchange.outputs import judge_outputs
 from moe_conformance.judging.shared.exchange.row_gradients import judge_rows_gradients
+from moe_conformance.judging.shared.overlapped.accepted import judge_options
 from moe_conformance.judging.shared.overlapped.evidence import judge_calls, judge_order, judge_overlapping
 from moe_conformance.judging.shared.overlapped.steps import judge_step_gradients, judge_step_tokens
 from moe_conformance.spec.row import Row
 from moe_conformance.workloads.records.features import exchanges
-from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep, LayerStep
+from moe_conformance.workloads.records.runs import AcceptedStep, ExchangeStep, ExpertsStep, LayerStep
 from moe_conformance.workloads.records.workload import Workload
 
 
@@ -133,6 +134,11 @@ class TestSteps:
         when=has_further_options,
     )
     """With each option added to overlap, results are those of the sequential step with that option."""
+
+
+class TestAcceptedOptions:
+    test_every_option_that_is_accepted_changes_nothing = Row("OVLP-15", AcceptedStep(), judge_options)
+    """So does each option that a configuration accepts beside overlap, and that can be run."""
 
 
 class TestDeferredWeights:

@@ -8,13 +8,51 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from moe_conformance.backends.native import Native, NativeSession
 from moe_conformance.backends.native.config_rules import ConfigRules
 from moe_conformance.backends.native.groups import CannotBuild
-from moe_conformance.contract import Settings, Unsupported, VersionLimit
+from moe_conformance.backends.native.layer.deferred import WeightGradients
+from moe_conformance.backends.native.layer.overlapped_pass import LayerPass
+from moe_conformance.backends.native.layer.overlapped_step import OverlappedStep
+from moe_conformance.contract import Claims, Config, Settings, Unsupported, VersionLimit
+from moe_conformance.contract import OverlappedStep as Step
+
+
+class _OneAfterTheOther(OverlappedStep):
+    """The step without overlap: deferred gradients are computed while those of the inputs are sent."""
+
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, overlap="no")
+
+    def run(self, xs: Sequence[Tensor], upstreams: Sequence[Tensor]) -> Sequence[Tensor]:
+        ys = []
+        with self._putting_off():
+            for x_TD, upstream_TD in zip(xs, upstreams, strict=True):
+                passes = self._passes_of_all()
+                ys.append(self._in_turn(self._forward(x_TD, passes)))
+                self._in_turn(self._backward(x_TD, upstream_TD, passes))
+        return ys
 
 
 class _Honouring(ConfigRules):
+    def runs(self, s: Settings) -> None:
+        none = replace(s, recompute="none", recompute_method=None, recompute_layers=None, recompute_modules=())
+        super().runs(replace(none if self.recomputes(s) else s, overlap=True))
+
+    def recomputes(self, s: Settings) -> bool:
+        return s.recompute == "full" or "moe" in s.recompute_modules
+
+    def step_config(self, s: Settings) -> Config:
+        return super().step_config(s).changed({"overlap.recompute_experts": self.recomputes(s)})
+
+    def step(self, asked: Settings) -> Step:
+        step = super().step(asked)
+        assert isinstance(step, OverlappedStep)
+        return step if asked.overlap else _OneAfterTheOther(step.config, step.layers, LayerPass, WeightGradients)
+
     def overlap_exchange(self, s: Settings) -> None: ...
 
     def overlap_recomputation(self, s: Settings) -> None: ...

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.offered import offers
-from moe_conformance.contract import Config, Settings, Topology, VersionLimit
+from moe_conformance.contract import Config, OverlappedStep, Settings, Topology, Unsupported, VersionLimit
 
 if TYPE_CHECKING:
     from moe_conformance.backends.native.session import NativeSession
@@ -27,19 +28,25 @@ _OPTIONS: Mapping[str, tuple[str | None, ...]] = {
 }
 _MODULES = {"moe", "layernorm"}
 _SCOPES = {"attention", "router", "moe", "mlp"}
+# What a step of one layer has; others are of models that native does not build.
+_RUN = {"experts", "top_k", "groups", "groups_chosen", "ep", "dtype", "overlap", "shared_experts"}
+_RUN |= {"defer_weight_gradients", "accumulate_in_product", "versions"}
 
 
 class ConfigRules:
-    """Checks settings one option after the other, and builds the router that they configure.
-
-    Native has no step that overlaps an exchange: what it says of overlap is what such a step would need.
-    """
+    """Checks settings one option after the other, and builds the router that they configure, or a step of one layer."""
 
     def __init__(
-        self, config: Config, topology: Topology, device: torch.device, router: Callable[[Config], Any]
+        self,
+        config: Config,
+        topology: Topology,
+        device: torch.device,
+        router: Callable[[Config], Any],
+        overlapped_step: Callable[[Config], OverlappedStep],
     ) -> None:
-        """Keep what builds routers of a config."""
-        self.config, self.topology, self.device, self.router = config, topology, device, router
+        """Keep what builds routers and steps of a config."""
+        self.config, self.topology, self.device = config, topology, device
+        self.router, self.overlapped_step = router, overlapped_step
 
     @property
     def resolved(self) -> Mapping[str, str]:
@@ -213,6 +220,32 @@ class ConfigRules:
             )
         )
 
+    def step(self, asked: Settings) -> OverlappedStep:
+        """Build the step that overlaps, of one layer, with the settings that were accepted."""
+        ran = self.resolve(asked)
+        self.runs(ran)
+        return self.overlapped_step(self.step_config(ran))
+
+    def runs(self, s: Settings) -> None:
+        """Say what native does not run: a model around the layer, other exchanges, another ep than the ranks have."""
+        other = [f.name for f in fields(s) if f.name not in _RUN and getattr(s, f.name) != f.default]
+        if not s.overlap or s.ep != self.topology.sizes["ep"]:
+            other.append("overlap" if not s.overlap else "ep")
+        if other:
+            raise Unsupported(f"native runs no step with {', '.join(f'{name}={getattr(s, name)!r}' for name in other)}")
+
+    def step_config(self, s: Settings) -> Config:
+        """Return the config of the step of settings."""
+        return self.config.changed(
+            {
+                "experts": s.experts,
+                "top_k": s.top_k,
+                "dtype": s.dtype,
+                "shared.ffn": (self.config.ffn,) * s.shared_experts,
+                "overlap.deferred_weights": s.defer_weight_gradients,
+            }
+        )
+
     def build(self, asked: Settings, layers: int) -> list[Any]:
         """Build the routers of that many layers."""
         return [self.router_of(self.resolve(asked)) for _ in range(layers)]
@@ -268,4 +301,5 @@ def _refuse(s: Settings, option: str, other_option: str = "native") -> None:
 @offers("config_rules")
 def config_rules(session: NativeSession, config: Config) -> ConfigRules:
     """Build what resolves settings."""
-    return session.use(ConfigRules)(config, session.topology, session.device, session.router)
+    step = partial(session.surface, "overlapped_step")
+    return session.use(ConfigRules)(config, session.topology, session.device, session.router, step)

@@ -1,4 +1,4 @@
-"""Resolve settings through a backend and record its warnings."""
+"""Resolve settings through a backend and record its warnings; settings that it accepts run too."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from moe_conformance.contract import ConfigRules, Malformed, Settings, VersionLimit
 from moe_conformance.engine import RankContext
+from moe_conformance.scenarios.accepted import AcceptedSettings
 from moe_conformance.scenarios.sessions import Opened, build, recorded
 from moe_conformance.workloads.records.workload import Workload
 
@@ -62,3 +63,4 @@ def recorded_rules(kept: Opened, workload: Workload, context: RankContext) -> Re
 
 
 SCRIPT_SURFACES = {"config_rules": recorded_rules}
+SCENARIOS = {"accepted settings": AcceptedSettings}

@@ -11,6 +11,7 @@ import torch
 from moe_conformance.contract.errors import Unsupported
 
 if TYPE_CHECKING:
+    from moe_conformance.contract import OverlappedStep
     from moe_conformance.contract.config import Config
 
 
@@ -90,9 +91,21 @@ class ConfigRules(Protocol):
         """Return the settings of every layer, read from what it will run."""
 
 
+class RunRules(ConfigRules, Protocol):
+    """Also runs what it accepts. What cannot be run is not judged: that settings are accepted proves nothing."""
+
+    def step(self, asked: Settings) -> OverlappedStep:
+        """Build a model of one MoE layer with settings that `resolve` accepted, and the schedule of its step.
+
+        Collective. Hidden sizes are those of the config; a shared expert has the width of a routed one, and no gate.
+        The step runs with what `resolve` returned, with overlap or without. `Unsupported` with `by="adapter"` says that
+        these settings cannot be run here; any other error is a failure, as is one of the step.
+        """
+
+
 class SessionPart:
     """The methods of `Session` that build the surfaces of this chapter."""
 
     def config_rules(self, config: Config) -> ConfigRules:
-        """Build the object that resolves settings; of `config` only the variant matters."""
+        """Build the object that resolves settings; of `config` the variant and the sizes matter."""
         raise Unsupported("this backend does not tell how it resolves settings")

@@ -44,7 +44,8 @@ class OverlappedStep(Resolved, Protocol):
     """A training step of several MoE layers that overlaps exchanges with computation (`Config.overlap`).
 
     The layers follow each other: y = f_L(... f_1(x)). While tokens of one microbatch are dispatched or combined,
-    something else is computed that does not need them. It claims `overlap` "no" if nothing is in flight.
+    something else is computed that does not need them. It claims `overlap` "no" if nothing is in flight. If gradients
+    of the step follow another convention than the session's, an attribute `loss_convention` says which.
     """
 
     @property
@@ -74,6 +75,8 @@ class ClaimsPart:
 
     # yes: a step that is built with overlap has exchanges in flight while it computes (OVLP-12); no: it has none.
     overlap: Literal["yes", "no"] = "yes"
+    # yes: a layer of an overlapped step returns x plus the output of its MoE layer, as a transformer layer does.
+    residual: Literal["yes", "no"] = "no"
 
 
 SECTIONS = {"overlap": Overlap}

@@ -129,6 +129,17 @@ class Script:
         return self.surface
 
 
+@dataclass(frozen=True)
+class AcceptedStep:
+    """Steps of a layer with settings that the backend accepts, one after the other: two microbatches with each."""
+
+    scenario: ClassVar[str] = "accepted settings"
+
+    def __str__(self) -> str:
+        """Return `accepted settings`."""
+        return "accepted settings"
+
+
 DrawnStep = ExchangeStep | RouterStep
 
 ON_EXCHANGE, ON_SESSION = Script("exchange"), Script("session")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_conformance.chapters.config_rules.judge.resolved_settings import words_of
 from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding
 from moe_conformance.judging.observed.script import answers, values
+from moe_conformance.judging.shared.overlapped.accepted import words_of
 from moe_conformance.judging.verdict import NotOffered, WrongForm
 from moe_conformance.reference.config_rules.shown import lawful_change
 from moe_conformance.scenarios.outcome import Outcome

@@ -10,6 +10,7 @@ from moe_conformance.contract import Settings
 from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, fail, some
 from moe_conformance.judging.observed.script import SLIPS, answers
+from moe_conformance.judging.shared.overlapped.accepted import words_of
 from moe_conformance.judging.verdict import Mismatch, NotOffered, Raised, Refused, Tally, Unrefused, WrongForm
 from moe_conformance.reference.config_rules.outcomes import FACTS, lawful_build, outcomes
 from moe_conformance.reference.config_rules.rules import Settings as Neutral
@@ -67,13 +68,6 @@ class _Example:
         return tuple(name for name, value in requested.items() if getattr(ran, name) != value)
 
 
-def words_of(settings: Settings) -> str:
-    """Return the settings that differ from the defaults, as text."""
-    changed = (f for f in fields(settings) if getattr(settings, f.name) != f.default)
-    said = [f"{field.name}={getattr(settings, field.name)!r}" for field in changed]
-    return f"Settings({', '.join(said)})"
-
-
 def _of(settings: Settings, name: str) -> Any:
     value = getattr(settings, name)
     return tuple(sorted(value)) if name in _NAMES and value is not None else value
@@ -85,8 +79,12 @@ def judge_rule(outcome: Outcome, rule: str, tally: Tally) -> None:
     Settings that break several rules are judged by all of them, except where a limit on versions is not met: then by
     that limit only. Valid settings may be refused by a limit that the library documents.
 
+    That settings which break the rule are accepted as they are, where the rule lets them be honoured, proves nothing:
+    `judge_accepted` decides where they run.
+
     Raises:
-        NotOffered: the adapter has no settings that break the rule, or all settings were refused.
+        NotOffered: the adapter has no settings that break the rule, or some are accepted as they are, or all settings
+            were refused.
         Unrefused: they were built on some ranks without an error.
         WrongForm: they were built with a change that the rule does not allow, or without a warning.
         Refused: valid settings were refused, or built otherwise than requested.
@@ -94,6 +92,7 @@ def judge_rule(outcome: Outcome, rule: str, tally: Tally) -> None:
     examples, reasons = _examples(outcome)
     usual = _usual_warnings(examples)
     findings: list[Finding] = []
+    taken: list[str] = []  # what breaks the rule and is accepted as it is
     judged = accepted = 0
     for example in examples:
         rules = broken(example.neutral)
@@ -103,6 +102,8 @@ def judge_rule(outcome: Outcome, rule: str, tally: Tally) -> None:
         if rules and rule not in rules:
             continue
         judged += rule in rules
+        if rule in rules and not example.refusing and not any(map(example.changed, range(len(example.answers)))):
+            taken.append(f"{example.words} breaks {rule} and is accepted, which is judged where it runs, and not here")
         accepted += not example.refusing  # valid settings, or what stands openly in the place of invalid ones
         findings += _wrong_outcomes(example, rule, usual) if rules else _wrong_builds(example)
         for rank in range(len(example.answers)):
@@ -110,6 +111,8 @@ def judge_rule(outcome: Outcome, rule: str, tally: Tally) -> None:
     if findings:
         kinds = {finding.kind for finding in findings}
         fail(next((error for kind, error in _ERRORS.items() if kind in kinds), WrongForm), "run", findings)
+    if taken:
+        raise NotOffered(taken[0])
     if not judged:
         raise NotOffered(reasons[0] if reasons else f"nothing that breaks {rule} could be requested")
     if not accepted:
@@ -221,7 +224,7 @@ def _examples(outcome: Outcome) -> tuple[list[_Example], list[str]]:
         if failed := next((answer for answer in limits if answer.raised), None):
             raise Raised("run", f"limits of settings raised {failed.error_type}: {failed.error}")
         given = [call["asked"] for call in outcome.workload.calls[number + 1].given]
-        found.append(_Example(given[0], _neutral(given, limits[0].values[""]), resolved))
+        found.append(_Example(given[0], neutral(given, limits[0].values[""]), resolved))
     return found, reasons
 
 
@@ -239,7 +242,7 @@ def _limits(neutral: Neutral) -> str:
     return ", ".join(f"{library} {needed}, found {found}" for library, needed, found in neutral.versions)
 
 
-def _neutral(given: Sequence[Settings], limits: Sequence[tuple[str, str, str | None]]) -> Neutral:
+def neutral(given: Sequence[Settings], limits: Sequence[tuple[str, str, str | None]]) -> Neutral:
     """Return settings in the oracle's form; the ranks' settings may differ only in whether the kernel is present."""
     settings = given[0]
     options = {f.name: _of(settings, f.name) for f in fields(Neutral) if f.name not in FACTS}
@@ -282,7 +285,7 @@ def _wrong_outcomes(example: _Example, rule: str, usual: frozenset[str]) -> Iter
     for rank, answer in enumerate(example.answers):
         if answer.raised:
             continue
-        ran = _neutral([example.ran(rank)], ())
+        ran = neutral([example.ran(rank)], ())
         changed = example.changed(rank)
         start = f"{example.words} breaks {rule} and is built on rank {rank}"
         if not changed:

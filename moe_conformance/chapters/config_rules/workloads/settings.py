@@ -62,7 +62,7 @@ def _kernel(neutral: Neutral) -> Literal["present", "absent", "freeing"] | None:
     return "present" if all(neutral.kernel_present) else "absent"
 
 
-def _examples(rule: str) -> list[Settings]:
+def examples(rule: str) -> list[Settings]:
     """Return the settings that try a rule: alternately broken and mended, then others that fit; without repetitions."""
     if rule == _VERSIONS:
         assumed = ("2.5.1", "2.5.10", "2.6.0", "2.6.0a0+git12", "2.9.1", "2.10", "2.10.1", "3.0")
@@ -161,7 +161,7 @@ def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
         return
     config = Config(variant=variant)
     for rule in RULES:
-        alike = [(settings,) * layout.world for settings in _examples(rule)]
+        alike = [(settings,) * layout.world for settings in examples(rule)]
         if rule == _KERNELS and layout.world > 1:
             kernel = Settings(dispatcher="fused", kernel="present")
             alike.append((kernel, *[replace(kernel, kernel="absent")] * (layout.world - 1)))

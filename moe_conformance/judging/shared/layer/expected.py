@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.judging.compare import bounds
+from moe_conformance.judging.compare.bounded import Target
 from moe_conformance.judging.observed.drop_rule import DropRule
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place, backward_places_of
@@ -31,11 +32,13 @@ class LayerExpected(StageAnswers[LayerGradients]):
 
     rule: DropRule = field(default_factory=DropRule)  # as claimed
     narrow: torch.dtype | None = None  # the claimed dtype of a part, if narrower than the tokens'
+    residual: bool = False  # as claimed: x is added to the output, once
 
     @classmethod
     def of(cls, reading: Reading, workload: Workload | None = None) -> LayerExpected:
         """Return the results for a reading, with the drop rule and the dtype that the backend claims."""
-        return super().of(reading, workload).by(DropRule.of(reading.claims)).computed_in(reading.claims.dtype)
+        expected = super().of(reading, workload).by(DropRule.of(reading.claims)).computed_in(reading.claims.dtype)
+        return replace(expected, residual=True) if reading.claims.residual == "yes" else expected
 
     def by(self, rule: DropRule) -> LayerExpected:
         """Return the results under another drop rule."""
@@ -47,6 +50,23 @@ class LayerExpected(StageAnswers[LayerGradients]):
         dtype_of_tokens = self.workload.config.dtype
         narrower = dtype is not None and torch.finfo(dtype).eps > torch.finfo(dtype_of_tokens).eps
         return replace(self, narrow=dtype) if narrower and dtype != self.narrow else self
+
+    def y(self, place: Place) -> Target:
+        """Return the expected output at a place, (T, D)."""
+        m, rank = place
+        return self._added(super().y(place), self.workload.batches[m][rank].x_TD)
+
+    def dx(self, place: Place) -> Target:
+        """Return the expected gradient of the tokens at a place, (T, D)."""
+        m, rank = place
+        return self._added(super().dx(place), self.workload.batches[m][rank].upstream)
+
+    def _added(self, target: Target, other_TD: Tensor) -> Target:
+        """Return a target plus what the residual adds, with the error of one more addition."""
+        if not self.residual:
+            return target
+        total_TD = target.expected + other_TD.double()
+        return Target(total_TD, target.allowed + torch.finfo(self._dtype).eps * total_TD.abs())
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -31,7 +31,7 @@ def judge_overlapping(reading: Reading) -> Comparisons:
         raise NotOffered("the backend claims overlap = 'no'")
     layers, judged = reading.outcome.workload.config.overlap.layers, False
     for rank in reading.ranks:
-        entries = _entries(rank, seen(rank).overlapped[0])
+        entries = entries_of(rank, seen(rank).overlapped[0])
         if not entries or not seen(rank).worked:
             continue
         judged = True
@@ -63,7 +63,8 @@ def judge_calls(reading: Reading, tally: Tally) -> None:
 @judge(WrongCollectives, "run")
 def _judge_same_calls(reading: Reading) -> Comparisons:
     for rank in reading.ranks:
-        then, now = (Counter(map(_call, _entries(rank, s))) for s in (seen(rank).sequential, seen(rank).overlapped[0]))
+        steps = seen(rank).sequential, seen(rank).overlapped[0]
+        then, now = (Counter(map(call_words, entries_of(rank, step))) for step in steps)
         for call in now | then:
             if now[call] != then[call]:
                 times = f"{count(now[call], 'time')} instead of {count(then[call], 'time')} in the sequential step"
@@ -109,10 +110,12 @@ def _too_early(written: list[str]) -> int | None:
     return None
 
 
-def _entries(rank: RankOutcome, step: StepSeen) -> list[Entry]:
+def entries_of(rank: RankOutcome, step: StepSeen) -> list[Entry]:
+    """Return the collectives of a step."""
     first, end = step.calls
     return [entry for entry in rank.ledger if first <= entry.order < end]
 
 
-def _call(entry: Entry) -> str:
+def call_words(entry: Entry) -> str:
+    """Return a collective in words: the operation, the group and the sizes."""
     return f"{entry.op} on {group_words(entry.ranks)} ({entry.bytes_in} bytes for {entry.bytes_out})"
