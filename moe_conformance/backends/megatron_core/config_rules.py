@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional
 
 from moe_conformance.backends.megatron_core import command_line, differences, library
-from moe_conformance.contract import Config, Settings, Unsupported, VersionLimit, refusals
+from moe_conformance.backends.megatron_core.overlap import PLAIN, OverlappedStep
+from moe_conformance.contract import Config, Settings, Topology, Unsupported, VersionLimit, refusals
 
 _DISPATCHERS = {"fused": "flex"}
 _NCCL_EP = ("moe_ncclep_static_shape", "moe_ncclep_zero_copy")  # one of them is there where NCCL EP is
@@ -23,11 +24,14 @@ _DOCUMENTED = "Flex token dispatcher requires TPxEP > 1|is not installed. Please
 
 
 class ConfigRules:
-    """Builds the config of a model of 12 layers, and one layer where neither ep nor pp is above 1."""
+    """Builds the config of a model of 12 layers, and one layer where neither ep nor pp is above 1.
 
-    def __init__(self, config: Config, device: torch.device) -> None:
-        """Keep the sizes of a layer."""
-        self._config, self._device = config, device
+    On the ranks of ep it builds the steps of a layer under the schedule that overlaps.
+    """
+
+    def __init__(self, config: Config, topology: Topology, device: torch.device) -> None:
+        """Keep the sizes of a layer, and the ranks."""
+        self._config, self._topology, self._device = config, topology, device
 
     @property
     def resolved(self) -> Mapping[str, str]:
@@ -51,6 +55,8 @@ class ConfigRules:
         """Build the config, and with ep = pp = 1 its MoE layer; return the settings of both."""
         if asked.versions:
             raise Unsupported("Megatron-Core reads the versions that are installed, and no others")
+        if self._topology.sizes["world"] not in (1, asked.ep):
+            raise Unsupported(f"the adapter resolves ep = {asked.ep} on one rank, or on {asked.ep}")
         found: AbstractContextManager[None] = nullcontext()
         if command_line.checks(asked):
             command_line.validate(asked, self._config.hidden, self._config.ffn)
@@ -62,6 +68,23 @@ class ConfigRules:
             with refusals(AssertionError, ImportError, match=_DOCUMENTED):
                 layer = self._layer(built)
         return self._read(asked, built, layer)
+
+    def step(self, asked: Settings) -> OverlappedStep:
+        """Build a model of one layer, and the schedule that overlaps it."""
+        ran = self.resolve(asked)
+        if reason := _not_run(ran, self._topology.sizes["ep"]):
+            raise Unsupported(reason)
+        accumulates = ran.accumulate_in_product and self._device.type == "cuda"
+        fields = {**self._fields(ran), "num_layers": 1, "gradient_accumulation_fusion": accumulates, **dict(PLAIN)}
+        built = library.TransformerConfig(**fields, expert_tensor_parallel_size=1)
+        options = {
+            "experts": ran.experts,
+            "top_k": ran.top_k,
+            "dtype": ran.dtype,
+            "shared.ffn": (self._config.ffn,) * ran.shared_experts,
+            "overlap.deferred_weights": ran.defer_weight_gradients,
+        }
+        return OverlappedStep(built, self._config.changed(options), self._topology, self._device)
 
     def _fields(self, asked: Settings) -> dict[str, Any]:
         """Return the fields of TransformerConfig."""
@@ -106,6 +129,8 @@ class ConfigRules:
             "gradient_accumulation_fusion": asked.accumulate_in_product,
             "variable_seq_lengths": asked.packed,
             "perform_initialization": False,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
             **dict(asked.extra),
         }
 
@@ -161,6 +186,19 @@ class ConfigRules:
         """Never called."""
         del built
         return ()
+
+
+def _not_run(s: Settings, ep: int) -> str:
+    """Return why the adapter has no step of settings that the library accepts, "" if it has one."""
+    reasons = {
+        "without overlap the adapter runs no step": not s.overlap,
+        f"the ranks have ep = {ep} and one stage": s.ep != ep or s.pp > 1,
+        "the flex dispatcher is judged of the backend megatron-core-flex": s.dispatcher == "fused",
+        "a graph and offloading need a GPU and Transformer Engine": s.capture is not None or s.offload_first_product,
+        "multi-token prediction needs an embedding, which the adapter's model has not": bool(s.prediction_layers),
+        "the model's attention returns its input, and has no projections": s.attention_bias,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _kernel(asked: Settings) -> dict[str, str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_conformance.backends.megatron_core.config_rules import ConfigRules
 from moe_conformance.backends.megatron_core.flex_kernels import SAID, Kernels
-from moe_conformance.contract import Config, Received, Settings, Unsupported
+from moe_conformance.contract import Config, Received, Settings, Topology, Unsupported
 from moe_conformance.stand_ins.presenting import Namespace
 
 
@@ -144,9 +144,9 @@ class Transport:
 class KernelRules(ConfigRules):
     """Settings that name a kernel: with the stand-ins in place, or without them."""
 
-    def __init__(self, config: Config, device: torch.device, kernels: Kernels) -> None:
+    def __init__(self, config: Config, topology: Topology, device: torch.device, kernels: Kernels) -> None:
         """Take the stand-ins."""
-        super().__init__(config, device)
+        super().__init__(config, topology, device)
         self._kernels = kernels
 
     @property

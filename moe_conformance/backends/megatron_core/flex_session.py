@@ -91,7 +91,7 @@ class FlexSession(MegatronSession):
         """Resolve settings that name a kernel, on one rank."""
         if self._topology.sizes["world"] > 1:
             raise Unsupported("the adapter resolves settings on one rank")
-        return KernelRules(config.only(*FUNCTION), self._device, self._kernels)
+        return KernelRules(config.only(*FUNCTION), self._topology, self._device, self._kernels)
 
     def layer(self, config: Config) -> FlexLayer:
         """Build a whole layer."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -24,6 +24,12 @@ from moe_conformance.backends.megatron_core.layer import Layer
 from moe_conformance.backends.megatron_core.surfaces import wrapped
 from moe_conformance.contract import Claims, Config, Overlap, Topology, Unsupported
 from moe_conformance.stand_ins import streams
+
+PLAIN: tuple[tuple[str, Any], ...] = (
+    ("hidden_dropout", 0.0),
+    ("attention_dropout", 0.0),
+    ("calculate_per_token_loss", True),  # the schedule then divides no loss: dL/dy is what it is given
+)
 
 
 def with_overlap(config: Config) -> Config:
@@ -39,9 +45,7 @@ def with_overlap(config: Config) -> Config:
         ("num_layers", overlap.layers),
         ("overlap_moe_expert_parallel_comm", True),
         ("delay_wgrad_compute", overlap.deferred_weights),
-        ("hidden_dropout", 0.0),
-        ("attention_dropout", 0.0),
-        ("calculate_per_token_loss", True),  # the schedule then divides no loss: dL/dy is what it is given
+        *PLAIN,
     ]
     if overlap.recompute_experts:
         extra += differences.recomputed_under_overlap()
@@ -95,6 +99,8 @@ class OverlappedLayer(Layer):
 class OverlappedStep:
     """The layers of a model, and the schedule of their step."""
 
+    loss_convention: Literal["sum", "mean_over_dp"] = "sum"  # as `calculate_per_token_loss` has it
+
     def __init__(self, built: Any, config: Config, topology: Topology, device: torch.device) -> None:
         """Build the model and wrap it; collective."""
         self._config, self._delays = built, config.overlap.deferred_weights
@@ -126,8 +132,8 @@ class OverlappedStep:
 
     @property
     def claims(self) -> Claims:
-        """Those of the layers."""
-        return self._layers[0].claims
+        """Those of the layers, which are transformer layers."""
+        return replace(self._layers[0].claims, residual="yes")
 
     def run(self, xs: Sequence[Tensor], upstreams: Sequence[Tensor]) -> Sequence[Tensor]:
         """Let the schedule run the microbatches; their loss is the product of y and the upstream gradient."""

@@ -151,10 +151,10 @@ class MegatronSession(Session):
         return self.experts(replace(config, extra=(*config.extra, ("perform_initialization", True))))
 
     def config_rules(self, config: Config) -> ConfigRules:
-        """Resolve settings on one rank, on which a layer of any sizes can be built."""
-        if self._topology.sizes["world"] > 1:
-            raise Unsupported("the adapter resolves settings on one rank")
-        return ConfigRules(config.only(*FUNCTION), self._device)
+        """Resolve settings on one rank, on which a layer of any sizes can be built, or on ranks of ep alone."""
+        if self._topology.sizes["world"] > self._topology.sizes["ep"]:
+            raise Unsupported("the adapter resolves settings on one rank, and on ranks of ep alone")
+        return ConfigRules(config.only(*FUNCTION), self._topology, self._device)
 
     def training_routers(self, config: Config) -> TrainingRouters:
         """Build the layers of a model and return their routers."""
