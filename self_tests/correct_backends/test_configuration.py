@@ -45,7 +45,11 @@ class TestWaysToResolve:
         checked.check_passes(path_of("Honouring"), rule, "alltoall", EP2, NAME)
 
     @pytest.mark.parametrize(
-        ("rule", "why"), [("RULE-08", "native runs no step with dispatcher='allgather'"), ("RULE-17", "capture=()")]
+        ("rule", "why"),
+        [
+            ("RULE-08", "native runs no step with dispatcher='allgather'"),
+            ("RULE-17", "no step with capture=('attention', 'moe')"),
+        ],
     )
     def test_what_is_accepted_and_not_run_is_no_pass(self, checked: CheckedRuns, rule: str, why: str) -> None:
         """That the library takes a configuration says nothing of what it computes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from self_tests.lying_backends import lying, lying_costs
+from self_tests.lying_backends import lying, lying_costs, lying_rules
 from self_tests.lying_backends import lying_routers as routers
 from self_tests.planted_bugs.plant import EP2, EP2_EDP2, EP2_ETP2, TP2_EP2
 
@@ -59,5 +59,16 @@ LIARS = [
     (lying.HidesParameter, "EXPT-02", EP2, "own-even", "have no window"),
     (lying.IgnoresConfig, "EXPT-03", EP2, "own-input-weights-even", "applied at the experts' output"),
     (lying.RefusesLate, "EXCH-09", EP2, "even", "not today"),
+    (
+        lying_rules.RunsNothing,
+        "RULE-08",
+        EP2,
+        "accepted-settings",
+        "is accepted, and every element of y is zero",
+    ),
+    (lying_rules.DropsOptions, "RULE-08", EP2, "accepted-settings", "dispatcher = 'allgather' has no effect"),
+    (lying_rules.DropsOptions, "RULE-11", EP2, "accepted-settings", "recompute = 'full' has no effect"),
+    (lying_rules.NeverFinishes, "RULE-20", EP2, "accepted-settings", "is None; the sequential step has a gradient"),
+    (lying_rules.BothOverlaps, "RULE-15", EP2, "accepted-settings", "overlap_shared = True has no effect"),
     (lying.WrongGroups, "GROUP-01", EP2_ETP2, "", "the ep group of rank 0"),
 ]

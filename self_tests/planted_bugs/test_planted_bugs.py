@@ -15,7 +15,7 @@ from moe_conformance.judging.verdict import Mismatch, NotOffered
 from moe_conformance.spec import load, places
 from self_tests.checked_runs import EXPECTED, NATIVE, CheckedRuns, opened, variant_for
 from self_tests.checks import unsized
-from self_tests.lying_backends import lying, lying_costs, lying_routers
+from self_tests.lying_backends import lying, lying_costs, lying_routers, lying_rules
 from self_tests.lying_backends.expected import LIARS
 from self_tests.planted_bugs import Expectation, Plant, plants, plants_of_many_ranks
 from self_tests.planted_bugs.plant import EP2_EDP2
@@ -132,7 +132,7 @@ class TestCollection:
 
     def test_every_liar_is_tried(self) -> None:
         """None of the lying backends is left out."""
-        named = [each for module in (lying, lying_costs, lying_routers) for each in vars(module).values()]
+        named = [each for module in (lying, lying_costs, lying_routers, lying_rules) for each in vars(module).values()]
         shipped = {each for each in named if isinstance(each, type) and issubclass(each, lying.Liar)}
         assert shipped - {lying.Liar} == {liar for liar, *_ in LIARS}
 
