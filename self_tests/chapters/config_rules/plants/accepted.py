@@ -217,7 +217,7 @@ class _LastAlone(Altered):
     """Keeps the weight gradients of the last microbatch."""
 
     def run(self, xs: Sequence[Tensor], upstreams: Sequence[Tensor]) -> Sequence[Tensor]:
-        ys = []
+        ys: list[Tensor] = []
         for x, upstream in zip(xs, upstreams, strict=True):
             for parameter in self.parameters("gate", "up", "down"):
                 parameter.grad = None
