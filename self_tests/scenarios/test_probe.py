@@ -56,7 +56,7 @@ class TestAnswers:
         rows.requires_grad_()
         weights = torch.ones(2, 2, requires_grad=True)
         out = expert(Delivery.listed(rows, torch.full((2, 2), -1), weights, unrouted="zero"))
-        out.backward(torch.full((2, 34), torch.nan))  # type: ignore[no-untyped-call]
+        out.backward(torch.full((2, 34), torch.nan))
         assert torch.equal(torch.zeros(2, 34), out.detach())
         assert rows.grad is None or torch.equal(torch.zeros(2, 34), rows.grad)
         assert weights.grad is None or torch.equal(torch.zeros(2, 2), weights.grad)
