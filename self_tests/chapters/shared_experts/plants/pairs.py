@@ -9,7 +9,7 @@ from moe_conformance.backends.native.layer.gradients import GradientFinisher
 from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 
 
-@planted(Expectation("GRAD-18", "layer-few-uneven", "finish", "expert"), layout=EP2_EDP2)
+@planted(Expectation("GRAD-18", "layer-few-uneven", "finish", "is 2.000 x the expected value"), layout=EP2_EDP2)
 class MeanOverBusyReplicas(GradientFinisher):
     """The gradient of an expert is its mean over the replicas that had tokens for it, times the number of replicas."""
 
