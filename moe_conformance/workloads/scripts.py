@@ -28,8 +28,15 @@ def chapters() -> tuple[Chapter, ...]:
 
 
 def beside(profile: Profile) -> dict[Layout, tuple[str, ...]]:
-    """Return layouts of which a profile runs some workloads only, with their names (`profiles.beside`)."""
-    return {layout: (*some, *pairs.beside_names(layout)) for layout, some in profiles.beside(profile).items()}
+    """Return layouts of which a profile runs some workloads only, with their names.
+
+    They are those of `profiles.beside`, what chapters draw that name such a layout, and pairs of options.
+    """
+    found = {}
+    for layout, some in profiles.beside(profile).items():
+        own = (name for chapter in chapters() if layout in chapter.quick for name in chapter.names)
+        found[layout] = tuple(dict.fromkeys((*some, *own, *pairs.beside_names(layout))))
+    return found
 
 
 def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[tuple[Chapter, Workload]]:
