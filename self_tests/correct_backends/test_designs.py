@@ -53,7 +53,13 @@ class TestDesigns:
     @pytest.mark.parametrize(
         ("backend", "requirement", "layout", "workload", "words"),
         [
-            ("ToAllReplicas", "EXCH-01", EP2, "uneven", "delivered to the replica of expert 0 on rank 1 too"),
+            (
+                "ToAllReplicas",
+                "EXCH-01",
+                EP2,
+                "uneven",
+                "delivered to the replica of expert 4 on rank 0 too",
+            ),
             ("ReplicasUnsaid", "EXPT-04", EP2, "even", "claims placement = 'replicas'"),
             ("ReplicasApart", "GRAD-05", EP2, "own-even", "the gradient of"),
             ("ScaledUnsaid", "GRAD-01", EP2, "uneven", "claims expert_gradients = 'mean_over_ep'"),
