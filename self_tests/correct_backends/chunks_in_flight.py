@@ -22,6 +22,7 @@ class Transfer:
     def __init__(self, received: list[int], sent: list[int], group: dist.ProcessGroup) -> None:
         self.received, self.sent, self.group = received, sent, group
         self.work: Any = None
+        self.back: Tensor | None = None  # the gradients of what was sent
         self.kept: Tensor | None = None  # what is being sent must not be freed
 
     def start(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
@@ -46,9 +47,10 @@ class Start(torch.autograd.Function):
         return transfer.start(rows, transfer.received, transfer.sent)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, None]:
+        back = ctx.transfer.back  # under way; what autograd passes has the shape of the other end
         ctx.transfer.wait()
-        return upstream[0], None
+        return back, None
 
 
 class Finish(torch.autograd.Function):
@@ -61,9 +63,10 @@ class Finish(torch.autograd.Function):
         return rows.view_as(rows)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, None]:
         transfer = ctx.transfer
-        return transfer.start(upstream[0], transfer.sent, transfer.received), None
+        transfer.back = transfer.start(upstream[0], transfer.sent, transfer.received)
+        return upstream[0], None
 
 
 class ChunkedExchange:
