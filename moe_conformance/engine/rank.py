@@ -13,12 +13,14 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from . import processes, store, wire
 from .faults import Fault, describe
@@ -212,6 +214,29 @@ def find(function: str) -> Callable[[RankContext, Any], Any]:
     return found
 
 
+class _GroupNames:
+    """Names groups that their members alone make (use_local_synchronization): alike on all members, and never twice.
+
+    torch's name is made of the number of groups that the process is in. Here that differs between ranks, which are in
+    groups of several topologies, and a name comes again once its group is destroyed, as a session does when it closes:
+    members would wait for each other for ever, or at the addresses of the group before.
+    """
+
+    def __init__(self) -> None:
+        self._job = 0
+        self._made: Counter[tuple[int, ...]] = Counter()  # in this job
+
+    def begin_job(self) -> None:
+        """Begins the next job, of which all ranks have the same number."""
+        self._job += 1
+        self._made.clear()
+
+    def __call__(self, ranks: Sequence[int]) -> str:
+        """Returns the name of a new group of these ranks."""
+        self._made[tuple(ranks)] += 1
+        return f"job {self._job}, ranks {' '.join(map(str, ranks))}, number {self._made[tuple(ranks)]}"
+
+
 class RankState:
     """What a rank keeps from job to job: its process groups, its device, and `kept`."""
 
@@ -228,6 +253,8 @@ class RankState:
             timeout=store.FOREVER,
         )
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._names = _GroupNames()
+        distributed_c10d._hash_ranks_to_str = self._names  # type: ignore[assignment]
         self._kept: dict[str, Any] = {}
         self._process_state = process_state()
         self._memory = MemoryBaseline(bytes_in_use(self._device)) if self._device.type == "cuda" else None
@@ -249,6 +276,7 @@ class RankState:
 
     def context(self, partitions: Mapping[str, Partition], tap: Tap, rank_payload: Any) -> RankContext:
         """Returns the context of a job; makes missing groups, on all ranks in the same order."""
+        self._names.begin_job()
         mine: dict[str, dist.ProcessGroup] = {}
         for name, partition in partitions.items():
             for ranks in partition:

@@ -59,6 +59,17 @@ def where_am_i(context: RankContext, payload: Any) -> Any:
     return context.rank, context.world, default, str(context.device), groups
 
 
+def sum_in_own_group(context: RankContext, payload: Any) -> float:
+    """Returns the sum of the ranks in a group that its members make without the other ranks."""
+    group = dist.new_group([0, context.world - 1], use_local_synchronization=True)
+    if context.rank not in (0, context.world - 1):
+        return 0.0
+    tensor = torch.tensor(float(context.rank))
+    dist.all_reduce(tensor, group=group)
+    dist.destroy_process_group(group)
+    return tensor.item()
+
+
 def sums(context: RankContext, payload: Any) -> dict[str, float]:
     """Returns the sum of (rank + 1) over the world and over each group."""
     totals = {}

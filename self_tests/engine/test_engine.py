@@ -101,6 +101,13 @@ class TestValues:
         assert [False, False] == [rank.value for rank in run("same_groups_as_before", groups=again).ranks]
         assert [True, True] == [rank.value for rank in run("same_groups_as_before", groups=again).ranks]
 
+    def test_members_make_groups_of_their_own(self, run: Callable[..., JobResult]) -> None:
+        """Ranks that are in unequally many groups agree on the name of a group that they alone make, and make again."""
+        for groups in ({}, {"one": ((0,),), "two": ((0, 1),)}, {"one": ((3,),), "three": ((1, 2, 3),)}):
+            for _ in range(3):
+                result = run("sum_in_own_group", world=4, groups=groups, deadline_s=20.0)
+                assert [3.0, 0.0, 0.0, 3.0] == [rank.value for rank in result.ranks]
+
     def test_processes_stay_for_the_next_job(self, run: Callable[..., JobResult]) -> None:
         """The same processes run job after job, also if another world works in between."""
         before = [rank.value for rank in run("pid").ranks]
