@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -145,7 +146,8 @@ class _Session(Session):
         config.only(*_SHAPE, *_ROUTING, "gate_bias", "router_dtype")
         require_dtype(config, model_of(config))
         sizes = self._topology.sizes
-        placed = sizes["tp"] == sizes["etp"] == 1 and not config.experts % sizes["ep"]
+        shards = math.lcm(sizes["ep"], sizes["dp"] * sizes["cp"])  # of FSDP2, along the experts: none is empty
+        placed = sizes["tp"] == sizes["etp"] == 1 and not config.experts % shards
         placement = Placement(config, self._topology, self._device) if placed else None
         return ModelRouter(config, model_of(config), self._device, placement)
 
@@ -169,7 +171,7 @@ class _Session(Session):
         for surface in built:
             assert isinstance(surface, ShardedExperts | ModelLayer | ModelRouter)  # there are no others with parameters
             if isinstance(surface, ModelRouter) and not surface.placed:
-                raise Unsupported("a router by itself is placed where every rank has its own tokens and whole experts")
+                raise Unsupported("a router by itself is placed where every rank has its own tokens and equal shards")
 
 
 def _implementations(variant: str) -> tuple[str, str]:
