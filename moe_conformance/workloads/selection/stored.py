@@ -33,6 +33,7 @@ class Selection:
     known: frozenset[str]  # workloads for which layouts have been selected
     # Workloads whose layouts are native's, for a backend with other variants: the layouts of its own are not known.
     borrowed: frozenset[str] = frozenset()
+    own: frozenset[str] = frozenset()  # workloads that the backend's file mentions
 
     def holds(self, variant: str, layout: str, workload: str) -> bool:
         """Return whether a case is selected; False for a workload that is not known."""
@@ -53,12 +54,13 @@ def of(backend: str, variants: Sequence[str]) -> Selection:
     mentioned = _workloads(stored)
     borrowed = frozenset[str]() if alike else known - mentioned
     if not stored:
-        return Selection(layouts, known, borrowed)
+        return Selection(layouts, known, borrowed, mentioned)
     rest = {
         variant: {name: where for name, where in row.items() if name not in mentioned}
         for variant, row in layouts.items()
     }
-    return Selection({variant: {**rest[variant], **stored.get(variant, {})} for variant in variants}, known, borrowed)
+    selected = {variant: {**rest[variant], **stored.get(variant, {})} for variant in variants}
+    return Selection(selected, known, borrowed, mentioned)
 
 
 def _borrowed(general: Stored, variants: Sequence[str]) -> Stored:
