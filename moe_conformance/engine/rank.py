@@ -254,7 +254,7 @@ class RankState:
         )
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._names = _GroupNames()
-        distributed_c10d._hash_ranks_to_str = self._names  # type: ignore[assignment]
+        distributed_c10d._hash_ranks_to_str = self._names
         self._kept: dict[str, Any] = {}
         self._process_state = process_state()
         self._memory = MemoryBaseline(bytes_in_use(self._device)) if self._device.type == "cuda" else None

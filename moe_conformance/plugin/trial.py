@@ -90,6 +90,8 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
     """Return how the item ended, given the exception that ended it."""
     if error is None:
         if trial.tally.vacuous:
+            if trial.outcome is not None and trial.outcome.workload.rotates:  # its batch is drawn for other checks
+                return Ending("not applicable", "not applicable: the batch of this pair of options has nothing for it")
             return Ending("vacuous", "vacuous: the check compared nothing", "Vacuous")
         return Ending("pass")
     if isinstance(error, pytest.skip.Exception):

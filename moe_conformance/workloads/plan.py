@@ -181,8 +181,7 @@ class Plan:
         if self.virtual or case.id in self.kept or cell_limits(cell.limits, cell.layout):
             return True
         if case.workload.rotates and self.profile != "full":
-            own = self._selection.holds(cell.variant, cell.layout.name, name)
-            return own and name not in self._selection.borrowed
+            return name in self._selection.own and self._selection.holds(cell.variant, cell.layout.name, name)
         bfloat16 = case.workload.config.dtype == torch.bfloat16 and cell.layout in profiles.quick_layouts()
         borrowed = bfloat16 and name in self._selection.borrowed
         if borrowed or self._selection.holds(cell.variant, cell.layout.name, name):

@@ -154,6 +154,7 @@ class TestRouter:
         ("variant", "name", "built"),
         [
             ("moe", "route-softmax-normalised", "TopKGate"),
+            ("moe", "route-softmax", "TokenChoiceTopKRouter"),
             ("autoep", "route-softmax", "TokenChoiceTopKRouter"),
             ("autoep", "route-sigmoid-biased-normalised-scaled", "TokenChoiceTopKRouter"),
             ("autoep", "route-groups-top2", "TokenChoiceTopKRouter"),
@@ -232,8 +233,8 @@ class TestRefusals:
             (EP2, "layer", {"experts": 5, "top_k": 1}, "library", "should be divisible by expert parallel size"),
             (EP2, "layer", {"top_k": 1, "jitter": 0.25}, "adapter", "0.01, and no option: not 0.25"),
             (EP2, "layer", {"top_k": 1, "capacity.factor": 1.0}, "adapter", "drops by neither, not by weights"),
-            (EP2, "router", {"routing.score": "sigmoid"}, "adapter", "top_k = 2 has no option score='sigmoid'"),
-            (EP2, "router", {"routing.forced": (("random", None),)}, "adapter", "has no option forced="),
+            (EP2, "router", {"routing.score": "sqrtsoftplus"}, "adapter", "softmax or sigmoid, not sqrtsoftplus"),
+            (EP2, "router", {"routing.forced": (("random", None),)}, "adapter", "forces routes"),
             (EP2, "training_routers", {"losses.auxiliary": 0.5}, "adapter", "top_k = 2 has no loss auxiliary"),
             (EP2, "training_routers", {"top_k": 1, "losses.z": 0.5}, "adapter", "has no loss z"),
         ],

@@ -82,6 +82,7 @@ def _status(case: Case) -> set[str]:
         config.variant != "hybridep" and (config.receive_buffer.factor or config.receive_buffer.rows) is not None,
         config.variant != "alltoall" and (config.shared.overlap or config.padding.splits == "equal"),
         config.variant in ("deepep", "hybridep", "ncclep") and config.capacity.padded,
+        config.variant != "alltoall" and config.overlap.chunks > 1,
         bool(config.extra),  # a knob of some other library
     )
     return {"refused" if any(refusals) else "ok"}

@@ -49,7 +49,7 @@ class TestWrongParameterGradients:
         ("factor", "words"),
         [
             (2, "2.000 x the expected value: ep or edp"),
-            (0.25, "0.250 x the expected value: 1/dp or 1/world"),
+            (0.25, "0.250 x the expected value: 1/dp"),
             (0, "zero"),
         ],
     )

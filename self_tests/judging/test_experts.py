@@ -88,7 +88,7 @@ class TestRight:
         assert not judged(judge_expert_gradients, outcome).vacuous
         lying = replace(outcome, ranks=tuple(replace(rank, loss_convention="sum") for rank in outcome.ranks))
         assert (
-            "every expert gradient is 0.250 x the expected value: 1/dp or 1/world"
+            "every expert gradient is 0.250 x the expected value: 1/dp"
             in caught(judge_expert_gradients, lying).sentence
         )
 

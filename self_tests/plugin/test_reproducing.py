@@ -95,18 +95,25 @@ def arguments(script: Path) -> dict[str, Any]:
     return {each.arg or "": ast.literal_eval(each.value) for each in last.value.keywords}
 
 
+def _factor(message: str) -> str:
+    """Return a message up to the cause, which a run finds on other layouts, and a script runs on one."""
+    factor, told, _ = message.partition(" the expected value: ")
+    assert told
+    return factor + told
+
+
 class TestAScript:
     def test_python_starts_its_ranks(self, planted: tuple[Path, Finished], script: Path) -> None:
         """It fails with the sentence of the run, and needs no folder to be run in."""
         (failed,) = plugin_runs.records(plugin_runs.result(planted[0] / "report")).values()
-        expected = Finished(1, f"GRAD-05 fails: {failed.message}\n")
-        assert expected == plugin_runs.run(str(script), cwd=Path("/"))
+        done = plugin_runs.run(str(script), cwd=Path("/"))
+        assert (1, 1) == (done.status, done.output.count(f"GRAD-05 fails: {_factor(failed.message)}"))
 
     def test_torchrun_starts_its_ranks(self, planted: tuple[Path, Finished], script: Path) -> None:
         """Each process is a rank; rank 0 prints the sentence."""
         (failed,) = plugin_runs.records(plugin_runs.result(planted[0] / "report")).values()
         done = by_torchrun(script, 2)
-        assert (1, 1) == (done.status, done.output.count(f"GRAD-05 fails: {failed.message}\n"))
+        assert (1, 1) == (done.status, done.output.count(f"GRAD-05 fails: {_factor(failed.message)}"))
 
     def test_what_is_right_passes(self, script: Path) -> None:
         """The same script of native itself ends with 0."""

@@ -141,7 +141,8 @@ class TestChapters:
     def test_every_script_goes_under_a_name_of_its_chapter(self) -> None:
         """Waivers can name each of them, checks ask for its runs, and no name or run is left without a script."""
         two = Layout(2, ep=2), Layout(4, tp=2, ep=2), Layout(4, ep=2, etp=2), Layout(4, pp=2, ep=2)
-        layouts = (Layout(1), *two, Layout(4, ep=4))
+        parts = Layout(4, ep=2), Layout(4, tp=2, cp=2), Layout(4, cp=2, ep=2)
+        layouts = (Layout(1), *two, *parts, Layout(4, ep=4))
         for chapter in scripts.chapters():
             drawn = [work for layout in layouts for work in chapter.draw("alltoall", layout, "full")]
             assert set(chapter.names) == {work.name for work in drawn}

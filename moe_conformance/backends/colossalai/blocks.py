@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_conformance.backends.colossalai.gates import Averaged, deepseek_gate, shims
 from moe_conformance.backends.colossalai.placement import Native, Placement
-from moe_conformance.contract import Claims, Config, Delivery, ExpertFn, Named, Read, Routing
+from moe_conformance.contract import Config, Delivery, ExpertFn, Named, Read, Routing
 
 
 class MLP(nn.Module):
@@ -79,23 +79,21 @@ class _GivenGate(nn.Module):
 
 
 class _Unscaled:
-    """Takes the place of the functions around an expert that scale gradients by the replicas that have rows for it."""
+    """Takes the place of the functions around an expert that scale gradients for the average over ranks."""
 
     @staticmethod
     def apply(rows: Tensor, *_: Any) -> Tensor:
         return rows
 
 
-_SCALERS = ("DPGradScalerIn", "DPGradScalerOut")  # those of ep stay, and are claimed
+_SCALERS = ("EPGradScalerIn", "EPGradScalerOut", "DPGradScalerIn", "DPGradScalerOut")
 
 
 class Exchange:
     """A block of DeepSeek, whose gate returns the given routing and whose experts call the given expert.
 
-    What scales the gradients of one expert by its replicas is left out, and judged with the layer.
+    What scales the gradients of experts is left out, and judged with the layer.
     """
-
-    claims = Claims(expert_gradients="mean_over_ep")
 
     def __init__(self, config: Config, placement: Placement) -> None:
         """Build the block."""
@@ -112,7 +110,7 @@ class Exchange:
     def resolved(self) -> Mapping[str, str]:
         """The class, and over how many ranks it sends."""
         of_block = {"block": type(self._block).__qualname__, "ep ranks": str(self._block.ep_size)}
-        return of_block | {"left out": "gradient scalers of replicas around experts"}
+        return of_block | {"left out": "gradient scalers around experts"}
 
     def __call__(self, x: Tensor, routing: Routing, expert: ExpertFn) -> Tensor:
         """Run the block; where this rank's experts have no rows, the expert is called with none, added to nothing."""

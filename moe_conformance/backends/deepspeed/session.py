@@ -63,15 +63,21 @@ class DeepSpeedSession(Session):
         return Experts(self.engine(layer, config), self.placement.held(config.experts))
 
     def router(self, config: Config) -> Gate | ChoiceRouter:
-        """Build a layer and return its gate; of AutoEP its router, in an engine where that takes the dtype."""
-        if config.variant == autoep_session.NAME:
-            router = self._autoep.router(config)
-            if config.dtype in _REDUCED:
-                router.engine = self.engine(router.module, config)
-            return router
-        config.only(*_GATE, *_CAPACITY)
-        _require_float32(config)
-        return self._gate(config, gate_options(config))
+        """Build a layer and return its gate, or AutoEP's router, of this variant and where it alone has the routing."""
+        if config.variant != autoep_session.NAME:
+            config.only(*_GATE, *_CAPACITY)
+            _require_float32(config)
+            try:
+                options = gate_options(config)
+            except Unsupported:
+                if config.capacity.factor is not None or config.jitter:
+                    raise
+            else:
+                return self._gate(config, options)
+        router = self._autoep.router(config)
+        if config.dtype in _REDUCED:
+            router.engine = self.engine(router.module, config)
+        return router
 
     def masked_router(self, config: Config) -> Gate:
         """Build a layer and return its gate, which takes a mask of used tokens."""

@@ -91,4 +91,4 @@ def _make(name: str, row: Row, layout: Layout) -> Workload:
     return script(Recipe(name, steps, balance, options, positions=positions), "default", layout)
 
 
-SURFACES = (Surface("bias", (ON_BALANCING_ROUTERS,), _OPTIONS, _RULES, _make),)
+SURFACES = (Surface("bias", (ON_BALANCING_ROUTERS,), _OPTIONS, _RULES, _make, first_variant=True),)

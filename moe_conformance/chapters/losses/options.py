@@ -105,4 +105,4 @@ def _make(name: str, row: Row, layout: Layout) -> Workload:
     return script(recipe, config.changed(options), layout)
 
 
-SURFACES = (Surface("losses", (ON_TRAINING_ROUTERS,), _OPTIONS, _RULES, _make, first_variant=False),)
+SURFACES = (Surface("losses", (ON_TRAINING_ROUTERS,), _OPTIONS, _RULES, _make, first_variant=True),)

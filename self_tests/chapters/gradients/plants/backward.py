@@ -193,7 +193,7 @@ class MeanOverReplicas(ExpertFinisher):
 
 
 @planted(
-    Expectation("GRAD-05", "own-even", "finish", "every expert gradient is 0.250 x the expected value: 1/dp or"),
+    Expectation("GRAD-05", "own-even", "finish", "every expert gradient is 0.250 x the expected value: 1/dp"),
     real="deepspeedai/DeepSpeed commit 9d2660d2a (#4957)",
     layout=EP2_EDP2,
 )

@@ -188,19 +188,6 @@ class StepOfTheNext(MeteredExchange):
         return replace(super().report(number), step=number + 1)
 
 
-@planted(Expectation("LOAD-07", "load-steps", "run", "rank 1: step 0: max_overload_factor is"))
-class MaximumOfTheFirstRank(Meter):
-    """The maximum is reduced to the first rank of a group, and the others report their average for it."""
-
-    def report(self) -> dict[str, float]:
-        """Replace it."""
-        values = super().report()
-        first = self.topology.rank == min(self.topology.ranks("ep_etp"))
-        if not first and values["max_overload_factor"]:
-            values["max_overload_factor"] = values["avg_overload_factor"]
-        return values
-
-
 @planted(Expectation("LOAD-24", "load-steps", "run", "max_overload_factor_layer_"))
 class LargestOfAllLayers(Meter):
     """Every layer has the largest factor of all layers."""
