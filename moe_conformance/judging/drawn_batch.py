@@ -35,7 +35,7 @@ from moe_conformance.judging.shared.router.routers import (
     judge_router_weights,
     judge_selection,
 )
-from moe_conformance.judging.verdict import MalformedClaim, Mismatch, NotOffered, Tally
+from moe_conformance.judging.verdict import Indecisive, MalformedClaim, Mismatch, NotOffered, Tally
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records.runs import ExchangeStep
 
@@ -133,7 +133,8 @@ def judge_batch(outcome: Outcome, tally: Tally) -> None:
             _count(judgement.requirement, judgement.judge, reading, tally)
     for special in dict.fromkeys(special for judgement in judgements for special in judgement.special):
         if special.applies(config):
-            _count(special.requirement, special.judge, reading, tally)
+            with suppress(Indecisive):  # no choice of this example depends on it
+                _count(special.requirement, special.judge, reading, tally)
 
 
 def _count(requirement: str, judge: Judge, reading: Reading, tally: Tally) -> None:

@@ -88,6 +88,14 @@ class NotOffered(Exception):
     """The backend does not offer what is to be judged; the message has the reason. Neither a pass nor a failure."""
 
 
+class Indecisive(NotOffered):
+    """By the oracle no value of the batch depends on what the check is about; the message says on what.
+
+    Not applicable to a batch that is drawn for a pair of options, which other checks judge. Any other workload that a
+    check reads has to show it: there the check is vacuous, and fails.
+    """
+
+
 class Mismatch(AssertionError):
     """The backend violates a requirement. The message is the diagnosis."""
 

@@ -10,7 +10,7 @@ from hypothesis.errors import FlakyFailure, Unsatisfiable
 
 from moe_conformance.engine import EngineError
 from moe_conformance.engine.infrastructure import classify
-from moe_conformance.judging.verdict import FalseLimit, Mismatch, NotOffered, RunFailed, Tally
+from moe_conformance.judging.verdict import FalseLimit, Indecisive, Mismatch, NotOffered, RunFailed, Tally
 from moe_conformance.plugin.evidence import evidence
 from moe_conformance.report.records import Verdict
 from moe_conformance.scenarios.outcome import Outcome
@@ -90,8 +90,6 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
     """Return how the item ended, given the exception that ended it."""
     if error is None:
         if trial.tally.vacuous:
-            if trial.outcome is not None and trial.outcome.workload.rotates:  # its batch is drawn for other checks
-                return Ending("not applicable", "not applicable: the batch of this pair of options has nothing for it")
             return Ending("vacuous", "vacuous: the check compared nothing", "Vacuous")
         return Ending("pass")
     if isinstance(error, pytest.skip.Exception):
@@ -100,6 +98,10 @@ def ending(trial: Trial, error: BaseException | None) -> Ending:
         return Ending(trial.settled, str(error))
     if isinstance(error, Unsatisfiable) and trial.settled:
         return Ending(trial.settled, f"every drawn workload was refused: {trial.rejected}")
+    if isinstance(error, Indecisive):
+        if trial.outcome is not None and trial.outcome.workload.rotates:
+            return Ending("not applicable", f"not applicable: {error}")
+        return Ending("vacuous", f"vacuous: the check compared nothing: {error}", "Vacuous")
     if isinstance(error, NotOffered):
         return Ending("not adapted", f"not adapted: {error}")
     parts = list(_parts(error))[::-1]  # Hypothesis raises the smallest last

@@ -21,10 +21,7 @@ from moe_conformance.judging.shared.router.routers import (
     judge_router_weights,
     judge_selection,
 )
-from moe_conformance.judging.verdict import (
-    WrongForm,
-    WrongSelection,
-)
+from moe_conformance.judging.verdict import Indecisive, WrongForm, WrongSelection
 from self_tests.judging import simulated_routers as simulated
 from self_tests.judging.breaking import caught, edit, judged, rerouted
 from self_tests.judging.breaking_routers import BIASED, GROUPED, choosing, edit_ranks, run
@@ -102,13 +99,15 @@ class TestRight:
         same = replace(
             outcome.workload, parameters={**outcome.workload.parameters, ("balance_bias", None): torch.ones(8)}
         )
-        assert judged(judge_bias, simulate_routers(same)).vacuous
+        with pytest.raises(Indecisive, match="would be legal without the rule"):
+            judged(judge_bias, simulate_routers(same))
 
     def test_groups_count_only_tokens_that_they_limited(self) -> None:
         """Tokens whose best experts lie in the best groups anyway are not counted."""
         outcome = run(**GROUPED)
         assert 0 < judged(judge_group_limit, outcome).pairs < judged(judge_selection, outcome).pairs
-        assert judged(judge_group_limit, run(**{**GROUPED, "routing.groups": (4, 4)})).vacuous
+        with pytest.raises(Indecisive):
+            judged(judge_group_limit, run(**{**GROUPED, "routing.groups": (4, 4)}))
 
     def test_averages_are_judged_as_averages(self) -> None:
         """A session that averages over dp * cp is held against the mean."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.verdict import (
     Died,
     FalseLimit,
+    Indecisive,
     Mismatch,
     NotOffered,
     Raised,
@@ -65,6 +67,15 @@ class TestSkips:
     def test_what_is_not_offered_cannot_be_judged(self) -> None:
         """A judge that finds nothing offered says so; it is neither a pass nor a failure."""
         assert Ending("not adapted", "not adapted: no load") == ending(trial(), NotOffered("no load"))
+
+    def test_a_batch_that_shows_nothing_is_for_other_checks_or_vacuous(self) -> None:
+        """By the oracle nothing depends on the rule: not applicable to a batch of a pair of options, vacuous else."""
+        pinned, pair = trial(RankOutcome(0, "ok")), trial(RankOutcome(0, "ok"))
+        pair.outcome = Outcome("toy", replace(WORKLOAD, rotates=True), (RankOutcome(0, "ok"),), 0.1)
+        nothing = Indecisive("no token loses all of its slots")
+        assert ("vacuous", "Vacuous") == (ending(pinned, nothing).verdict, ending(pinned, nothing).kind)
+        assert Ending("not applicable", f"not applicable: {nothing}") == ending(pair, nothing)
+        assert "vacuous" == ending(pair, None).verdict  # compared nothing although there was something to compare
 
 
 class TestFailures:

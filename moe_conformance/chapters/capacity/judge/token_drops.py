@@ -16,7 +16,7 @@ from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import Place
 from moe_conformance.judging.shared.layer.expected import LayerExpected
 from moe_conformance.judging.shared.layer.layer import EVERY, expected_of, judge_layer_dx, judge_layer_gradients
-from moe_conformance.judging.verdict import Tally, WrongForm, WrongOutput
+from moe_conformance.judging.verdict import Indecisive, Tally, WrongForm, WrongOutput
 
 
 @judge(WrongOutput, "combine")
@@ -28,8 +28,11 @@ def judge_lost_in_layer(reading: Reading) -> Comparisons:
     Raises:
         WrongForm: y is missing, or not (T, D).
         WrongOutput: an element lies outside its bound.
+        Indecisive: no token loses all of its slots.
     """
     config, expected = reading.outcome.workload.config, expected_of(reading)
+    if all(bool(kept_TK.any(1).all()) for kept_TK in expected.kept.values()):
+        raise Indecisive("no token loses all of its slots")
     right = "the output of its shared experts" if config.shared.ffn else "zero"
     for (_, rank), t, kept, worst in _outputs(reading, expected):
         if not kept:

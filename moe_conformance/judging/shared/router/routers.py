@@ -21,6 +21,7 @@ from moe_conformance.judging.shared.router.explain_selection import explain_sele
 from moe_conformance.judging.shared.router.rules import explain_router_dx, explain_weights, gradients_of
 from moe_conformance.judging.verdict import (
     AbsentGradient,
+    Indecisive,
     Mismatch,
     NotOffered,
     Stage,
@@ -133,6 +134,7 @@ def judge_bias(reading: Reading, tally: Tally) -> None:
 
     Raises:
         WrongForm, WrongSelection, WrongWeight: as `judge_selection` and `judge_router_weights`.
+        Indecisive: all choices would be legal without it.
     """
     _judge_decisive(
         reading, tally, lambda expected, place: expected.legal(place, expected.selection_scores(place, None))
@@ -146,6 +148,7 @@ def judge_group_limit(reading: Reading, tally: Tally) -> None:
 
     Raises:
         WrongForm, WrongSelection: as `judge_selection`.
+        Indecisive: all choices would be legal among all experts.
     """
     everything: Limit = {"groups": None, "group_score": "max"}
     _judge_decisive(reading, tally, lambda expected, place: expected.legal(place, limit=everything), weights=False)
@@ -164,9 +167,11 @@ def _judge_decisive(
         with tally.uncounted() as uncounted:
             judge_router_weights(reading, uncounted)
     expected = expected_of(reading)
-    for place in expected.places:
-        decided = int((~legal_without(expected, place)).sum())
-        tally.add(pairs=decided * expected.workload.config.top_k, rank=place[1])
+    decided = {place: int((~legal_without(expected, place)).sum()) for place in expected.places}
+    if not any(decided.values()):
+        raise Indecisive("the choice of every token would be legal without the rule")
+    for place, tokens in decided.items():
+        tally.add(pairs=tokens * expected.workload.config.top_k, rank=place[1])
 
 
 @judge(WrongCount, "route")
