@@ -11,7 +11,8 @@ from typing import Any, cast
 from moe_conformance.backends import registry
 from moe_conformance.contract import Backend, Unsupported
 from moe_conformance.contract.topology import named as layout_named
-from moe_conformance.judging.observed.run import read, require_finished
+from moe_conformance.judging.observed.finished import require_finished
+from moe_conformance.judging.observed.run import read
 from moe_conformance.judging.verdict import Mismatch, NotOffered, Tally
 from moe_conformance.reproducing.alongside import Twins
 from moe_conformance.reproducing.examining import refusal_by_limit, refusal_of

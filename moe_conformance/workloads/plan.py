@@ -171,9 +171,8 @@ class Plan:
     def selected(self, case: Case) -> bool:
         """Whether the profile runs a case of the pool.
 
-        Of a cell that is refused whatever is asked the pool has no more than what proves it, and all of it runs. What
-        native runs in bfloat16 is little, and many kernels take nothing else: with native's selection all of that runs
-        on the layouts of the quick profile. Of workloads that rotate what is stored for this backend runs.
+        Of a cell that is refused the pool has what proves it, and all of that runs. With native's selection all that is
+        in bfloat16 runs on the layouts of quick. What rotates runs where the backend's own file has it.
         """
         cell, name = case.cell, case.workload.name
         if self.profile == SMOKE and (cell.variant, cell.layout.name, name) not in self._first:
@@ -184,11 +183,10 @@ class Plan:
             return name in self._selection.own and self._selection.holds(cell.variant, cell.layout.name, name)
         bfloat16 = case.workload.config.dtype == torch.bfloat16 and cell.layout in profiles.quick_layouts()
         borrowed = bfloat16 and name in self._selection.borrowed
-        if borrowed or self._selection.holds(cell.variant, cell.layout.name, name):
-            return True
+        chosen = borrowed or self._selection.holds(cell.variant, cell.layout.name, name)
         if self.profile == "full":
-            return name in self._in_turn(case.place[0], cell)
-        return name not in self._selection.known
+            return chosen or name in self._in_turn(case.place[0], cell)
+        return chosen or name not in self._selection.known
 
     def _in_turn(self, number: int, cell: Cell) -> frozenset[str]:
         """Return the names of the workloads of a source whose turn it is in a cell.
@@ -386,7 +384,7 @@ class Plan:
 
     @property
     def worlds(self) -> tuple[int, ...]:
-        """Worlds whose groups a backend is asked about; none is built, so that they need no such machine."""
+        """Worlds whose groups a backend is asked about; none is built."""
         return () if self.cases_alone else _WORLDS[self.profile]
 
 

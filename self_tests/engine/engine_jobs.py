@@ -10,6 +10,8 @@ import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +59,6 @@ def where_am_i(context: RankContext, payload: Any) -> Any:
     groups = {name: dist.get_process_group_ranks(group) for name, group in context.groups.items()}
     default = (dist.get_rank(), dist.get_world_size())
     return context.rank, context.world, default, str(context.device), groups
-
-
-def sum_in_own_group(context: RankContext, payload: Any) -> float:
-    """Returns the sum of the ranks in a group that its members make without the other ranks."""
-    group = dist.new_group([0, context.world - 1], use_local_synchronization=True)
-    if context.rank not in (0, context.world - 1):
-        return 0.0
-    tensor = torch.tensor(float(context.rank))
-    dist.all_reduce(tensor, group=group)
-    dist.destroy_process_group(group)
-    return tensor.item()
 
 
 def sums(context: RankContext, payload: Any) -> dict[str, float]:
@@ -271,6 +262,17 @@ def make_a_group(context: RankContext, payload: Any) -> tuple[float, float]:
     return began, made
 
 
+def sum_in_own_group(context: RankContext, payload: Any) -> float:
+    """Return the sum of the ranks in a group that the first and the last rank make without the others."""
+    if context.rank not in (0, context.world - 1):
+        return 0.0
+    group = dist.new_group([0, context.world - 1], use_local_synchronization=True)
+    total = torch.tensor(float(context.rank))
+    dist.all_reduce(total, group=group)
+    dist.destroy_process_group(group)
+    return total.item()
+
+
 def make_file(context: RankContext, path: str) -> None:
     """Make a file, on the rank that comes first."""
     Path(path).touch()
@@ -344,34 +346,18 @@ def _leave_a_thread() -> None:
     threading.Thread(target=time.sleep, args=(600,), daemon=True, name="watcher").start()
 
 
-def _leave_a_variable() -> None:
-    os.environ["DEBUG"] = "1"
-
-
-def _leave_a_dtype() -> None:
-    torch.set_default_dtype(torch.float64)
-
-
-def _leave_a_folder() -> None:
-    os.chdir("/")
-
-
 def _leave_no_folder() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
 
 
-def _leave_no_grad() -> None:
-    torch.set_grad_enabled(False)
-
-
-_LEAVES = {
+_LEAVES: dict[str, Callable[[], object]] = {
     "thread": _leave_a_thread,
-    "variable": _leave_a_variable,
-    "dtype": _leave_a_dtype,
-    "folder": _leave_a_folder,
+    "variable": partial(os.environ.__setitem__, "DEBUG", "1"),
+    "dtype": partial(torch.set_default_dtype, torch.float64),
+    "folder": partial(os.chdir, "/"),
     "removed folder": _leave_no_folder,
-    "mode": _leave_no_grad,
+    "mode": partial(torch.set_grad_enabled, False),
 }
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from moe_conformance.contract.topology import Layout
-from moe_conformance.judging.observed.run import read, require_finished
+from moe_conformance.judging.observed.finished import require_finished
+from moe_conformance.judging.observed.run import read
 from moe_conformance.judging.shared.exchange.counts import judge_counts
 from moe_conformance.judging.shared.exchange.deliveries import judge_deliveries, judge_rows
 from moe_conformance.judging.shared.exchange.gradients import judge_dweights, judge_dx

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding
-from moe_conformance.judging.observed.run import Reading, require_finished
+from moe_conformance.judging.observed.finished import require_finished
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import ChangedState, RunFailed, WrongGradient, WrongOutput
 from moe_conformance.workloads.records.runs import ExchangeStep
 

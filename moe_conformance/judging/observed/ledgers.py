@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from moe_conformance.judging.findings import Finding, some
-from moe_conformance.judging.observed.run import Reading, require_finished
+from moe_conformance.judging.observed.finished import require_finished
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.verdict import (
     AbandonedCollective,
     Hazardous,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, some
-from moe_conformance.judging.observed.run import require_finished
+from moe_conformance.judging.observed.finished import require_finished
 from moe_conformance.judging.verdict import ChangedInput, Mismatch, Raised, Stage, Tally, Unrefused
 from moe_conformance.scenarios.outcome import Answer, Outcome
 from moe_conformance.workloads.records.workload import Ref

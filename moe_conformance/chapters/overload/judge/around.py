@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_conformance.chapters.overload.judge.passes import covered, with_factors
 from moe_conformance.contract import MeteredPass
 from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
-from moe_conformance.judging.observed.run import require_finished
+from moe_conformance.judging.observed.finished import require_finished
 from moe_conformance.judging.observed.script import values
 from moe_conformance.judging.observed.traffic import by_phase, signature
 from moe_conformance.judging.verdict import (

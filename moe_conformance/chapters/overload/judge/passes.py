@@ -12,7 +12,7 @@ from typing import get_args
 from moe_conformance.contract import MeteredPass
 from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.observed.cached import once
-from moe_conformance.judging.observed.run import require_finished
+from moe_conformance.judging.observed.finished import require_finished
 from moe_conformance.judging.observed.script import answers
 from moe_conformance.judging.verdict import NotOffered, WrongCount
 from moe_conformance.reference.overload.factors import Entry, entry

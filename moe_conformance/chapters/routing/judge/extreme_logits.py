@@ -12,7 +12,8 @@ from torch import Tensor
 from moe_conformance.judging.compare.bounded import compare, note_beyond
 from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, fail
-from moe_conformance.judging.observed.run import Reading, require_finished
+from moe_conformance.judging.observed.finished import require_finished
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.scopes import places_of
 from moe_conformance.judging.observed.script import SLIPS
 from moe_conformance.judging.shared.router.routers import require_ids

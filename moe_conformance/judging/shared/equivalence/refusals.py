@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from moe_conformance.judging.findings import some
-from moe_conformance.judging.observed.run import Reading, place_of
+from moe_conformance.judging.observed.finished import place_of
+from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.shared.equivalence.deliveries import judge_same_deliveries
 from moe_conformance.judging.shared.equivalence.runs import Ran, judge_alike, read_twin, those_that_ran
 from moe_conformance.judging.verdict import Raised, Tally

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding
 from moe_conformance.judging.observed.claims import claims_of
-from moe_conformance.judging.observed.run import require_finished
+from moe_conformance.judging.observed.finished import require_finished
 from moe_conformance.judging.verdict import WrongGroups
 from moe_conformance.reference.groups.members import groups
 from moe_conformance.scenarios.outcome import Outcome
