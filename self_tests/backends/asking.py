@@ -16,6 +16,11 @@ from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.workloads.records.workload import Workload
 
 
+def prepared(backend: Any) -> Engine:
+    """Return ranks that have imported the library of an adapter's class."""
+    return Engine(preload=(*backend.preload, "moe_conformance.scenarios.moe_step"), environment=backend.environment)
+
+
 def finished(engine: Engine, backend: str, workload: Workload) -> Outcome:
     """Run a workload, which every rank must finish."""
     outcome = moe_step(engine, backend, workload)

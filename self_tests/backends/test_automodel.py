@@ -20,7 +20,7 @@ from moe_conformance.scenarios.parameters import shard_of
 from moe_conformance.workloads import layers as shared_experts
 from moe_conformance.workloads import recipes, routers
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
-from self_tests.backends.asking import finished, refusals
+from self_tests.backends.asking import finished, prepared, refusals
 from self_tests.backends.dense import assert_layer_alike, assert_routed_alike, oracle, seen, worst
 
 pytest.importorskip("nemo_automodel")
@@ -33,8 +33,7 @@ SINGLE, EP2, EP4, EP2_EDP2 = Layout(1), Layout(2, ep=2), Layout(4, ep=4), Layout
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """Ranks that have imported the library already."""
-    preload = (*Automodel.preload, "moe_conformance.scenarios.moe_step")
-    with Engine(preload=preload, environment=Automodel.environment) as engine:
+    with prepared(Automodel) as engine:
         yield engine
 
 

@@ -13,6 +13,7 @@ from moe_conformance.engine import Engine
 from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.stand_ins import NOTE
 from moe_conformance.workloads import recipes
+from self_tests.backends.asking import prepared
 from self_tests.backends.dense import assert_equal_to_the_bit
 
 try:
@@ -27,8 +28,7 @@ EP2 = Layout(2, ep=2)
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """Ranks that have imported Automodel already."""
-    preload = (*AutomodelDeepEP.preload, "moe_conformance.scenarios.moe_step")
-    with Engine(preload=preload, environment=AutomodelDeepEP.environment) as engine:
+    with prepared(AutomodelDeepEP) as engine:
         yield engine
 
 

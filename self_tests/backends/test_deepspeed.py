@@ -22,7 +22,7 @@ from moe_conformance.scenarios.parameters import shard_of
 from moe_conformance.workloads import layers as shared_experts
 from moe_conformance.workloads import recipes, routers
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
-from self_tests.backends.asking import finished, refusals
+from self_tests.backends.asking import finished, prepared, refusals
 from self_tests.backends.dense import (
     assert_equal_to_the_bit,
     assert_layer_alike,
@@ -43,8 +43,7 @@ EP2_EDP2, TP2_EP2, TP2_EP4 = Layout(4, ep=2), Layout(4, ep=2, tp=2), Layout(4, e
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """Ranks that have imported DeepSpeed already."""
-    preload = (*DeepSpeed.preload, "moe_conformance.scenarios.moe_step")
-    with Engine(preload=preload, environment=DeepSpeed.environment) as engine:
+    with prepared(DeepSpeed) as engine:
         yield engine
 
 

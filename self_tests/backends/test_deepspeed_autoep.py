@@ -13,7 +13,7 @@ from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine
 from moe_conformance.workloads import layers, recipes
 from moe_conformance.workloads.records.workload import Workload
-from self_tests.backends.asking import finished, refusals
+from self_tests.backends.asking import finished, prepared, refusals
 from self_tests.backends.dense import assert_equal_to_the_bit, assert_layer_alike, oracle, seen, worst
 
 pytest.importorskip("deepspeed")
@@ -25,8 +25,7 @@ SINGLE, EP2, EP2_EDP2, TP2_EP2 = Layout(1), Layout(2, ep=2), Layout(4, ep=2), La
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """Ranks that have imported DeepSpeed already."""
-    preload = (*DeepSpeed.preload, "moe_conformance.scenarios.moe_step")
-    with Engine(preload=preload, environment=DeepSpeed.environment) as engine:
+    with prepared(DeepSpeed) as engine:
         yield engine
 
 

@@ -16,7 +16,7 @@ from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.stand_ins import NOTE
 from moe_conformance.workloads import layers, recipes
 from moe_conformance.workloads.records.workload import Workload
-from self_tests.backends.asking import refusals
+from self_tests.backends.asking import prepared, refusals
 from self_tests.backends.dense import assert_equal_to_the_bit, assert_layer_alike
 
 pytest.importorskip("deepspeed")
@@ -28,8 +28,7 @@ EP2, EP2_EDP2 = Layout(2, ep=2), Layout(4, ep=2)
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """Ranks that have imported DeepSpeed already."""
-    preload = (*DeepSpeedDeepEP.preload, "moe_conformance.scenarios.moe_step")
-    with Engine(preload=preload, environment=DeepSpeedDeepEP.environment) as engine:
+    with prepared(DeepSpeedDeepEP) as engine:
         yield engine
 
 

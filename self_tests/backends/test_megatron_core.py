@@ -26,6 +26,7 @@ from moe_conformance.workloads import layers as shared_experts
 from moe_conformance.workloads import recipes, routers
 from moe_conformance.workloads.records import features
 from moe_conformance.workloads.records.workload import Workload
+from self_tests.backends.asking import prepared
 from self_tests.backends.dense import assert_equal_to_the_bit, assert_routed_alike, oracle, seen, worst
 
 try:
@@ -41,8 +42,7 @@ REPLICATED, FOLDED = Layout(4, ep=2), Layout(4, tp=2, ep=2, etp=2)
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """Ranks that have imported Megatron-Core already."""
-    preload = (*MegatronCore.preload, "moe_conformance.scenarios.moe_step")
-    with Engine(preload=preload, environment=MegatronCore.environment) as engine:
+    with prepared(MegatronCore) as engine:
         yield engine
 
 

@@ -16,6 +16,7 @@ from moe_conformance.scenarios.moe_step import moe_step
 from moe_conformance.scenarios.outcome import Outcome
 from moe_conformance.stand_ins import NOTE
 from moe_conformance.workloads import recipes
+from self_tests.backends.asking import prepared
 from self_tests.backends.dense import assert_equal_to_the_bit, oracle, seen
 
 try:
@@ -30,8 +31,7 @@ EP2, EP2_ETP2 = Layout(2, ep=2), Layout(4, ep=2, etp=2)
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """Ranks that have imported Megatron-Core already."""
-    preload = (*MegatronFlex.preload, "moe_conformance.scenarios.moe_step")
-    with Engine(preload=preload, environment=MegatronFlex.environment) as engine:
+    with prepared(MegatronFlex) as engine:
         yield engine
 
 

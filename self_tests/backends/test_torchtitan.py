@@ -27,6 +27,7 @@ from moe_conformance.workloads import recipes, routers
 from moe_conformance.workloads.records import features
 from moe_conformance.workloads.records.runs import ExpertsStep
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
+from self_tests.backends.asking import prepared
 from self_tests.backends.dense import (
     assert_equal_to_the_bit,
     assert_layer_alike,
@@ -47,8 +48,7 @@ TP2_EP2 = Layout(4, tp=2, ep=2)
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """Ranks that have imported torchtitan already."""
-    preload = (*TorchTitan.preload, "moe_conformance.scenarios.moe_step")
-    with Engine(preload=preload, environment=TorchTitan.environment) as engine:
+    with prepared(TorchTitan) as engine:
         yield engine
 
 

@@ -28,6 +28,7 @@ from moe_conformance.workloads import layers as shared_experts
 from moe_conformance.workloads import recipes, routers
 from moe_conformance.workloads.records import features
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
+from self_tests.backends.asking import prepared
 from self_tests.backends.dense import (
     assert_equal_to_the_bit,
     assert_layer_alike,
@@ -52,8 +53,7 @@ EDP2 = Layout(2)
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """Ranks that have imported transformers already."""
-    preload = (*Transformers.preload, "moe_conformance.scenarios.moe_step")
-    with Engine(preload=preload, environment=Transformers.environment) as engine:
+    with prepared(Transformers) as engine:
         yield engine
 
 
