@@ -69,7 +69,7 @@ class TestExperts:
 
 class TestLayer:
     @pytest.mark.parametrize("layout", [SINGLE, EP2_EDP2], ids=lambda layout: layout.name)
-    @pytest.mark.parametrize("name", ["layer-even", "shared-even", "shared-scaled-even", "shared-gated-even"])
+    @pytest.mark.parametrize("name", ["layer-even", "shared-even", "shared-scaled-even", "shared-gate-even"])
     def test_it_computes_the_layer(self, engine: Engine, layout: Layout, name: str) -> None:
         """Outputs and gradients of router, routed and shared experts, these over the data parallel ranks."""
         workload = next(w for w in layers.layers("autoep", layout, "full") if w.name == name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import cast
 
@@ -58,7 +59,7 @@ class ExpertsExpected(StageAnswers[Gradients]):
         def values(batches: Sequence[layer.Batch]) -> Gradients:
             return layer.gradients(*layer.global_batch(batches), build, parameters, weights_at=weights_at)
 
-        def errors(batches: Sequence[layer.Batch]) -> Gradients:
+        def measured(batches: Sequence[layer.Batch]) -> Gradients:
             return magnitudes(
                 *layer.global_batch(batches),
                 swiglu_measured if build is swiglu_experts else function_measured(function_of(self.workload.config)),
@@ -67,6 +68,11 @@ class ExpertsExpected(StageAnswers[Gradients]):
                 sharing=Sharing(layout.etp, [len(batch.x_TD) for batch in batches], sums),
                 weights_at=weights_at,
             )
+
+        def errors(batches: Sequence[layer.Batch]) -> Gradients:
+            of_all, once = measured(batches), folded(batches)
+            # Copies of a token err alike, so that their errors in the gradient of a parameter do not cancel.
+            return of_all if len(once) == len(batches) else replace(of_all, parameters=measured(once).parameters)
 
         batches = batches_of(self.workload, places)
         experts = self.workload.config.experts
@@ -97,6 +103,14 @@ def stored(chapter: str, weights_at: WeightsAt) -> Gradients:
     made = {name.removeprefix(f"{weights_at}/out/"): value for name, value in golden.items()}
     parameters = {(name, e): value for name in ("gate", "up", "down") for e, value in enumerate(made[f"d{name}"])}
     return Gradients(made["y_TD"], made["dx_TD"], made["dweights_TK"], parameters)
+
+
+def folded(batches: Sequence[layer.Batch]) -> list[layer.Batch]:
+    """Put equal batches into one, whose upstream gradient is the sum of theirs."""
+    equal: dict[tuple[bytes, ...], list[layer.Batch]] = {}
+    for batch in batches:
+        equal.setdefault(tuple(part.double().numpy().tobytes() for part in batch), []).append(batch)
+    return [copies[0]._replace(dy_TD=len(copies) * copies[0].dy_TD.double()) for copies in equal.values()]
 
 
 def batches_of(workload: Workload, places: Sequence[Place]) -> list[layer.Batch]:
