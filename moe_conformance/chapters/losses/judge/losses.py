@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -253,19 +253,34 @@ def _gradients(outcome: Outcome) -> list[Comparison]:
 
 
 def _of_layer(outcome: Outcome, step: Step, layer: int) -> list[Comparison]:
-    """Return the comparisons of one layer under the first legal rule by which it is right, else the first rule."""
-    first, parts = list[Comparison](), step.parts(layer)
+    """Return the comparisons of one layer under the first legal rule by which it is right, else the first rule.
+
+    A cause is looked for under the first rule alone, and once for ranks that hold the same gradient: that takes the
+    gradients of every known mistake.
+    """
+    first, parts = None, step.parts(layer)
     for rule in legal(outcome, parts):
         steps = _of(outcome, step, parts, rule)
-        found = list(_under_rule(outcome, step, layer, _Gradients(steps, _main(outcome, steps))))
+        expected = _Gradients(steps, _main(outcome, steps))
+        found = list(_under_rule(outcome, step, layer, expected, lambda final_ED, target: ""))
         if not any(comparison.findings() for comparison in found):
             return found
-        first = first or found
-    assert first, "no rule is legal"
-    return first
+        first = first or expected
+    assert first is not None, "no rule is legal"
+    causes: dict[bytes, str] = {}
+
+    def cause(final_ED: Tensor, target: Target) -> str:
+        key = final_ED.numpy().tobytes()
+        if key not in causes:
+            causes[key] = _gradient_cause(outcome, step, layer, final_ED, target, first)
+        return causes[key]
+
+    return list(_under_rule(outcome, step, layer, first, cause))
 
 
-def _under_rule(outcome: Outcome, step: Step, layer: int, expected: _Gradients) -> Iterator[Comparison]:
+def _under_rule(
+    outcome: Outcome, step: Step, layer: int, expected: _Gradients, cause_of: Callable[[Tensor, Target], str]
+) -> Iterator[Comparison]:
     of = "" if outcome.workload.config.losses.layers == 1 else f" of layer {layer}"
     whole = expected.router()
     for rank, finals in enumerate(step.finals):
@@ -278,7 +293,7 @@ def _under_rule(outcome: Outcome, step: Step, layer: int, expected: _Gradients) 
         target = Target(shard_of(whole.expected, shard), shard_of(whole.allowed, shard))
         worst, cause = compare(final_ED, *target), ""
         if not worst.holds and not shard:
-            cause = _gradient_cause(outcome, step, layer, final_ED.double(), target, expected)
+            cause = cause_of(final_ED.double(), target)
         said = f"rank {rank}: the finished gradient of the router{of} in {step.name} is {worst}{cause}"
         yield compared(rank, worst, "router", said, final_ED.numel())
     router_ED = outcome.workload.parameters["router", layer].double()
