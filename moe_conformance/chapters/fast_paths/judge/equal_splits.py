@@ -88,7 +88,7 @@ def judge_gradients(outcome: Outcome, tally: Tally) -> None:
             call = outcome.workload.calls[number]
             if not call.upstream:
                 continue
-            leaf = given[name].double().requires_grad_()
+            leaf = given[name].to(torch.float64, copy=True).requires_grad_()
             oracle(leaf, given["pieces"], given["size"]).backward(call.upstream[rank][""].double())
             assert leaf.grad is not None  # the oracle's result depends on it
             judge_tensor(

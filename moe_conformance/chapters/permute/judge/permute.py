@@ -130,10 +130,12 @@ def judge_gradients_with_padding(outcome: Outcome, tally: Tally) -> None:
 
 def _judge_gradients(outcome: Outcome, there: int, back: int, tally: Tally) -> None:
     given, rows = _arguments(outcome, there), _read(outcome, there)
-    x_TD = given.x_TD.double().requires_grad_()
-    weights_TK = _weights(given).requires_grad_()
+    # Copies: a leaf that were the workload's own tensor would keep the gradients of every variant.
+    x_TD = given.x_TD.to(torch.float64, copy=True).requires_grad_()
+    weights_TK = _weights(given).clone().requires_grad_()
     round_trip = _drawn(outcome, back) is None
-    rows_RD = gather(x_TD, rows.token) if round_trip else _rows_of(outcome, back, there).double().requires_grad_()
+    drawn_RD = _rows_of(outcome, back, there).to(torch.float64, copy=True).requires_grad_()
+    rows_RD = gather(x_TD, rows.token) if round_trip else drawn_RD
     y_TD = _back(given, rows, rows_RD, weights_TK)
     y_TD.backward(outcome.workload.calls[back].upstream[0][""].double())
     first, second = answers(outcome, there)[0].gradients, answers(outcome, back)[0].gradients

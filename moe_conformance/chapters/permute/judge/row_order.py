@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from moe_conformance.judging.compare.tensors import judge_tensor
@@ -41,7 +42,7 @@ def judge_row_index(outcome: Outcome, tally: Tally) -> None:
     """
     for number, call in enumerate(outcome.workload.calls):
         given = call.given[0]
-        leaves = {name: given[name].double().requires_grad_() for name in call.differentiable}
+        leaves = {name: given[name].to(torch.float64, copy=True).requires_grad_() for name in call.differentiable}
         calculate: Callable[..., Tensor] = gather if call.method == "gather" else scatter
         expected = calculate(*{**given, **leaves}.values())  # both take the arguments in this order
         sentinel = f"sentinel {-1 if number < len(outcome.workload.calls) // 2 else 'T'}"

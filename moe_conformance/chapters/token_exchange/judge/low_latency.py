@@ -164,8 +164,8 @@ def _judge_sums(outcome: Outcome, tally: Tally) -> None:
         assert isinstance(ref, Ref)
         outputs, of_tokens, of_weights = [], [], []
         for rank, given in enumerate(script.call(ref.call).given):
-            x_TD = given["x_TD"].double().requires_grad_()
-            weights_TK = call.given[rank]["weights_TK"].double().requires_grad_()
+            x_TD = given["x_TD"].to(torch.float64, copy=True).requires_grad_()
+            weights_TK = call.given[rank]["weights_TK"].to(torch.float64, copy=True).requires_grad_()
             rows_TKD = (shards * x_TD).unsqueeze(1).expand(-1, weights_TK.shape[1], -1)
             y_TD = combine(rows_TKD, given["ids_TK"], weights_TK)
             dx_TD, dweights_TK = torch.autograd.grad(y_TD, (x_TD, weights_TK), call.upstream[rank][""].double())
