@@ -14,6 +14,7 @@ from moe_conformance.judging.compare.bounds import unit_roundoff
 from moe_conformance.reference.losses.balance import normalised_scores
 
 _DEPTH = 64  # operations from logits to a loss or a gradient, without sums
+_NARROW = 3  # roundings of routing weights in half precision, beside a sum over slots: of score, quotient and scale
 
 
 def roundoff(steps: Steps) -> float:
@@ -74,7 +75,11 @@ def _of_rank(part: Part, number: int) -> int:
 
 
 def main_slope_bound(steps: Steps, part: Part) -> Tensor:
-    """Return the allowed error of the gradient of the main loss with respect to a part's logits, (T, E)."""
+    """Return the allowed error of the gradient of the main loss with respect to a part's logits, (T, E).
+
+    Losses are computed in float32 at least. Of the routing weights nothing of that kind is said: scores, weights, their
+    sum over K and the gradients of these may be in the dtype of the tokens.
+    """
     if not bool(part.upstream_TK.any()):
         return torch.zeros_like(part.logits_TE)
     ids_TK = part.ids_TK.clamp_min(0)
@@ -82,4 +87,7 @@ def main_slope_bound(steps: Steps, part: Part) -> Tensor:
     through_TK = (w_TK * part.upstream_TK).abs()
     p_TE = part.logits_TE.softmax(1) + torch.zeros_like(part.logits_TE).scatter_add(1, ids_TK, w_TK)
     direct_TE = torch.zeros_like(part.logits_TE).scatter_add(1, ids_TK, through_TK)
-    return roundoff(steps) * 2 * (direct_TE + through_TK.sum(1, keepdim=True) * p_TE)
+    allowed = roundoff(steps)
+    if (dtype := steps.config.dtype).itemsize < torch.float32.itemsize:
+        allowed += unit_roundoff(dtype) * (steps.config.top_k + _NARROW)
+    return allowed * 2 * (direct_TE + through_TK.sum(1, keepdim=True) * p_TE)

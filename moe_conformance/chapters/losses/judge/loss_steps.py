@@ -84,7 +84,7 @@ class Step:
                 form = None if logits_TE is None else tuple(logits_TE.shape)
                 raise WrongForm("loss", f"rank {rank} returned logits {form} instead of {(size, E)}", ranks=(rank,))
         width = batches[0].x[layer].shape[1]
-        ids_TK = whole([forward["ids"][layer] for forward in seen], places)
+        ids_TK = whole([_padded(forward["ids"][layer], self.workload.config.top_k) for forward in seen], places)
         upstream_TE = whole([batch.upstream[layer] for batch in batches], places).double()
         return Part(
             ranks=tuple(ranks),
@@ -98,6 +98,11 @@ class Step:
             padding_T=None if batches[0].padding_T is None else whole([batch.padding_T for batch in batches], places),  # type: ignore[misc]
             sequences_T=whole([torch.arange(size) % width for size in sizes], places),
         )
+
+
+def _padded(ids_TK: Tensor, K: int) -> Tensor:
+    """Return ids with K slots: where slots were dropped a rank may return as many as its fullest token has."""
+    return torch.nn.functional.pad(ids_TK, (0, max(0, K - ids_TK.shape[1])), value=-1)
 
 
 def steps_of(outcome: Outcome) -> list[Step]:

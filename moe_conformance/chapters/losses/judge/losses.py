@@ -194,12 +194,20 @@ class _Gradients:
                     size_TE = size_TE + self.main * abs(self._local(name, m, d)) * slope_bound(self.steps, name, part)
                 allowed = allowed + 2 * size_TE.T @ part.x_TD.abs()
                 # The gradient of each microbatch may be stored in the dtype of the router before it is added.
-                slope_TE = self.steps.main_slope(part)
-                for name in self.steps.names:
-                    slope_TE = slope_TE + self._local(name, m, d) * self.steps.slopes[name][m][d]
-                stored_ED = slope_TE.abs().T @ part.x_TD.abs()
+                stored_ED = self._stored(part, m, d).T @ part.x_TD.abs()
                 allowed = allowed + unit_roundoff(self.steps.config.dtype) * self.main * stored_ED
         return allowed
+
+    def _stored(self, part: Part, m: int, d: int) -> Tensor:
+        """Return the magnitudes of which unit roundoffs are allowed in a part's slopes and their product, (T, E).
+
+        The slope of each loss and of the main loss may be stored in the dtype of the tokens, and so may each of their
+        sums and the product.
+        """
+        slopes = [self.steps.main_slope(part)]
+        slopes += [self._local(name, m, d) * self.steps.slopes[name][m][d] for name in self.steps.names]
+        apart_TE = torch.stack([slope_TE.abs() for slope_TE in slopes]).sum(0)
+        return len(slopes) * apart_TE + torch.stack(slopes).sum(0).abs()
 
     def _local(self, name: str, m: int, d: int) -> float:
         return self.steps.local_factor(name, m, d, self.main)
@@ -212,8 +220,7 @@ class _Gradients:
             slope_TE = slope_TE + self._local(name, m, d) * self.steps.slopes[name][m][d]
             size_TE = size_TE + abs(self._local(name, m, d)) * slope_bound(self.steps, name, part)
         dx_TD, _ = router_gradients(part.x_TD, router_ED, slope_TE)
-        # The slope may be stored in the dtype of the tokens before the product, and dL/dx is.
-        stored_TD = 2 * unit_roundoff(self.steps.config.dtype) * (slope_TE.abs() @ router_ED.abs())
+        stored_TD = unit_roundoff(self.steps.config.dtype) * (self._stored(part, m, d) @ router_ED.abs())
         return Target(dx_TD, 2 * size_TE @ router_ED.abs() + roundoff(self.steps) * dx_TD.abs() + stored_TD)
 
 
