@@ -16,7 +16,7 @@ import torch
 from covertable import make
 
 from moe_conformance.backends.native import Native
-from moe_conformance.workloads.pairs.cases import Table, layouts, tables
+from moe_conformance.workloads.pairs.cases import Table, layout_of, layouts, tables
 from moe_conformance.workloads.pairs.options import Met, Row, Rule, Surface
 from moe_conformance.workloads.plan import Plan
 
@@ -58,7 +58,7 @@ def checked(table: Table, name: str, row: Row) -> Row:
         Unmade: it cannot be drawn, or has others.
     """
     try:
-        workload = table.surface.make(name, row, layouts()[row["layout"]])
+        workload = table.surface.make(name, row, layouts()[layout_of(row)])
         found = table.surface.row_of(workload)
         assert len(workload.batches[:]) == len(workload.batches)  # batches are drawn when they are looked at
     except ValueError as error:

@@ -8,7 +8,7 @@ import pytest
 
 from moe_conformance.backends.native import Native
 from moe_conformance.workloads import scripts
-from moe_conformance.workloads.pairs.cases import Table, layouts, tables
+from moe_conformance.workloads.pairs.cases import Table, layout_of, layouts, tables
 from moe_conformance.workloads.pairs.measure import Found, described, lines, measured
 from moe_conformance.workloads.pairs.options import Option, Rule, Surface
 from moe_conformance.workloads.plan import Plan
@@ -46,7 +46,7 @@ class TestTables:
     def test_stored_rows_are_what_their_workloads_have(self, table: Table) -> None:
         """Each has a value of every option, no rule bars it, and the workload made of it has these values."""
         for name, row in table.rows.items():
-            workload = table.surface.make(name, row, layouts()[row["layout"]])
+            workload = table.surface.make(name, row, layouts()[layout_of(row)])
             assert table.surface.barred_by(row) is None, name
             assert dict(row) == table.surface.row_of(workload), name
             assert workload.run in table.surface.runs
@@ -115,5 +115,5 @@ class TestReached:
     def test_pairs_run_on_known_layouts(self) -> None:
         """Each row is of a layout of the quick profile, so that the rotation of both profiles has it."""
         known = {layout.name for layout in (*quick_layouts(), *beside("quick"))}
-        assert {row["layout"] for table in tables() for row in table.rows.values()} <= known
+        assert {layout_of(row) for table in tables() for row in table.rows.values()} <= known
         assert {*quick_layouts(), *beside("quick")} <= {*full_layouts(), *beside("full")}

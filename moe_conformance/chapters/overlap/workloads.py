@@ -102,7 +102,12 @@ def steps(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
 
 @lru_cache(maxsize=64)  # more than a layout has
 def _drawn(name: str, layout: Layout) -> Workload:
-    recipe = next(step for step in STEPS if step.name == name)
+    return step_workload(next(step for step in STEPS if step.name == name), layout)
+
+
+def step_workload(recipe: StepRecipe, layout: Layout) -> Workload:
+    """Return the workload of a recipe on a layout."""
+    name = recipe.name
     config = Config(experts=max(4, 2 * layout.ep), hidden=16, ffn=12).changed({"overlap.layers": 2, **recipe.config})
     parameters: dict[ParameterKey, torch.Tensor] = {}
     for layer in range(config.overlap.layers):

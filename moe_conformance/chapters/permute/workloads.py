@@ -25,7 +25,8 @@ _D = 16
 Ids = Callable[[int, Config, torch.Generator], Tensor]
 
 
-def _anywhere(T: int, config: Config, generator: torch.Generator) -> Tensor:
+def anywhere(T: int, config: Config, generator: torch.Generator) -> Tensor:
+    """Route every token to K different experts."""
     return draw.choose(T, config, generator)
 
 
@@ -38,21 +39,22 @@ def _to_one(T: int, config: Config, generator: torch.Generator) -> Tensor:
     return torch.full((T, config.top_k), 5)
 
 
-def _empty_slots(T: int, config: Config, generator: torch.Generator) -> Tensor:
+def empty_slots(T: int, config: Config, generator: torch.Generator) -> Tensor:
     """Leave some slots empty, in any place, and all slots of token 2."""
-    ids_TK = _anywhere(T, config, generator)
+    ids_TK = anywhere(T, config, generator)
     ids_TK[torch.rand(ids_TK.shape, generator=generator) < 0.3] = -1
     ids_TK[2] = -1
     return ids_TK
 
 
-def _all_empty(T: int, config: Config, generator: torch.Generator) -> Tensor:
+def all_empty(T: int, config: Config, generator: torch.Generator) -> Tensor:
+    """Leave all slots empty."""
     return torch.full((T, config.top_k), -1)
 
 
-def _twice(T: int, config: Config, generator: torch.Generator) -> Tensor:
+def twice(T: int, config: Config, generator: torch.Generator) -> Tensor:
     """Give every other token one expert in two slots."""
-    ids_TK = _anywhere(T, config, generator)
+    ids_TK = anywhere(T, config, generator)
     ids_TK[::2, 1] = ids_TK[::2, 0]
     return ids_TK
 
@@ -63,11 +65,11 @@ def _in_turn(T: int, config: Config, generator: torch.Generator) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Permute:
+class Permute:
     """The options of one script of permute and unpermute."""
 
     name: str
-    ids: Ids = _anywhere
+    ids: Ids = anywhere
     tokens: int = 13
     config: Mapping[str, Any] = field(default_factory=dict)
     strided: bool = False  # x is a transposed view
@@ -75,40 +77,38 @@ class _Permute:
 
 _BF16 = {"dtype": torch.bfloat16}
 _PERMUTE = (
-    _Permute("permute"),
-    _Permute("permute-one-token", tokens=1),
-    _Permute("permute-no-tokens", tokens=0),
-    _Permute("permute-idle-experts", _few),
-    _Permute("permute-all-to-one", _to_one, config={"top_k": 1}),
-    _Permute("permute-empty-slots", _empty_slots),
-    _Permute("permute-all-empty", _all_empty, tokens=3),
-    _Permute("permute-twice", _twice),
-    _Permute("permute-equal", _in_turn, tokens=16),
-    _Permute("permute-many-slots", config={"top_k": 5}),
-    _Permute("permute-many-rows", tokens=300, config={"experts": 3}),
-    _Permute("permute-strided", strided=True),
-    _Permute("permute-bf16", config=_BF16),
-    _Permute("permute-to-16", config={"padding.row_multiple": 16}),
-    _Permute("permute-to-16-idle-experts", _few, config={"padding.row_multiple": 16}),
-    _Permute("permute-to-16-full", _in_turn, tokens=64, config={"padding.row_multiple": 16}),
-    _Permute("permute-to-16-no-tokens", tokens=0, config={"padding.row_multiple": 16}),
-    _Permute("permute-to-32-bf16", tokens=70, config={"padding.row_multiple": 32, **_BF16}),
-    _Permute(
-        "permute-to-128-empty-slots", _empty_slots, tokens=300, config={"padding.row_multiple": 128, "experts": 4}
-    ),
-    _Permute("permute-to-3", tokens=29, config={"padding.row_multiple": 3}),
+    Permute("permute"),
+    Permute("permute-one-token", tokens=1),
+    Permute("permute-no-tokens", tokens=0),
+    Permute("permute-idle-experts", _few),
+    Permute("permute-all-to-one", _to_one, config={"top_k": 1}),
+    Permute("permute-empty-slots", empty_slots),
+    Permute("permute-all-empty", all_empty, tokens=3),
+    Permute("permute-twice", twice),
+    Permute("permute-equal", _in_turn, tokens=16),
+    Permute("permute-many-slots", config={"top_k": 5}),
+    Permute("permute-many-rows", tokens=300, config={"experts": 3}),
+    Permute("permute-strided", strided=True),
+    Permute("permute-bf16", config=_BF16),
+    Permute("permute-to-16", config={"padding.row_multiple": 16}),
+    Permute("permute-to-16-idle-experts", _few, config={"padding.row_multiple": 16}),
+    Permute("permute-to-16-full", _in_turn, tokens=64, config={"padding.row_multiple": 16}),
+    Permute("permute-to-16-no-tokens", tokens=0, config={"padding.row_multiple": 16}),
+    Permute("permute-to-32-bf16", tokens=70, config={"padding.row_multiple": 32, **_BF16}),
+    Permute("permute-to-128-empty-slots", empty_slots, tokens=300, config={"padding.row_multiple": 128, "experts": 4}),
+    Permute("permute-to-3", tokens=29, config={"padding.row_multiple": 3}),
 )
 
 _FORMS: tuple[tuple[str, Ids, int, dict[str, Any]], ...] = (
-    ("forms", _anywhere, 13, {}),
-    ("forms-empty-slots", _empty_slots, 13, {}),
-    ("forms-all-empty", _all_empty, 3, {}),
-    ("forms-no-tokens", _anywhere, 0, {}),
+    ("forms", anywhere, 13, {}),
+    ("forms-empty-slots", empty_slots, 13, {}),
+    ("forms-all-empty", all_empty, 3, {}),
+    ("forms-no-tokens", anywhere, 0, {}),
     # Of libraries that take a weight of zero for an empty slot.
-    ("forms-without-zeros", _anywhere, 13, {}),
-    ("forms-empty-slots-without-zeros", _empty_slots, 13, {}),
-    ("forms-every-expert", _anywhere, 5, {"top_k": 8}),
-    ("forms-many-experts", _anywhere, 40, {"experts": 300, "top_k": 4}),
+    ("forms-without-zeros", anywhere, 13, {}),
+    ("forms-empty-slots-without-zeros", empty_slots, 13, {}),
+    ("forms-every-expert", anywhere, 5, {"top_k": 8}),
+    ("forms-many-experts", anywhere, 40, {"experts": 300, "top_k": 4}),
 )
 
 _COUNTS: tuple[tuple[str, tuple[tuple[int, ...], ...], dict[str, Any]], ...] = (
@@ -161,7 +161,7 @@ def corpus(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
     if layout != Layout(1):
         return
     for recipe in _PERMUTE:
-        yield _permutation(recipe, variant, layout)
+        yield permutation(recipe, variant, layout)
     for name, ids, tokens, more in _FORMS:
         yield _forms(name, ids, tokens, Config(variant=variant).changed(more), layout)
     for name, counts, more in _COUNTS:
@@ -175,7 +175,7 @@ def _numbers(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Genera
     return torch.randint(-3, 4, shape, generator=generator).to(dtype)
 
 
-def _permutation(recipe: _Permute, variant: str, layout: Layout) -> Workload:
+def permutation(recipe: Permute, variant: str, layout: Layout) -> Workload:
     """Return the script that permutes, unpermutes the permuted rows and, if their number is known, other rows.
 
     Other rows distinguish the slots of a token; permuted rows of a token are all equal. With padding the number is not
@@ -186,17 +186,18 @@ def _permutation(recipe: _Permute, variant: str, layout: Layout) -> Workload:
     T = recipe.tokens
     ids_TK = recipe.ids(T, config, g)
     routing = Routing(ids_TK, draw.probe_weights(ids_TK, torch.float32, g), config.experts)
-    if recipe.ids is _twice:
+    if recipe.ids is twice:
         routing.weights_TK[:, 1] = routing.weights_TK[:, 0]  # which row belongs to which slot is not defined
-    x_TD = _numbers((_D, T), config.dtype, g).T if recipe.strided else _numbers((T, _D), config.dtype, g)
-    upstream, other_upstream = ({"": _numbers((T, _D), config.dtype, g)} for _ in range(2))
+    D = config.hidden
+    x_TD = _numbers((D, T), config.dtype, g).T if recipe.strided else _numbers((T, D), config.dtype, g)
+    upstream, other_upstream = ({"": _numbers((T, D), config.dtype, g)} for _ in range(2))
     asks = ("x_TD", "routing.weights_TK")
     calls = [
         Call("permute", ({"x_TD": x_TD, "routing": routing},), asks),
         Call("unpermute", ({"rows_RD": Ref(0, "rows_RD"), "handle": Ref(0, "handle")},), (), (upstream,)),
     ]
-    if config.padding.row_multiple == 1 and recipe.ids is not _twice:
-        rows_RD = _numbers((int((ids_TK >= 0).sum()), _D), config.dtype, g)
+    if config.padding.row_multiple == 1 and recipe.ids is not twice:
+        rows_RD = _numbers((int((ids_TK >= 0).sum()), D), config.dtype, g)
         back = {"rows_RD": rows_RD, "handle": Ref(2, "handle")}
         # If the backend padded without being configured to, these rows do not fit; another judge reports that.
         calls += [calls[0], Call("unpermute", (back,), ("rows_RD",), (other_upstream,), may_raise=True)]

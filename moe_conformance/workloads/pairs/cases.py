@@ -59,11 +59,16 @@ def layouts() -> dict[str, Layout]:
     return {layout.name: layout for layout in (*quick_layouts(), *beside("quick"))}
 
 
+def layout_of(row: Row) -> str:
+    """Return the name of a row's layout; a surface without that option runs on one rank."""
+    return row.get("layout", "single")
+
+
 def draw(table: Table, variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the workloads of a surface on a layout; both profiles have the same."""
     del profile
     for name, row in table.rows.items():
-        if row["layout"] == layout.name:
+        if layout_of(row) == layout.name:
             yield replace(_made(table.file, name, layout), rotates=True).through(variant)
 
 
@@ -91,4 +96,4 @@ def chapters() -> tuple[Chapter, ...]:
 @cache
 def beside_names(layout: Layout) -> tuple[str, ...]:
     """Return the names of those that run on a layout of which the quick profile has a few workloads only."""
-    return tuple(name for table in tables() for name, row in table.rows.items() if row["layout"] == layout.name)
+    return tuple(name for table in tables() for name, row in table.rows.items() if layout_of(row) == layout.name)

@@ -12,14 +12,13 @@ from moe_conformance.contract import Config
 from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.pairs import readers
 from moe_conformance.workloads.pairs.options import Option, Row, Rule, Surface
-from moe_conformance.workloads.pairs.readers import DTYPES, SCHEDULED, experts_for, turns_of
+from moe_conformance.workloads.pairs.readers import DTYPES, SCHEDULED, WIDTHS, experts_for, turns_of
 from moe_conformance.workloads.recipes import Recipe, exchange_workload
 from moe_conformance.workloads.records.routes import Route, anywhere, dropped, duplicates, empty_expert
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
 from moe_conformance.workloads.records.workload import Workload
 
 CHUNKED = ExchangeStep(option="chunks")
-_WIDTHS = {"64": 64, "16": 80, "8": 72, "2": 58, "odd": 67}  # D: at least twice E, as COST-08 has it
 
 
 def _reaching(T: int, config: Config, layout: Layout, generator: torch.Generator) -> Tensor:
@@ -103,7 +102,7 @@ def _recipe(name: str, row: Row, layout: Layout) -> Recipe:
     config: dict[str, Any] = {
         "experts": experts_for(row["experts"], layout.ep),
         "top_k": int(row["top_k"]),
-        "hidden": _WIDTHS[row["hidden"]],
+        "hidden": WIDTHS[row["hidden"]],
         "dtype": DTYPES[row["dtype"]],
     }
     return Recipe(

@@ -43,8 +43,9 @@ class Rule:
 class Surface:
     """The options of the workloads of some runs, and how a workload is made of a value for each.
 
-    `make(name, row, layout)` returns the workload on the layout that the row's option `layout` names. With `together`
-    3 every three values are to meet. A surface that does not depend on the exchange runs with the first variant.
+    `make(name, row, layout)` returns the workload on the layout that the row's option `layout` names, or on one rank.
+    With `together` 3 every three values are to meet. A surface that does not depend on the exchange runs with the first
+    variant.
     """
 
     name: str

@@ -41,6 +41,7 @@ HIDDEN = {
     "2": "an even number: no 16-byte load in bfloat16",
     "odd": "no row but the first is aligned in bfloat16",
 }
+WIDTHS = {"64": 64, "16": 80, "8": 72, "2": 58, "odd": 67}  # D: at least twice E, as COST-08 has it
 
 EXPERTS = {
     "power of two": "bits and shifts, equal shares of every power of two of ranks",

@@ -24,7 +24,7 @@ DEALT = ExchangeStep(option="round robin")
 
 
 @dataclass(frozen=True)
-class _Dealt:
+class Dealt:
     """The sizes of one workload; rank r has the entries r modulo the length."""
 
     held: int  # experts of a rank of ep
@@ -34,16 +34,17 @@ class _Dealt:
     config: dict[str, Any] = field(default_factory=dict)
     schedule: str = "F0 B0"
     profile: Profile = "quick"
+    turns: Sequence[Sequence[int]] = ()  # the tokens of every microbatch, in place of `tokens`
 
 
 DEALS = {
-    "dealt-whole-even": _Dealt(3, 3, (7,)),
-    "dealt-whole-rank-without-tokens": _Dealt(2, 2, (9, 0, 1, 4), (2, 0, 4, 6), schedule="F0 F1 B0 B1"),
-    "dealt-shifted-even": _Dealt(2, 2, (8,), (1, 3, 2)),
+    "dealt-whole-even": Dealt(3, 3, (7,)),
+    "dealt-whole-rank-without-tokens": Dealt(2, 2, (9, 0, 1, 4), (2, 0, 4, 6), schedule="F0 F1 B0 B1"),
+    "dealt-shifted-even": Dealt(2, 2, (8,), (1, 3, 2)),
     # T, K and N divide none of each other, and ranks get 50 and 40 rows: multiples of N, though K is not N.
-    "dealt-fewer-slots-even": _Dealt(10, 6, (15,)),
-    "dealt-more-slots-even": _Dealt(2, 3, (7,), (2, 4), profile="full"),
-    "dealt-input-weights-even": _Dealt(2, 2, config={"weights_applied": "input"}),
+    "dealt-fewer-slots-even": Dealt(10, 6, (15,)),
+    "dealt-more-slots-even": Dealt(2, 3, (7,), (2, 4), profile="full"),
+    "dealt-input-weights-even": Dealt(2, 2, config={"weights_applied": "input"}),
 }
 
 
@@ -56,16 +57,17 @@ def deals(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the exchanges in which K is at most E, which depends on ep."""
     for name, deal in DEALS.items():
         if (profile == "full" or deal.profile == "quick") and deal.top_k <= deal.held * layout.ep:
-            yield _workload(name, deal, variant, layout)
+            yield dealt_workload(name, deal, variant, layout)
 
 
-def _workload(name: str, deal: _Dealt, variant: str, layout: Layout) -> Workload:
+def dealt_workload(name: str, deal: Dealt, variant: str, layout: Layout) -> Workload:
+    """Return the exchange of a recipe."""
     options = {"experts": deal.held * layout.ep, "top_k": deal.top_k, "routing.forced": (("round_robin", None),)}
     config = Config(variant=variant).changed({**options, **deal.config})
     microbatches = schedule.microbatches(deal.schedule)
-    tokens = tuple(
-        tuple(deal.tokens[(rank + m) % len(deal.tokens)] for rank in range(layout.world)) for m in range(microbatches)
-    )
+    drawn = [[deal.tokens[(rank + m) % len(deal.tokens)] for rank in range(layout.world)] for m in range(microbatches)]
+    turns = (deal.turns or drawn)[:microbatches]
+    tokens = tuple(tuple(turn[rank % len(turn)] for rank in range(layout.world)) for turn in turns)
 
     def batch(microbatch: int, rank: int) -> Batch:
         T, start = tokens[microbatch][rank], deal.starts[rank % len(deal.starts)]

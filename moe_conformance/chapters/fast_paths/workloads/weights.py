@@ -188,6 +188,13 @@ class _Scripts:
         return self.workload(name, calls)
 
 
+def changed(
+    name: str, ways: Sequence[Way], modes: tuple[Mode, ...], layout: Layout, dtype: torch.dtype, experts: int
+) -> Workload:
+    """Return the script of forwards in the modes, between which the parameters change in each of the ways."""
+    return _Scripts(layout, dtype, experts).changes(name, ways, modes)
+
+
 def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield all scripts on one rank, and those that may differ where experts are spread and replicated."""
     del profile

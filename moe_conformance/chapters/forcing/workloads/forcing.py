@@ -138,21 +138,22 @@ def names() -> tuple[str, ...]:
 
 def forcings(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the workloads, except copies and spread; they do not depend on the variant."""
-    yield from (_workload(recipe, variant, layout) for recipe in (*FORCINGS, *DRAWS, *BESIDE, *MASKED))
+    yield from (forcing_workload(recipe, variant, layout) for recipe in (*FORCINGS, *DRAWS, *BESIDE, *MASKED))
 
 
 def spread(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the router that is compared with runs with larger biases."""
-    yield _workload(SPREAD, variant, layout)
+    yield forcing_workload(SPREAD, variant, layout)
 
 
 def copies(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
     """Yield the workloads in which all tp ranks hold the same tokens, on layouts with tp > 1."""
     if layout.tp > 1:
-        yield from (_workload(recipe, variant, layout) for recipe in COPIES)
+        yield from (forcing_workload(recipe, variant, layout) for recipe in COPIES)
 
 
-def _workload(recipe: ForcingRecipe, variant: str, layout: Layout) -> Workload:
+def forcing_workload(recipe: ForcingRecipe, variant: str, layout: Layout) -> Workload:
+    """Return the workload of a recipe."""
     forced = ((recipe.strategy, recipe.parameter),)
     how = {"variant": variant, "routing.forced": forced, "token_copies": recipe.copies, **recipe.config}
     config = Config().changed(how)
@@ -180,7 +181,7 @@ def _workload(recipe: ForcingRecipe, variant: str, layout: Layout) -> Workload:
         recipe.schedule,
         parameters,
         routers=recipe.routers,
-        twist=Twist(beside=tuple(_workload(other, variant, layout) for other in recipe.beside)),
+        twist=Twist(beside=tuple(forcing_workload(other, variant, layout) for other in recipe.beside)),
     )
 
 
@@ -188,7 +189,7 @@ def beside_forced(workload: Workload) -> list[Twin]:
     """Return twins in which another router of the same sizes, with forced routing, routes before the router."""
     sizes = {"experts": workload.config.experts, "top_k": workload.config.top_k}
     recipes = [ForcingRecipe(strategy, strategy, None, sizes, (4, 3), "F0") for strategy in _BESIDE]
-    others = [_workload(recipe, workload.config.variant, workload.layout) for recipe in recipes]
+    others = [forcing_workload(recipe, workload.config.variant, workload.layout) for recipe in recipes]
     how = "beside a router forced by {}"
     return [twin(workload, how.format(other.name), bits=True, twist=Twist(beside=(other,))) for other in others]
 

@@ -13,6 +13,7 @@ from moe_conformance.chapters.overload.workloads.drawn import (
     Passes,
     Recipe,
     Step,
+    in_two,
     nothing,
     workload,
 )
@@ -24,20 +25,15 @@ from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
 
-def _in_two(tokens: int) -> tuple[int, ...]:
-    """Return the leading dimensions (S, B) of tokens, with B = 2."""
-    return tokens // 2, 2
-
-
 def _forms(drawn: Drawn) -> Passes:
     """Return passes of tokens in two dimensions and in one, with padding: some, all, or no tokens on a rank."""
     first, second = drawn.layers
     masks = [torch.arange(8) >= 5 - drawn.rank, torch.full((4,), drawn.rank % 2 == 1)]
     ids = [drawn.ids(len(mask_T)).masked_fill(mask_T[:, None], -1) for mask_T in masks]
     forwards = (
-        drawn.forward(first, 0, ids_TK=ids[0], padding_T=masks[0], lead=_in_two),
+        drawn.forward(first, 0, ids_TK=ids[0], padding_T=masks[0], lead=in_two),
         drawn.forward(second, 0, ids_TK=ids[1], padding_T=masks[1]),
-        drawn.forward(first, 1, ids_TK=drawn.ids(2 + 4 * drawn.rank), lead=_in_two),
+        drawn.forward(first, 1, ids_TK=drawn.ids(2 + 4 * drawn.rank), lead=in_two),
         drawn.forward(second, 1, ids_TK=drawn.ids(0 if drawn.rank % 2 else 5)),
     )
     return (*forwards, *(MeteredPass("backward", entry.layer, entry.microbatch) for entry in reversed(forwards)))

@@ -20,6 +20,7 @@ from moe_conformance.workloads.records.workload import Call, Twist, Workload
 
 EXPERTS, TOP_K, HIDDEN = 8, 2, 4
 METER = Script("load_meter")
+_CONFIG = Config(experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN)
 
 Passes = tuple[MeteredPass, ...]
 Step = Callable[["Drawn"], Passes]  # the passes of one rank
@@ -31,22 +32,29 @@ def flat(tokens: int) -> tuple[int, ...]:
     return (tokens,)
 
 
+def in_two(tokens: int) -> tuple[int, ...]:
+    """Return the leading dimensions (S, B) of tokens, with B = 2."""
+    return tokens // 2, 2
+
+
 class Drawn:
     """Draws the passes of one rank, with its tokens and the layers of its pipeline stage."""
 
-    def __init__(self, name: str, rank: int, layout: Layout, *, copies: bool = False) -> None:
-        """Seed the generators of a rank; with `copies` all ranks of a tp group draw the same."""
-        first = min(next(ranks for ranks in layout.groups()["tp"] if rank in ranks)) if copies else rank
+    def __init__(self, name: str, rank: int, layout: Layout, config: Config = _CONFIG) -> None:
+        """Seed the generators of a rank; where tokens are copied all ranks of a tp group draw the same."""
+        first = min(next(ranks for ranks in layout.groups()["tp"] if rank in ranks)) if config.token_copies else rank
+        self.config = config
         self.rank, self.layout = first, layout
         self.generator = draw.generator(f"{name}-{first}")
         self.values = draw.generator(f"{name}-{first}-values")
         self.stage = next(ranks.index(rank) for ranks in layout.groups()["pp"] if rank in ranks)
         self.layers = (2 * self.stage, 2 * self.stage + 1)
 
-    def ids(self, tokens: int | None = None, *, within: int = EXPERTS) -> Tensor:
+    def ids(self, tokens: int | None = None, *, within: int | None = None) -> Tensor:
         """Return ids (T, K) of distinct experts for every token, all below `within`."""
         T = int(torch.randint(1, 12, (), generator=self.generator)) if tokens is None else tokens
-        return torch.rand(T, within, generator=self.generator).argsort(1)[:, :TOP_K]
+        below = self.config.experts if within is None else within
+        return torch.rand(T, below, generator=self.generator).argsort(1)[:, : self.config.top_k]
 
     def forward(
         self,
@@ -59,10 +67,11 @@ class Drawn:
         *,
         recomputed: bool = False,
     ) -> MeteredPass:
-        """Return a forward pass; in odd microbatches all tokens go to the first three experts."""
-        ids_TK = self.ids(within=3 if microbatch % 2 else EXPERTS) if ids_TK is None else ids_TK
+        """Return a forward pass; in odd microbatches all tokens go to the first experts, one more than K."""
+        few = self.config.top_k + 1 if microbatch % 2 else None
+        ids_TK = self.ids(within=few) if ids_TK is None else ids_TK
         padding_T = torch.zeros(len(ids_TK), dtype=torch.bool) if padding_T is None else padding_T
-        x = torch.randn(*lead(len(ids_TK)), HIDDEN, generator=self.values)
+        x = torch.randn(*lead(len(ids_TK)), self.config.hidden, generator=self.values).to(self.config.dtype)
         return MeteredPass(
             kind,  # type: ignore[arg-type]
             layer,
@@ -71,7 +80,7 @@ class Drawn:
             padding_T,
             x,
             torch.rand(ids_TK.shape, generator=self.values),
-            torch.randn(x.shape, generator=self.values) if kind == "forward" else None,
+            torch.randn(x.shape, generator=self.values).to(x.dtype) if kind == "forward" else None,
             recomputed,
         )
 
@@ -110,7 +119,7 @@ class Recipe:
 
 def workload(name: str, recipe: Recipe, variant: str, layout: Layout) -> Workload:
     """Return the script of a recipe; the steps of another meter are drawn from other generators."""
-    config = Config(variant=variant, experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN).changed(recipe.config)
+    config = _CONFIG.changed({"variant": variant, **recipe.config})
     beside = [Recipe(recipe.beside, recipe.config)] if recipe.beside else []
     return Workload(
         name,
@@ -118,15 +127,14 @@ def workload(name: str, recipe: Recipe, variant: str, layout: Layout) -> Workloa
         config,
         layout,
         (),
-        calls=_calls(name, recipe, layout),
+        calls=_calls(name, recipe, layout, config),
         twist=Twist(beside=tuple(workload(f"{name} beside", other, variant, layout) for other in beside)),
         shows=frozenset(recipe.shows),
     )
 
 
-def _calls(name: str, recipe: Recipe, layout: Layout) -> tuple[Call, ...]:
-    copies = bool(recipe.config.get("token_copies"))
-    ranks = [Drawn(name, rank, layout, copies=copies) for rank in range(layout.world)]
+def _calls(name: str, recipe: Recipe, layout: Layout, config: Config) -> tuple[Call, ...]:
+    ranks = [Drawn(name, rank, layout, config) for rank in range(layout.world)]
     calls: list[Call] = []
     for number, step in enumerate(recipe.steps):
         if isinstance(step, bool):

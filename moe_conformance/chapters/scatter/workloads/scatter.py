@@ -25,7 +25,7 @@ _D = 7
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class Recipe:
     """The sizes of one script: N output rows, of which no index names the last, and J source rows."""
 
     name: str
@@ -41,13 +41,13 @@ class _Recipe:
 
 
 _RECIPES = (
-    _Recipe("scatter-repeats", 9, 200),
-    _Recipe("scatter-repeats-bfloat16", 9, 200, torch.bfloat16),
-    _Recipe("scatter-repeats-float16", 9, 200, torch.float16),
-    _Recipe("scatter-one-row", 5, 60, one_row=True),
-    _Recipe("scatter-few", 40, 11),
-    _Recipe("scatter-nothing-added", 6, 0),
-    _Recipe("scatter-no-rows", 0, 0),
+    Recipe("scatter-repeats", 9, 200),
+    Recipe("scatter-repeats-bfloat16", 9, 200, torch.bfloat16),
+    Recipe("scatter-repeats-float16", 9, 200, torch.float16),
+    Recipe("scatter-one-row", 5, 60, one_row=True),
+    Recipe("scatter-few", 40, 11),
+    Recipe("scatter-nothing-added", 6, 0),
+    Recipe("scatter-no-rows", 0, 0),
 )
 NAMES = tuple(recipe.name for recipe in _RECIPES)
 
@@ -57,14 +57,15 @@ def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload
     del profile
     if layout in (SINGLE, EP2):
         for recipe in _RECIPES:
-            yield _script(recipe, Config(variant=variant, hidden=_D, dtype=recipe.dtype), layout)
+            yield script(recipe, Config(variant=variant, hidden=_D, dtype=recipe.dtype), layout)
 
 
-def _script(recipe: _Recipe, config: Config, layout: Layout) -> Workload:
+def script(recipe: Recipe, config: Config, layout: Layout) -> Workload:
+    """Return the script of a recipe, of rows as wide as the config says."""
     g = draw.generator(recipe.name)
-    out_ND = torch.randn(recipe.rows, _D, generator=g).to(recipe.dtype)
+    out_ND = torch.randn(recipe.rows, config.hidden, generator=g).to(recipe.dtype)
     out_ND[-1:] = -0.0
-    src_JD = torch.randn(recipe.sources, _D, generator=g).to(recipe.dtype)
+    src_JD = torch.randn(recipe.sources, config.hidden, generator=g).to(recipe.dtype)
     given = {"out_ND": out_ND, "index_J": recipe.index(g), "src_JD": src_JD}
     # A library may have no in-place form and refuse it; the other form is judged in any case.
     methods = ("add", "add_", "add", "add_")
