@@ -1,0 +1,1 @@
+"""Native's whole training step."""

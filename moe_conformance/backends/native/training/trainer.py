@@ -1,0 +1,202 @@
+"""A training step: a model of dense and MoE layers, its loss, one norm, one factor of clipping, AdamW or SGD of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe_conformance.backends.native.groups import CannotBuild
+from moe_conformance.backends.native.layer.gradients import GradientFinisher, Replicated
+from moe_conformance.backends.native.layer.layer import Layer
+from moe_conformance.backends.native.layer.shared_experts import SharedExperts
+from moe_conformance.backends.native.offered import offers
+from moe_conformance.contract import Claims, Config, Named, Read, Topology, Training, TrainingBatch, TrainingReport
+
+if TYPE_CHECKING:
+    from moe_conformance.backends.native.session import NativeSession
+
+_NAMES = {"exp_avg": "first", "exp_avg_sq": "second", "momentum_buffer": "momentum"}  # in torch's optimisers
+
+
+class GradientNorm:
+    """The norm of finished gradients, and clipping by it."""
+
+    def __init__(self, topology: Topology) -> None:
+        """Keep the topology, whose groups tell how often an element is there."""
+        self.topology = topology
+
+    def __call__(self, parts: Sequence[Replicated]) -> Tensor:
+        """Return the norm over all ranks, on which the sum is one and the same.
+
+        Implements: GRAD-12.
+        """
+        total = torch.stack([self.squares(part) / self.copies(part) for part in parts]).sum()
+        return self.over_ranks(total).sqrt()
+
+    def over_ranks(self, total: Tensor) -> Tensor:
+        """Add up what the ranks have."""
+        if self.topology.group("world").size() > 1:
+            dist.all_reduce(total, group=self.topology.group("world"))
+        return total
+
+    def squares(self, part: Replicated) -> Tensor:
+        """Return the sum of squares of this rank's gradients of a part, in float64."""
+        return torch.stack([p.grad.double().square().sum() for p in part.parameters() if p.grad is not None]).sum()
+
+    def copies(self, part: Replicated) -> int:
+        """Return on how many ranks each element of a part is."""
+        copies = 1
+        for name in part.replicas:
+            copies *= self.topology.group(name).size()
+        return copies
+
+    def clip(self, parts: Sequence[Replicated], norm: Tensor, largest: float) -> None:
+        """Multiply all gradients by one factor where their norm is larger than it may be.
+
+        Implements: GRAD-13.
+        """
+        factor = (largest / (norm + 1e-6)).clamp_max(1.0)
+        for part in parts:
+            for parameter in part.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.factor_of(part, factor).to(parameter.grad.dtype))
+
+    def factor_of(self, part: Replicated, factor: Tensor) -> Tensor:
+        """Return the factor of a part: that of all."""
+        return factor
+
+
+class Trainer(nn.Module):
+    """The model, and the loop around it."""
+
+    def __init__(
+        self, config: Config, topology: Topology, layers: Sequence[SharedExperts | Layer], norm: GradientNorm,
+        finisher: GradientFinisher,
+    ) -> None:  # fmt: skip
+        """Take the layers, dense ones first."""
+        super().__init__()
+        self.config, self.options, self.topology = config, config.training, topology
+        self.layers = nn.ModuleList(layers)
+        self.norm, self.finisher = norm, finisher
+        self.optimiser = self.optimiser_of(self.options)
+
+    @property
+    def parts(self) -> list[Replicated]:
+        """What has parameters, layer by layer."""
+        return [part for layer in self.layers for part in (layer.parts if isinstance(layer, Layer) else (layer,))]
+
+    @property
+    def resolved(self) -> Mapping[str, str]:
+        """The optimiser and the layers."""
+        layers = ", ".join(type(layer).__name__ for layer in self.layers)
+        return {"optimiser": type(self.optimiser).__qualname__, "layers": layers, "norm": type(self.norm).__name__}
+
+    @property
+    def claims(self) -> Claims:
+        """Steps that are not finite are skipped."""
+        return Claims()
+
+    def optimiser_of(self, options: Training) -> torch.optim.Optimizer:
+        """Return torch's optimiser of all parameters."""
+        groups = [self.group_of(part) for part in self.parts]
+        if options.optimiser == "sgd":
+            return torch.optim.SGD(groups, options.rate, options.momentum, weight_decay=options.decay)
+        return torch.optim.AdamW(groups, options.rate, options.betas, options.epsilon, options.decay)
+
+    def group_of(self, part: Replicated) -> dict[str, object]:
+        """Return the optimiser's parameter group of a part, whose options are those of all."""
+        return {"params": list(part.parameters())}
+
+    def named(self, read: Read) -> Iterator[Named]:
+        """Yield the windows of all layers under the names of their layers."""
+        for number, layer in enumerate(self.layers):
+            dense = isinstance(layer, SharedExperts)
+            for each in layer.named(read):  # type: ignore[operator]
+                name, expert = each.name.removeprefix("shared_"), None if dense else each.expert
+                yield Named(f"layer{number}/{name}", expert, each.view, each.shard)
+
+    def begin(self) -> None:
+        """Nothing to do: the optimiser keeps no copies of parameters."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Return the output of the last layer."""
+        for layer in self.layers:
+            x_TD = x_TD + layer(x_TD)
+        return x_TD
+
+    def step(self, batches: Sequence[TrainingBatch]) -> TrainingReport:
+        """Train one step."""
+        self.optimiser.zero_grad()
+        loss = self.backward(batches)
+        self.finish()
+        norm = self.norm(self.parts)
+        updated = self.is_finite(norm)
+        if updated:
+            if self.options.largest_norm is not None:
+                self.norm.clip(self.parts, norm, self.options.largest_norm)
+            self.update()
+        return TrainingReport(loss, norm, updated)
+
+    def finish(self) -> None:
+        """Sum gradients over the ranks that hold the same parameter."""
+        self.finisher.finish(self.parts)
+
+    def is_finite(self, norm: Tensor) -> bool:
+        """Whether to take the step: the norm, the same on all ranks, has every gradient of all ranks in it.
+
+        Implements: TRAIN-05.
+        """
+        return bool(norm.isfinite())
+
+    def update(self) -> None:
+        """Let the optimiser step, with gradients of zeros for experts without tokens.
+
+        Implements: TRAIN-01, TRAIN-02.
+        """
+        self.optimiser.step()
+
+    def backward(self, batches: Sequence[TrainingBatch]) -> Tensor:
+        """Run all microbatches, each divided by the counted tokens of the step, and return the loss of the step.
+
+        Implements: GRAD-14, TRAIN-03, TRAIN-04.
+        """
+        divisors = self.divisors(batches)
+        total = torch.zeros((), dtype=torch.float64)
+        for batch, divisor in zip(batches, divisors, strict=True):
+            off_TD = self(batch.x_TD) - batch.target_TD
+            summed = torch.where(batch.counted_T[:, None], off_TD, 0.0).square().sum() / 2
+            (summed / divisor).backward()
+            total += summed.detach().double() / divisor
+        return self.norm.over_ranks(total)
+
+    def divisors(self, batches: Sequence[TrainingBatch]) -> list[Tensor]:
+        """Return what the loss of every microbatch is divided by: the counted tokens of all of them on all ranks."""
+        counted = torch.stack([batch.counted_T.sum() for batch in batches]).sum()
+        if self.topology.group("world").size() > 1:
+            dist.all_reduce(counted, group=self.topology.group("world"))
+        return [counted.clamp_min(1)] * len(batches)
+
+    def kept(self, parameter: Tensor) -> Mapping[str, Tensor]:
+        """Return the moments that torch's optimiser has of a parameter."""
+        state = self.optimiser.state.get(parameter, {})
+        return {_NAMES[name]: value for name, value in state.items() if name in _NAMES and value is not None}
+
+
+@offers("trainer", maps=None)
+def trainer(session: NativeSession, config: Config) -> Trainer:
+    """Build dense layers, which are shared experts of one expert, MoE layers, and their optimiser."""
+    if session.topology.sizes["pp"] > 1:
+        raise CannotBuild("native trains models of one pipeline stage")
+    plain = replace(config, training=Training())
+    wide = plain.changed({"shared.ffn": (config.ffn,)})
+    dense = [
+        session.use(SharedExperts)(wide, session.topology, session.device) for _ in range(config.training.dense_layers)
+    ]
+    layers = [*dense, *(session.surface("layer", plain) for _ in range(config.training.layers))]
+    norm = session.use(GradientNorm)(session.topology)
+    return session.use(Trainer)(config, session.topology, layers, norm, session.use(GradientFinisher)(session.topology))

@@ -1,0 +1,1 @@
+"""Judges of training steps, called by the checks of this chapter."""

@@ -1,0 +1,137 @@
+"""What the steps of a script should give, from the oracles, and how far a correct trainer may be off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_conformance.judging.compare import bounds
+from moe_conformance.judging.compare.bounded import Target
+from moe_conformance.judging.observed.cached import once
+from moe_conformance.judging.observed.scopes import Shard, shard_of
+from moe_conformance.judging.observed.script import values
+from moe_conformance.reference.rounding.training_magnitudes import StepErrors, train_measured
+from moe_conformance.reference.training.model import Key, Tokens
+from moe_conformance.reference.training.optimisers import SGD, AdamW, Optimiser
+from moe_conformance.reference.training.steps import State, Step, begun, train
+from moe_conformance.scenarios.outcome import Outcome
+from moe_conformance.workloads.records.workload import Workload
+
+PARAMETERS = "parameters"  # what is compared after a step: these, or one of what the optimiser keeps, by its name
+Place = tuple[int, int]  # (microbatch, rank)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The oracle's steps, and their errors."""
+
+    workload: Workload
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> Expected:
+        """Return those of an outcome, computed once."""
+        return once(outcome, _of)
+
+    @property
+    def optimiser(self) -> Optimiser:
+        """The optimiser that is asked for."""
+        given = self.workload.config.training
+        if given.optimiser == "sgd":
+            return SGD(given.rate, given.momentum, given.decay)
+        return AdamW(given.rate, given.betas, given.epsilon, given.decay)
+
+    @property
+    def largest_norm(self) -> float:
+        """The norm to which gradients are clipped; inf if they are not."""
+        largest = self.workload.config.training.largest_norm
+        return inf if largest is None else largest
+
+    def places(self, step: int) -> list[Place]:
+        """Return the places that have tokens in a step."""
+        given = self.workload.calls[step].given
+        return [(m, rank) for rank, each in enumerate(given) for m in range(len(each["batches"]))]
+
+    def tokens(self, step: int, places: Sequence[Place] | None = None) -> Tokens:
+        """Return the tokens of some places in a step; of all if None."""
+        given = self.workload.calls[step].given
+        batches = [given[rank]["batches"][m] for m, rank in (self.places(step) if places is None else places)]
+        return Tokens(*(torch.cat([getattr(each, name) for each in batches]) for name in Tokens._fields))
+
+    def state_before(self, step: int) -> State:
+        """Return the model before a step."""
+        return begun(self.workload.parameters, self.optimiser) if step == 0 else self.steps[step - 1].after
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """The steps, on one device."""
+        tokens = [self.tokens(step) for step in range(len(self.workload.calls))]
+        how: dict[str, Any] = {"top_k": self.workload.config.top_k, "largest_norm": self.largest_norm}
+        return train(self.workload.parameters, tokens, self.optimiser, **how)
+
+    @cached_property
+    def errors(self) -> list[StepErrors]:
+        """What the steps may be off by."""
+        config = self.workload.config
+        places = [self.places(step) for step in range(len(self.steps))]
+        return train_measured(
+            self.workload.parameters,
+            [(self.tokens(step), each) for step, each in enumerate(self.steps)],
+            self.optimiser,
+            rounding=bounds.rounding(config.dtype),
+            top_k=config.top_k,
+            largest_norm=self.largest_norm,
+            sums=max(map(len, places)) + 3,  # every part is stored, parts are added up, and the sum may be divided
+        )
+
+    def after(self, step: int, what: str, key: Key, shard: Shard = None) -> Target:
+        """Return the shard of a parameter after a step, or of what is kept of it, and its allowed error."""
+        value, error = of_state(self.steps[step].after, what, key), self._error(step, what, key)
+        allowed = bounds.allowed(error, self.workload.config.dtype, addends=1)
+        return Target(shard_of(value, shard), shard_of(allowed, shard))
+
+    def _error(self, step: int, what: str, key: Key) -> Tensor:
+        errors = self.errors[step]
+        return errors.parameters[key] if what == PARAMETERS else errors.kept[key][what]
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The names of what the optimiser keeps."""
+        return tuple(next(iter(self.steps[0].after.kept.values())))
+
+    def idle(self, step: int) -> list[Key]:
+        """Return the parameters of experts whose gradient is exactly zero in a step: no counted token is sent there."""
+        zero = [key for key, gradient in self.steps[step].clipped.items() if not bool(gradient.any())]
+        return [key for key in zero if key[1] is not None]
+
+
+def of_state(state: State, what: str, key: Key) -> Tensor:
+    """Return a parameter of a state, or what is kept of it."""
+    return state.parameters[key] if what == PARAMETERS else state.kept[key][what]
+
+
+def seen(outcome: Outcome, step: int, what: str) -> list[dict[Key, Tensor]]:
+    """Return parameters after a step, or what is kept of them, of every rank."""
+    if what == PARAMETERS:
+        return [dict(each) for each in values(outcome, step, PARAMETERS)]
+    return [dict(each.get(what, {})) for each in values(outcome, step, "kept")]
+
+
+def shards(outcome: Outcome, step: int) -> list[dict[Key, Shard]]:
+    """Return which shard of every parameter a rank has."""
+    return [dict(each) for each in values(outcome, step, "shards")]
+
+
+def said(key: Key) -> str:
+    """Return the name of a parameter in a sentence, such as `layer1/gate of expert 3`."""
+    name, expert = key
+    return name if expert is None else f"{name} of expert {expert}"
+
+
+def _of(outcome: Outcome) -> Expected:
+    return Expected(outcome.workload)

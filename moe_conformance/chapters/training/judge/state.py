@@ -1,0 +1,210 @@
+"""Judges of parameters and moments after the steps of a script, also of those that are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from moe_conformance.chapters.training.judge.expected import PARAMETERS, Expected, of_state, said, seen, shards
+from moe_conformance.chapters.training.judge.mistakes import of_step
+from moe_conformance.judging.compare.bounded import Target, Worst, compare, factor, within
+from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.findings import Finding, ratio_names, ratio_words
+from moe_conformance.judging.observed.scopes import Shard, shard_of, whole
+from moe_conformance.judging.observed.script import values
+from moe_conformance.judging.verdict import WrongParameter
+from moe_conformance.reference.training.model import Key
+from moe_conformance.scenarios.outcome import Outcome
+
+_CALLED = {PARAMETERS: "parameters", "first": "first moments", "second": "second moments", "momentum": "momenta"}
+
+
+@judge(WrongParameter, "finish")
+def judge_steps(outcome: Outcome) -> Comparisons:
+    """Decide whether parameters, and what the optimiser keeps of them, are those of one device after every step.
+
+    Raises:
+        WrongParameter: one of them differs, or is on no rank.
+    """
+    expected = Expected.of(outcome)
+    yield from _everywhere(outcome, expected)
+    for step in range(len(expected.steps)):
+        for what in (PARAMETERS, *expected.kept):
+            yield from _compared(outcome, expected, step, what)
+
+
+@judge(WrongParameter, "finish")
+def judge_first_kept(outcome: Outcome) -> Comparisons:
+    """Decide whether the optimiser was given the right gradient in the first step, by what it keeps of it.
+
+    Raises:
+        WrongParameter: it was not.
+    """
+    expected = Expected.of(outcome)
+    for what in expected.kept:
+        yield from _compared(outcome, expected, 0, what)
+
+
+@judge(WrongParameter, "finish")
+def judge_idle(outcome: Outcome) -> Comparisons:
+    """Decide whether experts without tokens are decayed, and what is kept of them is updated.
+
+    Raises:
+        WrongParameter: one of them is not.
+    """
+    expected = Expected.of(outcome)
+    for step in range(len(expected.steps)):
+        idle = expected.idle(step)
+        for what in (PARAMETERS, *expected.kept):
+            yield from _compared(outcome, expected, step, what, idle)
+
+
+@judge(WrongParameter, "finish")
+def judge_skipped(outcome: Outcome) -> Comparisons:
+    """Decide whether steps that are not finite are skipped by all ranks, or by none, and leave everything as it was.
+
+    Raises:
+        WrongParameter: ranks differ, or a skipped step changed something.
+    """
+    expected = Expected.of(outcome)
+    claimed = outcome.ranks[0].claims.steps_not_finite
+    for step, each in enumerate(expected.steps):
+        odd = not bool(each.norm.isfinite())
+        right = not odd or claimed == "taken"
+        for rank, updated in enumerate(values(outcome, step, "updated")):
+            did, should = ("took", "skip") if updated else ("skipped", "take")
+            why = "the gradient of a rank is not finite" if odd else "every gradient is finite"
+            words = f"rank {rank} {did} step {step}; expected: to {should} it on every rank, since {why}"
+            yield Comparison(rank, words if updated != right else "", pairs=1, kind="updated")
+        if odd and claimed == "taken":
+            return  # nothing is left to be judged
+        if odd:
+            yield from _unchanged(outcome, step)
+        else:
+            for what in (PARAMETERS, *expected.kept):
+                yield from _compared(outcome, expected, step, what)
+
+
+def _unchanged(outcome: Outcome, step: int) -> Iterator[Comparison]:
+    """Compare what is there after a step, bit for bit, with what was there before it."""
+    names = sorted({name for each in values(outcome, step, "kept") for name in each})
+    for what in (PARAMETERS, *names):
+        pairs = zip(seen(outcome, step - 1, what), seen(outcome, step, what), strict=True)
+        for rank, (before, after) in enumerate(pairs):
+            changed = [key for key in after if key not in before or not torch.equal(before[key], after[key])]
+            words = f"rank {rank}: skipped step {step} changed {_CALLED.get(what, what)}" if changed else ""
+            words += f", {said(changed[0])} for one ({len(changed)} of {len(after)})" if changed else ""
+            elements = sum(value.numel() for value in after.values())
+            yield Comparison(rank, words, elements=0 if changed else elements, kind="changed")
+
+
+def _everywhere(outcome: Outcome, expected: Expected) -> Iterator[Comparison]:
+    """Compare the names on all ranks with those of the model: every parameter is whole, and there is no other."""
+    found: dict[Key, list[Shard]] = {}
+    for of_rank in shards(outcome, 0):
+        for key, shard in of_rank.items():
+            found.setdefault(key, []).append(shard)
+    for key in sorted({*expected.workload.parameters, *found}, key=str):
+        words = ""
+        if key not in expected.workload.parameters:
+            words = f"{said(key)} is trained, and the model has no such parameter"
+        elif not whole(found.get(key, [])):
+            words = f"{said(key)} is not whole on any ranks: of its shards there are {found.get(key, [])}"
+        yield Comparison(None, words, pairs=1, kind="everywhere")
+
+
+def _compared(
+    outcome: Outcome, expected: Expected, step: int, what: str, only: Sequence[Key] | None = None
+) -> Iterator[Comparison]:
+    """Compare what ranks have after a step: of each rank all at once."""
+    by_rank, of_ranks = seen(outcome, step, what), shards(outcome, step)
+    for rank, (found, held) in enumerate(zip(by_rank, of_ranks, strict=True)):
+        keys = [key for key in held if only is None or key in only]
+        absent = [key for key in keys if key not in found]
+        if absent:
+            words = f"rank {rank} keeps no {_CALLED[what]} of {said(absent[0])} after step {step}"
+            cause = "likely cause: it had no gradient, and the optimiser left it out"
+            yield Comparison(rank, f"{words} ({len(absent)} of {len(keys)} parameters); {cause}", kind=f"no {what}")
+            continue
+        if not keys:
+            continue
+        targets = {key: expected.after(step, what, key, held[key]) for key in keys}
+        worst = {key: compare(found[key].double(), *targets[key]) for key in keys}
+        elements = sum(value.numel() for value in (found[key] for key in keys))
+        wrong = {key: each for key, each in worst.items() if not each.holds}
+        if not wrong:
+            largest = max((each.counted for each in worst.values()), default=0.0)
+            yield Comparison(rank, elements=elements, worst=largest)
+            continue
+        yield _wrong(expected, step, what, rank, {key: found[key].double() for key in keys}, held, wrong)
+
+
+def _wrong(
+    expected: Expected,
+    step: int,
+    what: str,
+    rank: int,
+    found: dict[Key, Tensor],
+    held: dict[Key, Shard],
+    wrong: dict[Key, Worst],
+) -> Comparison:
+    key = max(wrong, key=lambda each: wrong[each].size)
+    words = f"rank {rank}: of {_CALLED[what]} after step {step} {said(key)} is {wrong[key]}"
+    words += f"; {len(wrong)} of {len(found)} are wrong"
+    if cause := _cause(expected, step, what, rank, found, held, list(wrong)):
+        words += f"; likely cause: {cause}"
+    return Comparison(rank, Finding(what, words, (rank,), wrong[key].size), worst=wrong[key].counted)
+
+
+def _cause(
+    expected: Expected,
+    step: int,
+    what: str,
+    rank: int,
+    found: dict[Key, Tensor],
+    held: dict[Key, Shard],
+    wrong: list[Key],
+) -> str:
+    """Return what explains all that is wrong, in words: a factor, no update at all, or a mistake of the step."""
+    before = expected.state_before(step)
+    of_key = {key: shard_of(of_state(before, what, key), held[key]) for key in wrong}
+    targets = {key: expected.after(step, what, key, held[key]) for key in wrong}
+    kinds = {key[1] is None for key in wrong}
+    whose = "" if len(kinds) == 2 else "dense " if kinds == {True} else "expert "
+    if all(within(found[key], of_key[key], targets[key].allowed) for key in wrong):
+        return f"these {whose}parameters were left out of the step, of decay and of moments"
+    joined = [torch.cat([each.flatten() for each in each_of]) for each_of in _changes(what, wrong, found, of_key, targets)]
+    names = _names(expected)
+    if (ratio := factor(*joined, names)) is not None:  # type: ignore[arg-type]
+        whole_of = f"the change of all wrong {whose}parameters" if what == PARAMETERS else f"all that is kept of {whose}"
+        return f"{whole_of} is {ratio_words(ratio, names)}".replace("of  is", "is").replace("  ", " ")
+    for words, made in of_step(expected, step, rank):
+        after = made()
+        guesses = {key: shard_of(of_state(after, what, key), held[key]) for key in wrong}
+        if all(within(found[key], guesses[key], _larger(targets[key], guesses[key])) for key in wrong):
+            return words
+    return ""
+
+
+def _changes(
+    what: str, keys: list[Key], found: dict[Key, Tensor], before: dict[Key, Tensor], targets: dict[Key, Target]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return what the step changed, what it should have, and the allowed errors; of what is kept, all of it."""
+    moves = what == PARAMETERS
+    less = {key: before[key] if moves else torch.zeros_like(before[key]) for key in keys}
+    actual = [found[key] - less[key] for key in keys]
+    return actual, [targets[key].expected - less[key] for key in keys], [targets[key].allowed for key in keys]
+
+
+def _larger(target: Target, guess: Tensor) -> Tensor:
+    """Return the allowed error of a guess, which may be larger than what was expected."""
+    scale = guess.abs() / target.expected.abs().clamp_min(1e-30)
+    return target.allowed * scale.clamp(1.0, 1e3) * 2
+
+
+def _names(expected: Expected) -> dict[str, float]:
+    workload = expected.workload
+    sizes: dict[str, float] = {**workload.layout.sizes()}
+    return ratio_names(sizes | {"microbatches": len(workload.calls[0].given[0]["batches"])})
