@@ -19,9 +19,11 @@ with warnings.catch_warnings():
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt import fine_grained_callables
+    from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec, get_moe_module_spec_for_backend
     from megatron.core.models.multimodal.context_parallel import get_packed_seq_params, get_padding
+    from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer, optimizer
     from megatron.core.pipeline_parallel import combined_1f1b, schedules
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, mappings, random
     from megatron.core.transformer.identity_op import IdentityOp
@@ -30,6 +32,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
     from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
@@ -57,9 +60,11 @@ __all__ = [
     "MLPSubmodules",
     "MoELayer",
     "ModuleSpec",
+    "OptimizerConfig",
     "RouterReplay",
     "RouterReplayAction",
     "RowParallelLinear",
+    "TransformerBlockSubmodules",
     "TransformerConfig",
     "TransformerLayer",
     "TransformerLayerSubmodules",
@@ -69,6 +74,8 @@ __all__ = [
     "finalize_model_grads",
     "fine_grained_callables",
     "get_bias_dropout_add",
+    "get_megatron_optimizer",
+    "get_mlp_module_spec_for_backend",
     "get_moe_module_spec",
     "get_moe_module_spec_for_backend",
     "get_packed_seq_params",
@@ -95,4 +102,6 @@ def quiet() -> warnings.catch_warnings[None]:
 
 
 SHIMS = () if torch.cuda.is_available() else shims.apply(token_dispatcher, moe_utils, moe_logging, mappings, random)
+if SHIMS:
+    SHIMS += shims.apply_to_training(clip_grads, schedules, optimizer, utils)
 """What stands in for CUDA and NCCL in this process, in words; every surface reports it."""

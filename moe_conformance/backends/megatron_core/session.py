@@ -30,6 +30,7 @@ from moe_conformance.backends.megatron_core.packing import Packing
 from moe_conformance.backends.megatron_core.permutation import Permutation, Reordering, RoutingForms
 from moe_conformance.backends.megatron_core.replay import ReplayRouters, with_replay
 from moe_conformance.backends.megatron_core.surfaces import Exchange, Experts, Router
+from moe_conformance.backends.megatron_core.trainer import Trainer, with_training
 from moe_conformance.backends.megatron_core.training import TrainingRouters, with_losses
 from moe_conformance.contract import (
     Capacity,
@@ -190,6 +191,15 @@ class MegatronSession(Session):
         if "moe" in (built.recompute_modules or ()):
             raise Unsupported("0.16 takes recomputation of the MoE layer under overlap, and computes nothing again")
         return OverlappedStep(built, config, self._topology, self._device)
+
+    def trainer(self, config: Config) -> Trainer:
+        """Build a model of one stage and its optimiser."""
+        sizes = self._topology.sizes
+        if sizes["pp"] > 1 or sizes["cp"] > 1 or config.dtype != torch.float32:
+            raise Unsupported("the adapter trains float32 models of one stage, without context parallelism")
+        built = transformer_config(with_training(config.only(*LAYER, "training")), sizes)
+        self._seed()  # the block of layers forks the tracker's generator, whether anything is drawn or not
+        return Trainer(built, config, self._topology, self._device)
 
     def _require_sequence_parallel(self, config: Config) -> None:
         """Call a layer whose ranks of tp hold the same tokens: it refuses that in training, before any collective."""

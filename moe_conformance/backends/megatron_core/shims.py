@@ -6,9 +6,10 @@ library looks up: torch itself, and whatever else runs in the process, stay as t
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Callable, Sequence
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -71,6 +72,32 @@ def apply(
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
         applied.append("te_general_gemm, a repair: MC-04")
     return tuple(applied)
+
+
+def apply_to_training(clip_grads: ModuleType, *others: ModuleType) -> tuple[str, ...]:
+    """Make schedules and optimisers run without CUDA; return what was replaced, in words."""
+    # They make their sums on the device "cuda", by its name.
+    for module in (clip_grads, *others):
+        on_host = {name: _made_on_host(getattr(torch, name)) for name in ("tensor", "zeros")}
+        module.torch = Namespace(module.torch, **on_host)  # type: ignore[attr-defined]
+    # It asserts that gradients are of the type torch.cuda.FloatTensor: the same code, compiled without assertions.
+    clip = clip_grads.clip_grad_by_total_norm_fp32
+    clip.__code__ = _without_assertions(clip)
+    return ("tensors of schedule and optimizer", "clipping without its assertion of the type of a gradient")
+
+
+def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def made(*given: Any, device: Any = None, **how: Any) -> Tensor:
+        return make(*given, device=None if device == "cuda" else device, **how)
+
+    return made
+
+
+def _without_assertions(function: Any) -> CodeType:
+    """Return the code of a function of a module as `python -O` compiles it."""
+    module = sys.modules[function.__module__]
+    compiled = compile(inspect.getsource(module), str(module.__file__), "exec", optimize=1)
+    return next(code for code in compiled.co_consts if getattr(code, "co_name", None) == function.__name__)
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
