@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_conformance.reference.rounding.errors import Measured, Rounding, exact
+from moe_conformance.reference.rounding.errors import Measured, Rounding, exact, multiplication
 from moe_conformance.reference.rounding.routing_magnitudes import softmax
 from moe_conformance.reference.training.model import Key, Parameters, Tokens, layers_of, selected
 from moe_conformance.reference.training.optimisers import SGD, AdamW, Optimiser
-from moe_conformance.reference.training.steps import State, Step
+from moe_conformance.reference.training.steps import Step, begun
 
 _OF_NORM = 2.0**-20  # relative, as GRAD-12 has it
 _OF_CLIPPING = 1e-6  # what may be added to the norm, as GRAD-13 has it
@@ -47,34 +47,29 @@ def train_measured(
     largest_norm: float,
     sums: int,
 ) -> list[StepErrors]:
-    """Measure steps that `training.steps.train` has made, each with its tokens.
+    """Measure steps that `training.steps.train` has made, each with its tokens. A step that was skipped adds no error.
 
     `sums` is how often a gradient or the loss is rounded while the parts of microbatches and ranks are put together.
     """
-    before = {key: torch.zeros_like(value, dtype=torch.float64) for key, value in parameters.items()}
-    state, kept, found = steps[0][1].after, dict[Key, dict[str, Tensor]](), list[StepErrors]()
-    values: Parameters = {key: value.double() for key, value in parameters.items()}
-    of_kept = {key: optimiser.nothing_kept(value) for key, value in values.items()}
-    kept = {key: {name: torch.zeros_like(value) for name, value in each.items()} for key, each in of_kept.items()}
+    state, found = begun(parameters, optimiser), list[StepErrors]()
+    sizes = {key: value.shape for key, value in parameters.items()}
+    of_theta = torch.zeros_like(_flat(state.parameters))
+    of_kept = {name: torch.zeros_like(of_theta) for name in optimiser.nothing_kept(of_theta)}
     for tokens, step in steps:
-        measured = {key: _carried(value, before[key]) for key, value in values.items()}
+        errors = _apart(of_theta, sizes)
+        measured = {key: _carried(value, errors[key]) for key, value in state.parameters.items()}
         loss, gradients = graded_measured(rounding, tokens, measured, top_k, sums)
-        errors = {key: each.error for key, each in gradients.items()}
-        of_norm = _norm(errors.values()) + _OF_NORM * step.norm
-        if step.after.steps > state.steps or step is steps[0][1]:
-            cut = {
-                key: _clipped(rounding, g.value, errors[key], step.norm, of_norm, largest_norm)
-                for key, g in gradients.items()
-            }
-            moved = {
-                key: _updated(rounding, optimiser, values[key], before[key], of_kept[key], kept[key], *cut[key],
-                              step.after.steps) for key in values
-            }  # fmt: skip
-            before = {key: each[0] for key, each in moved.items()}
-            kept = {key: each[1] for key, each in moved.items()}
+        g, of_g = _flat({key: gradients[key].value for key in sizes}), _flat({k: gradients[k].error for k in sizes})
+        of_norm = of_g.square().sum().sqrt() + _OF_NORM * step.norm
+        if step.after.steps > state.steps:
+            g, of_g = _clipped(rounding, g, of_g, step.norm, of_norm, largest_norm)
+            theta = _flat(state.parameters)
+            kept = {name: _flat({key: state.kept[key][name] for key in sizes}) for name in of_kept}
+            of_theta, of_kept = _updated(rounding, optimiser, theta, of_theta, kept, of_kept, g, of_g, step.after.steps)
         state = step.after
-        values, of_kept = state.parameters, dict(state.kept)
-        found.append(StepErrors(loss.error, of_norm, before, kept))
+        by_name = {name: _apart(error, sizes) for name, error in of_kept.items()}
+        of_each = {key: {name: by_name[name][key] for name in by_name} for key in sizes}
+        found.append(StepErrors(loss.error, of_norm, _apart(of_theta, sizes), of_each))
     return found
 
 
@@ -95,130 +90,95 @@ def graded_measured(
     >>> torch.allclose(loss.value, right.loss), {torch.allclose(ours[k].value, g) for k, g in right.gradients.items()}
     (True, {True})
     """
-    layers = layers_of(parameters)  # type: ignore[arg-type]
-    h_TD = exact(tokens.x_TD.double())
-    passes = []
-    for layer in layers:
+    h_TD, passes = exact(tokens.x_TD.double()), list[_Layer]()
+    for layer in layers_of(parameters):  # type: ignore[arg-type]
         passes.append(_Layer(r, h_TD, layer, top_k))  # type: ignore[arg-type]
-        h_TD = r.plus(h_TD, passes[-1].output())
+        h_TD = r.plus(h_TD, passes[-1].y_TD)
     n = max(int(tokens.counted_T.sum()), 1)
     off_TD = r.plus(h_TD, -exact(tokens.target_TD))
     counted_TD = exact(tokens.counted_T.double()[:, None].expand_as(off_TD.value) / n)
     dy_TD = r.stored(r.products("td,td->td", off_TD, counted_TD), times=2)  # divided at the end, or at the beginning
-    each = r.products("td,td->", r.products("td,td->td", off_TD, exact(torch.tensor(0.5).expand_as(off_TD.value))), dy_TD)
-    loss = r.stored(each, times=sums + 2)
+    half_TD = off_TD.map(lambda each: each / 2)
+    loss = r.stored(r.products("td,td->", half_TD, dy_TD), times=sums + 2)
     found: dict[Key, Measured] = {}
-    for number, each_pass in reversed(list(enumerate(passes))):
-        dx_TD, own = each_pass.backward(dy_TD, sums)
+    for number, each in reversed(list(enumerate(passes))):
+        dx_TD, own = each.backward(dy_TD, sums)
         found |= {(f"layer{number}/{name}", e): g for (name, e), g in own.items()}
         dy_TD = r.plus(dy_TD, dx_TD)
     return loss, {key: found[key] for key in parameters}
 
 
 class _Layer:
-    """One layer on the tokens of a step: its output, and its gradients."""
+    """One layer on all tokens of a step: every expert on every token, times 0 where it was not selected.
+
+    A dense layer has one expert, with a weight of 1.
+    """
 
     def __init__(self, r: Rounding, x_TD: Measured, layer: Mapping[Key, Measured], top_k: int) -> None:
-        self.r, self.x_TD, self.layer = r, x_TD, layer
-        T = len(x_TD.value)
-        self.routed = ("router", None) in layer
-        if not self.routed:
-            self.parts = {None: _SwiGLU(r, x_TD, layer, None)}
-            self.rows: dict[int | None, Tensor] = {None: torch.arange(T)}
-            return
-        self.scores_TE = softmax(r, r.products("td,ed->te", x_TD, layer["router", None]))
-        self.ids_TK = selected(x_TD.value, {("router", None): layer["router", None].value}, top_k)
-        self.rows = {e: (self.ids_TK == e).any(1).nonzero()[:, 0] for _, e in layer if e is not None}
-        self.parts = {e: _SwiGLU(r, _rows(x_TD, at), layer, e) for e, at in self.rows.items()}
+        self.r, self.x_TD, self.router = r, x_TD, layer.get(("router", None))
+        self.experts = [e for name, e in layer if name == "gate"]
+        gate_EFD, up_EFD, self.down_EDF = (
+            _stacked([layer[name, e] for e in self.experts]) for name in ("gate", "up", "down")
+        )
+        self.gate_GD, self.up_GD = (each.map(lambda a: a.flatten(0, 1)) for each in (gate_EFD, up_EFD))  # G = E F
+        self.chosen_TE = torch.ones(len(x_TD.value), 1, dtype=torch.float64)
+        self.weights_TE = exact(self.chosen_TE)
+        if self.router is not None:
+            self.scores_TE = softmax(r, r.products("td,ed->te", x_TD, self.router))
+            ids_TK = selected(x_TD.value, {("router", None): self.router.value}, top_k)
+            self.chosen_TE = torch.zeros_like(self.scores_TE.value).scatter(1, ids_TK, 1.0)
+            self.weights_TE = self.scores_TE.map(lambda each: each * self.chosen_TE)
+        self.z_TG, self.up_TG = r.products("td,gd->tg", x_TD, self.gate_GD), r.products("td,gd->tg", x_TD, self.up_GD)
+        self.act_TG = r.silu(self.z_TG)
+        self.hidden_ETF = r.products("tg,tg->tg", self.act_TG, self.up_TG).map(self._by_expert)
+        self.out_ETD = r.products("etf,edf->etd", self.hidden_ETF, self.down_EDF)
+        self.y_TD = r.products("te,etd->td", self.weights_TE, self.out_ETD)
 
-    def output(self) -> Measured:
-        """Return what the layer adds to x, (T, D)."""
-        if not self.routed:
-            return self.parts[None].out_RD
-        found = [
-            _spread(self.r.products("r,rd->rd", self._weights(e), part.out_RD), self.rows[e], len(self.x_TD.value))
-            for e, part in self.parts.items()
-        ]
-        return self._sum(found)
+    def _by_expert(self, each_TG: Tensor) -> Tensor:
+        return each_TG.unflatten(1, (len(self.experts), -1)).transpose(0, 1)
 
     def backward(self, dy_TD: Measured, sums: int) -> tuple[Measured, dict[Key, Measured]]:
         """Return dL/dx without the residual, and the gradients of the layer's parameters."""
-        if not self.routed:
-            return self.parts[None].backward(dy_TD, sums)
-        r, T = self.r, len(self.x_TD.value)
-        of_x, found, of_scores = [], dict[Key, Measured](), []
-        for e, part in self.parts.items():
-            dy_RD = _rows(dy_TD, self.rows[e])
-            dx_RD, own = part.backward(r.products("r,rd->rd", self._weights(e), dy_RD), sums)
-            of_x.append(_spread(dx_RD, self.rows[e], T))
-            of_scores.append(_spread(r.products("rd,rd->r", dy_RD, part.out_RD), self.rows[e], T))
-            found |= own
-        ds_TE = Measured(*(torch.stack(each, 1) for each in zip(*(_three(score) for score in of_scores), strict=True)))
+        r = self.r
+        dout_ETD = r.products("te,td->etd", self.weights_TE, dy_TD)
+        dh_TG = r.products("etd,edf->etf", dout_ETD, self.down_EDF).map(lambda a: a.transpose(0, 1).flatten(1))
+        dup_TG = r.products("tg,tg->tg", dh_TG, self.act_TG)
+        dz_TG = r.products("tg,tg->tg", r.products("tg,tg->tg", dh_TG, self.up_TG), r.silu_slope(self.z_TG))
+        gate_GD, up_GD = (self._gathered("tg,td->gd", each, self.x_TD, sums) for each in (dz_TG, dup_TG))
+        down_EDF = self._gathered("etd,etf->edf", dout_ETD, self.hidden_ETF, sums)
+        gate_EFD, up_EFD = (each.map(lambda a: a.unflatten(0, (len(self.experts), -1))) for each in (gate_GD, up_GD))
+        found: dict[Key, Measured] = {}
+        for number, e in enumerate(self.experts):
+            for name, each in (("gate", gate_EFD), ("up", up_EFD), ("down", down_EDF)):
+                found[name, e] = _at(each, number)
+        dx_TD = r.plus(r.products("tg,gd->td", dz_TG, self.gate_GD), r.products("tg,gd->td", dup_TG, self.up_GD))
+        if self.router is None:
+            return dx_TD, found
+        dl_TE = self._logits(dy_TD)
+        found["router", None] = self._gathered("te,td->ed", dl_TE, self.x_TD, sums)
+        return r.plus(dx_TD, r.products("te,ed->td", dl_TE, self.router)), found
+
+    def _logits(self, dy_TD: Measured) -> Measured:
+        """Return the gradient of the logits, s_e (ds_e - sum_j s_j ds_j): through scores of the selected alone."""
+        r = self.r
+        ds_TE = r.products("td,etd->te", dy_TD, self.out_ETD).map(lambda each: each * self.chosen_TE)
         weighted_TE = r.products("te,te->te", self.scores_TE, ds_TE)
-        mean_T = r.total(weighted_TE, 1)
-        less_TE = r.plus(ds_TE, -mean_T.map(lambda each: each[:, None].expand_as(ds_TE.value)))
-        dl_TE = r.stored(r.products("te,te->te", self.scores_TE, less_TE), of=weighted_TE.value.abs(), times=2)
-        found["router", None] = _gathered(r, r.products("te,td->ed", dl_TE, self.x_TD), dl_TE, self.x_TD, sums)
-        of_x.append(r.products("te,ed->td", dl_TE, self.layer["router", None]))
-        return self._sum(of_x), found
+        less_TE = r.plus(ds_TE, -r.total(weighted_TE, 1).map(lambda each: each[:, None].expand_as(ds_TE.value)))
+        return r.stored(r.products("te,te->te", self.scores_TE, less_TE), of=weighted_TE.value.abs(), times=2)
 
-    def _weights(self, e: int | None) -> Measured:
-        at = self.rows[e]
-        return self.scores_TE.map(lambda each: each[at, e])
-
-    def _sum(self, addends: Sequence[Measured]) -> Measured:
-        stacked = Measured(*(torch.stack(each) for each in zip(*map(_three, addends), strict=True)))
-        return self.r.total(stacked, 0)
+    def _gathered(self, formula: str, a: Measured, b: Measured, sums: int) -> Measured:
+        """Sum over tokens a gradient whose parts, of microbatches and ranks, are stored and added up."""
+        of = multiplication(formula)(a.value.abs(), b.value.abs())
+        return self.r.stored(self.r.products(formula, a, b), of=of, times=sums)
 
 
-class _SwiGLU:
-    """One expert, or a dense layer, on its rows."""
-
-    def __init__(self, r: Rounding, x_RD: Measured, layer: Mapping[Key, Measured], e: int | None) -> None:
-        self.r, self.x_RD, self.e = r, x_RD, e
-        self.gate, self.up, self.down = (layer[name, e] for name in ("gate", "up", "down"))
-        self.z_RF = r.products("rd,fd->rf", x_RD, self.gate)
-        self.act_RF, self.up_RF = r.silu(self.z_RF), r.products("rd,fd->rf", x_RD, self.up)
-        self.hidden_RF = r.products("rf,rf->rf", self.act_RF, self.up_RF)
-        self.out_RD = r.products("rf,df->rd", self.hidden_RF, self.down)
-
-    def backward(self, dy_RD: Measured, sums: int) -> tuple[Measured, dict[Key, Measured]]:
-        """Return dL/dx, (R, D), and the gradients of gate, up and down; of no rows they are exactly 0."""
-        r, e = self.r, self.e
-        if not len(dy_RD.value):
-            own = {(name, e): exact(torch.zeros_like(p.value)) for name, p in self._named()}
-            return dy_RD, own
-        dh_RF = r.products("rd,df->rf", dy_RD, self.down)
-        dup_RF = r.products("rf,rf->rf", dh_RF, self.act_RF)
-        dz_RF = r.products("rf,rf->rf", r.products("rf,rf->rf", dh_RF, self.up_RF), r.silu_slope(self.z_RF))
-        own = {
-            ("gate", e): _gathered(r, r.products("rf,rd->fd", dz_RF, self.x_RD), dz_RF, self.x_RD, sums),
-            ("up", e): _gathered(r, r.products("rf,rd->fd", dup_RF, self.x_RD), dup_RF, self.x_RD, sums),
-            ("down", e): _gathered(r, r.products("rd,rf->df", dy_RD, self.hidden_RF), dy_RD, self.hidden_RF, sums),
-        }
-        dx_RD = r.plus(r.products("rf,fd->rd", dz_RF, self.gate), r.products("rf,fd->rd", dup_RF, self.up))
-        return dx_RD, own
-
-    def _named(self) -> list[tuple[str, Measured]]:
-        return [("gate", self.gate), ("up", self.up), ("down", self.down)]
+def _stacked(each: Sequence[Measured]) -> Measured:
+    kinds = ([getattr(one, name) for one in each] for name in ("value", "worst", "spread"))
+    return Measured(*map(torch.stack, kinds), exact=all(one.exact for one in each))
 
 
-def _gathered(r: Rounding, g: Measured, a: Measured, b: Measured, sums: int) -> Measured:
-    """Round a gradient that is the sum of parts of microbatches and ranks: partial sums are at most `of`."""
-    return r.stored(g, of=a.value.abs().T @ b.value.abs(), times=sums)
-
-
-def _rows(a: Measured, at: Tensor) -> Measured:
-    return a.map(lambda each: each[at])
-
-
-def _spread(a: Measured, at: Tensor, T: int) -> Measured:
-    """Put rows at their places among T, and zeros elsewhere."""
-    return a.map(lambda each: each.new_zeros(T, *each.shape[1:]).index_copy(0, at, each))
-
-
-def _three(a: Measured) -> tuple[Tensor, Tensor, Tensor]:
-    return a.value, a.worst, a.spread
+def _at(a: Measured, number: int) -> Measured:
+    return a.map(lambda each: each[number])
 
 
 def _carried(value: Tensor, error: Tensor) -> Measured:
@@ -226,8 +186,13 @@ def _carried(value: Tensor, error: Tensor) -> Measured:
     return Measured(value, error, error, exact=not bool(error.any()))
 
 
-def _norm(parts: Sequence[Tensor] | object) -> Tensor:
-    return torch.stack([part.square().sum() for part in parts]).sum().sqrt()  # type: ignore[attr-defined]
+def _flat(values: Mapping[Key, Tensor]) -> Tensor:
+    return torch.cat([value.flatten() for value in values.values()])
+
+
+def _apart(flat: Tensor, sizes: Mapping[Key, torch.Size]) -> dict[Key, Tensor]:
+    parts = flat.split([size.numel() for size in sizes.values()])
+    return {key: part.reshape(size) for (key, size), part in zip(sizes.items(), parts, strict=True)}
 
 
 # ---- from the gradient on: half widths -------------------------------------------------------------------------------
@@ -275,8 +240,8 @@ def _updated(
 def direction_error(optimiser: AdamW, m: Tensor, of_m: Tensor, v: Tensor, of_v: Tensor, t: int) -> Tensor:
     """Return how far Adam's direction may be off, for moments that are off by so much.
 
-    Rule: it grows with m, and comes closer to 0 as v grows; so its ends are at ends of both. By Cauchy and Schwarz it is
-    at most `farthest`.
+    Rule: it grows with m, and comes closer to 0 as v grows; so its ends are at ends of both. By Cauchy and Schwarz it
+    is at most `farthest`.
 
     >>> one, some = torch.ones(1, dtype=torch.float64), torch.full((1,), 0.25, dtype=torch.float64)
     >>> adam = AdamW(1.0, (0.0, 0.0), 0.0)

@@ -1,7 +1,8 @@
 """A model to train: dense and MoE layers with residuals, and the mean of a squared error over counted tokens.
 
-Layer number l has the parameters "layer{l}/gate", "layer{l}/up" (F, D) and "layer{l}/down" (D, F): of no expert if it is
-dense, of every expert if it is an MoE layer, which has a "layer{l}/router" (E, D) besides. T tokens, K experts of each.
+Layer number l has the parameters "layer{l}/gate", "layer{l}/up" (F, D) and "layer{l}/down" (D, F): of no expert if it
+is dense, of every expert if it is an MoE layer, which has a "layer{l}/router" (E, D) besides. T tokens, K experts of
+each.
 
 Sources: Shazeer 2020 (SwiGLU); Shazeer et al. 2017 equation 1 (MoE layer); He et al. 2016 (residuals).
 """

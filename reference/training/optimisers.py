@@ -42,7 +42,8 @@ class AdamW:
         Decides: TRAIN-01, TRAIN-02, TRAIN-03. Source: Loshchilov and Hutter 2019, algorithm 2.
 
         >>> zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-        >>> theta, kept = AdamW(0.5, (0.0, 0.75), 0.0, 0.5).update(4 * one, -3 * one, {"first": zero, "second": zero}, 1)
+        >>> before = {"first": zero, "second": zero}
+        >>> theta, kept = AdamW(0.5, (0.0, 0.75), 0.0, 0.5).update(4 * one, -3 * one, before, 1)
         >>> theta.item(), kept["first"].item(), kept["second"].item()  # 4 (1 - 0.25) + 0.5 sign(3)
         (3.5, -3.0, 2.25)
         """

@@ -31,7 +31,7 @@ class State:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: loss and norm of the gradient as they are reported, the gradient that was used, and what is after it."""
+    """One step: loss and norm of the gradient as they are reported, the gradient that was used, and the state after."""
 
     loss: Tensor
     norm: Tensor  # before clipping
@@ -77,9 +77,7 @@ def step(
     if not bool(loss.isfinite() & whole.isfinite()):
         return Step(loss, whole, gradients, state)
     used, t = clip(gradients, largest_norm), state.steps + 1
-    updated = {
-        key: optimiser.update(theta, used[key], state.kept[key], t) for key, theta in state.parameters.items()
-    }
+    updated = {key: optimiser.update(theta, used[key], state.kept[key], t) for key, theta in state.parameters.items()}
     parameters = {key: theta for key, (theta, _) in updated.items()}
     return Step(loss, whole, used, State(parameters, {key: kept for key, (_, kept) in updated.items()}, t))
 
@@ -97,7 +95,8 @@ def train(
     >>> p = {(f"layer0/{name}", None): zero + at for name, at in (("gate", 1.0), ("up", 1.0), ("down", 0.0))}
     >>> tokens = Tokens(torch.ones(1, 1), torch.zeros(1, 1), torch.tensor([True]))
     >>> first, second = train(p, [tokens, tokens], SGD(1.0), top_k=1)
-    >>> first.loss.item(), round(-first.after.parameters["layer0/down", None].item() / torch.ones(()).sigmoid().item(), 6)
+    >>> down = first.after.parameters["layer0/down", None]
+    >>> first.loss.item(), round(-down.item() / torch.ones(()).sigmoid().item(), 6)
     (0.5, 1.0)
     >>> second.after.steps
     2

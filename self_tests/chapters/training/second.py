@@ -36,12 +36,14 @@ def of_token(x: Numbers, parameters: Parameters, top_k: int) -> Numbers:
     """One token through all layers."""
     h, number = x.astype(np.complex128), 0
     while any(name.startswith(f"layer{number}/") for name, _ in parameters):
-        of_layer = {(name.split("/")[1], e): p for (name, e), p in parameters.items() if name.startswith(f"layer{number}/")}
+        of_layer = {
+            (name.split("/")[1], e): p for (name, e), p in parameters.items() if name.startswith(f"layer{number}/")
+        }
         if ("router", None) not in of_layer:
             h = h + swiglu(h, of_layer["gate", None], of_layer["up", None], of_layer["down", None])
         else:
             powers = [np.exp(row @ h) for row in of_layer["router", None]]
-            best = sorted(range(len(powers)), key=lambda e: -powers[e].real)[:top_k]  # noqa: B023
+            best = sorted(range(len(powers)), key=lambda e: -powers[e].real)[:top_k]
             shares = {e: powers[e] / sum(powers) for e in best}
             h = h + sum(
                 shares[e] * swiglu(h, of_layer["gate", e], of_layer["up", e], of_layer["down", e]) for e in best
@@ -84,7 +86,9 @@ class Element:
     kept: dict[str, float] = field(default_factory=dict)
 
 
-def adamw(element: Element, g: float, t: int, *, rate: float, betas: tuple[float, float], epsilon: float, decay: float) -> None:
+def adamw(
+    element: Element, g: float, t: int, *, rate: float, betas: tuple[float, float], epsilon: float, decay: float
+) -> None:
     """One update of AdamW; moments that are not there yet are 0."""
     m, v = element.kept.get("first", 0.0), element.kept.get("second", 0.0)
     m, v = m + (1 - betas[0]) * (g - m), v + (1 - betas[1]) * (g * g - v)

@@ -1,4 +1,4 @@
-"""A training step: a model of dense and MoE layers, its loss, one norm, one factor of clipping, AdamW or SGD of torch."""
+"""A training step: a model of dense and MoE layers, its loss, one norm, one factor of clipping, torch's optimiser."""
 
 from __future__ import annotations
 
@@ -132,15 +132,19 @@ class Trainer(nn.Module):
     def step(self, batches: Sequence[TrainingBatch]) -> TrainingReport:
         """Train one step."""
         self.optimiser.zero_grad()
-        loss = self.backward(batches)
-        self.finish()
-        norm = self.norm(self.parts)
+        share = self.backward(batches)
+        norm = self.finished_norm()
         updated = self.is_finite(norm)
         if updated:
             if self.options.largest_norm is not None:
                 self.norm.clip(self.parts, norm, self.options.largest_norm)
             self.update()
-        return TrainingReport(loss, norm, updated)
+        return TrainingReport(self.reported(share), norm, updated)
+
+    def finished_norm(self) -> Tensor:
+        """Finish gradients, and return their norm."""
+        self.finish()
+        return self.norm(self.parts)
 
     def finish(self) -> None:
         """Sum gradients over the ranks that hold the same parameter."""
@@ -161,9 +165,9 @@ class Trainer(nn.Module):
         self.optimiser.step()
 
     def backward(self, batches: Sequence[TrainingBatch]) -> Tensor:
-        """Run all microbatches, each divided by the counted tokens of the step, and return the loss of the step.
+        """Run all microbatches, each divided by the counted tokens of the step; return this rank's share of the loss.
 
-        Implements: GRAD-14, TRAIN-03, TRAIN-04.
+        Implements: GRAD-14, TRAIN-03.
         """
         divisors = self.divisors(batches)
         total = torch.zeros((), dtype=torch.float64)
@@ -172,7 +176,14 @@ class Trainer(nn.Module):
             summed = torch.where(batch.counted_T[:, None], off_TD, 0.0).square().sum() / 2
             (summed / divisor).backward()
             total += summed.detach().double() / divisor
-        return self.norm.over_ranks(total)
+        return total
+
+    def reported(self, share: Tensor) -> Tensor:
+        """Return the loss of the step, of which every rank has a share.
+
+        Implements: TRAIN-04.
+        """
+        return self.norm.over_ranks(share)
 
     def divisors(self, batches: Sequence[TrainingBatch]) -> list[Tensor]:
         """Return what the loss of every microbatch is divided by: the counted tokens of all of them on all ranks."""

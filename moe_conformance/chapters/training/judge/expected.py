@@ -17,7 +17,7 @@ from moe_conformance.judging.observed.cached import once
 from moe_conformance.judging.observed.scopes import Shard, shard_of
 from moe_conformance.judging.observed.script import values
 from moe_conformance.reference.rounding.training_magnitudes import StepErrors, train_measured
-from moe_conformance.reference.training.model import Key, Tokens
+from moe_conformance.reference.training.model import Graded, Key, Tokens, graded
 from moe_conformance.reference.training.optimisers import SGD, AdamW, Optimiser
 from moe_conformance.reference.training.steps import State, Step, begun, train
 from moe_conformance.scenarios.outcome import Outcome
@@ -88,6 +88,19 @@ class Expected:
             largest_norm=self.largest_norm,
             sums=max(map(len, places)) + 3,  # every part is stored, parts are added up, and the sum may be divided
         )
+
+    def graded(self, step: int, places: Sequence[Place] | None = None, *, divisor: float | None = None) -> Graded:
+        """Return loss and gradients of some places in a step, with the parameters before it."""
+        tokens = self.tokens(step, places)
+        return graded(tokens, self.state_before(step).parameters, self.workload.config.top_k, divisor=divisor)
+
+    def axes(self) -> dict[int, str]:
+        """Return the names of all axes by their size, where that is more than one, such as {2: "ep or edp"}."""
+        names: dict[int, list[str]] = {}
+        for name, size in self.workload.layout.sizes().items():
+            if size > 1 and name != "world":
+                names.setdefault(size, []).append(name)
+        return {size: " or ".join(each) for size, each in names.items()}
 
     def after(self, step: int, what: str, key: Key, shard: Shard = None) -> Target:
         """Return the shard of a parameter after a step, or of what is kept of it, and its allowed error."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_conformance.chapters.training.judge.expected import Expected, Place
 from moe_conformance.reference.gradients.norms import clip_factor, norm
-from moe_conformance.reference.training.model import Graded, Key, Parameters, Tokens, graded
+from moe_conformance.reference.training.model import Graded, Key, Parameters, Tokens
 from moe_conformance.reference.training.steps import State, by_one_factor, step
 
 Mistake = tuple[str, Callable[[], State]]  # its words, and the state after the step with it
@@ -36,9 +36,8 @@ def _clips(expected: Expected) -> Iterator[tuple[str, Callable[[Mapping[Key, Ten
     yield "dense and expert gradients were clipped by norms of their own", _by_own_norms
     yield "gradients were not clipped", lambda gradients, _: dict(gradients)
     yield "gradients were clipped twice", _twice
-    for name, size in expected.workload.layout.sizes().items():
-        if size > 1:
-            yield f"the norm has expert gradients {name} times", partial(_expert_norm_times, size)
+    for size, names in expected.axes().items():
+        yield f"the norm has expert gradients {size} times: {names}", partial(_expert_norm_times, size)
 
 
 def _by_own_norms(gradients: Mapping[Key, Tensor], largest: float) -> dict[Key, Tensor]:
@@ -81,6 +80,10 @@ def _weights(expected: Expected, number: int, rank: int) -> Iterator[tuple[str, 
         of_rank = {r: max(sum(n[m, r] for m in microbatches), 1) for r in ranks}
         yield "a mean was taken of the means of ranks", {(m, r): n[m, r] / of_rank[r] / W for m, r in places}
         yield "only its own tokens are in it", {place: share * (place[1] == rank) for place, share in right.items()}
+    for name in ("ep_etp", "edp", "tp", "dp_cp"):
+        group = next(ranks for ranks in expected.workload.layout.groups()[name] if rank in ranks)
+        if 1 < len(group) < W:
+            yield f"only the tokens of its {name} group are in it", {p: s * (p[1] in group) for p, s in right.items()}
     if M > 1:
         of_m = {m: max(sum(n[m, r] for r in ranks), 1) for m in microbatches}
         yield "a mean was taken of the means of microbatches", {(m, r): n[m, r] / of_m[m] / M for m, r in places}
@@ -98,9 +101,7 @@ def _weights(expected: Expected, number: int, rank: int) -> Iterator[tuple[str, 
 def _graded(expected: Expected, number: int, weights: Weights, _: Tokens, parameters: Parameters, top_k: int) -> Graded:
     """Grade every place by itself, and add up by weight."""
     parts: Sequence[tuple[float, Graded]] = [
-        (weight, graded(expected.tokens(number, [place]), parameters, top_k))
-        for place, weight in weights.items()
-        if weight
+        (weight, expected.graded(number, [place])) for place, weight in weights.items() if weight
     ]
     loss = sum((weight * part.loss for weight, part in parts), start=0 * parts[0][1].loss)
     keys = parts[0][1].gradients

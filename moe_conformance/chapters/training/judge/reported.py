@@ -11,12 +11,11 @@ from moe_conformance.chapters.training.judge.expected import Expected
 from moe_conformance.chapters.training.judge.mistakes import norm_of
 from moe_conformance.judging.compare.bounded import compare, compared, factor
 from moe_conformance.judging.compare.bounds import allowed
-from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
+from moe_conformance.judging.comparisons import Comparisons, judge
 from moe_conformance.judging.findings import Finding, ratio_names, ratio_words
 from moe_conformance.judging.observed.script import values
 from moe_conformance.judging.verdict import NotOffered, WrongGradient, WrongLoss
-from moe_conformance.reference.gradients.norms import legal_norms
-from moe_conformance.reference.training.model import Key, graded
+from moe_conformance.reference.training.model import Key
 from moe_conformance.scenarios.outcome import Outcome
 
 _NEAR = 1e-4  # relative: how near a norm is to that of a mistake
@@ -45,17 +44,19 @@ def _cause_of_loss(
     expected: Expected, step: int, rank: int, loss: Tensor, error: Tensor, names: dict[str, float]
 ) -> str:
     """Return what explains a wrong loss, in words."""
-    right = expected.steps[step].loss
-    own = graded(expected.tokens(step, [p for p in expected.places(step) if p[1] == rank]), _before(expected, step), _k(expected))
-    if bool((loss.double() - own.loss).abs() <= error):
-        return "; likely cause: it is the mean over the tokens of this rank alone"
-    parts = [
-        graded(expected.tokens(step, [place]), _before(expected, step), _k(expected)).loss
-        for place in expected.places(step)
-    ]
-    if bool((loss.double() - torch.stack(parts).mean()).abs() <= error):
-        return "; likely cause: it is the mean of the means of microbatches and ranks"
-    ratio = factor(loss.double().reshape(1), right.reshape(1), error.reshape(1), names)
+    places = expected.places(step)
+    own = [place for place in places if place[1] == rank]
+    n = int(expected.tokens(step).counted_T.sum())
+    means = [expected.graded(step, [place]).loss for place in places]
+    guesses = {
+        "only the tokens of this rank are in it": expected.graded(step, own, divisor=n).loss,
+        "it is the mean over the tokens of this rank alone": expected.graded(step, own).loss,
+        "it is the mean of the means of microbatches and ranks": torch.stack(means).mean(),
+    }
+    for words, guess in guesses.items():
+        if bool((loss.double() - guess).abs() <= error):
+            return f"; likely cause: {words}"
+    ratio = factor(loss.double().reshape(1), expected.steps[step].loss.reshape(1), error.reshape(1), names)
     return "" if ratio is None else f"; it is {ratio_words(ratio, names)}"
 
 
@@ -72,61 +73,55 @@ def judge_norm(outcome: Outcome) -> Comparisons:
         raise NotOffered("the trainer reports no norm of its gradients")
     for step, each in enumerate(expected.steps):
         norms = values(outcome, step, "norm")
-        if any(norm is None for norm in norms):
-            lacking = tuple(rank for rank, norm in enumerate(norms) if norm is None)
+        if lacking := tuple(rank for rank, norm in enumerate(norms) if norm is None):
             yield Finding("absent", f"rank {lacking[0]} reports no norm of step {step}, and others do", lacking)
             continue
         told = [float(norm) for norm in norms]
-        if not legal_norms(told, told[0]):
+        if len({f"{norm!r}" for norm in told}) > 1:
             said = ", ".join(f"{norm:.9g}" for norm in told)
-            yield Finding("ranks", f"ranks report other norms of step {step} than each other: {said}", tuple(range(len(told))))
+            ranks = tuple(range(len(told)))
+            yield Finding("ranks", f"ranks report different norms of the gradient of step {step}: {said}", ranks)
+        error = allowed(expected.errors[step].norm, outcome.workload.config.dtype, addends=1)
         for rank, norm in enumerate(norms):
-            worst = compare(norm.double(), each.norm, allowed(expected.errors[step].norm, outcome.workload.config.dtype, addends=1))
+            worst = compare(norm.double(), each.norm, error)
             said = f"rank {rank} reports as the norm of the gradient of step {step} {worst}"
-            if not worst.holds:
-                said += "".join(f"; likely cause: {words}" for words in _cause_of_norm(expected, step, rank, float(norm)))
+            causes = [] if worst.holds else _causes_of_norm(expected, step, rank, told[rank])
+            said += f"; likely cause: {causes[0]}" if causes else ""
             yield compared(rank, worst, "norm", said, 1)
 
 
-def _cause_of_norm(expected: Expected, step: int, rank: int, norm: float) -> Iterator[str]:
-    """Yield what explains a wrong norm, in words; once."""
-    for words, other in _other_norms(expected, step, rank):
-        if abs(norm - other) <= _NEAR * other:
-            yield words
-            return
+def _causes_of_norm(expected: Expected, step: int, rank: int, norm: float) -> list[str]:
+    """Return what explains a wrong norm, in words."""
+    return [words for words, other in _other_norms(expected, step, rank) if abs(norm - other) <= _NEAR * other]
 
 
 def _other_norms(expected: Expected, step: int, rank: int) -> Iterator[tuple[str, float]]:
     """Yield the norms that mistakes would give."""
-    parameters, layout = _before(expected, step), expected.workload.layout
-    whole = graded(expected.tokens(step), parameters, _k(expected)).gradients
+    whole = expected.graded(step).gradients
     held = {key: g for key, g in whole.items() if key[1] is None or _holds(expected, rank, key)}
     yield "it is the norm of clipped gradients", norm_of(expected.steps[step].clipped)
     yield "it is the norm of dense gradients alone", norm_of(whole, expert_times=0)
     yield "it is the norm of expert gradients alone", norm_of(whole, dense_times=0)
     yield "of experts, only those of this rank are in it", norm_of(held)
-    for name, size in layout.sizes().items():
-        if size > 1:
-            yield f"experts are counted {size} times in it: {name}", norm_of(whole, expert_times=size)
-            yield f"experts are counted {size} times too little in it: {name}", norm_of(whole, expert_times=1 / size)
-            yield f"dense parameters are counted {size} times in it: {name}", norm_of(whole, dense_times=size)
-            yield f"it is {size} times as large as it should be: {name}", size * norm_of(whole)
-    yield "it was taken before gradients were summed over ranks", _norm_before(expected, step, rank)
+    for size, names in expected.axes().items():
+        yield f"experts are counted {size} times in it: {names}", norm_of(whole, expert_times=size)
+        yield f"experts are counted {size} times too little in it: {names}", norm_of(whole, expert_times=1 / size)
+        yield f"dense parameters are counted {size} times in it: {names}", norm_of(whole, dense_times=size)
+        yield f"it is {size} times as large as it should be: {names}", size * norm_of(whole)
+    yield "it was taken before gradients were summed over ranks", _norm_before(expected, step)
 
 
-def _norm_before(expected: Expected, step: int, rank: int) -> float:
+def _norm_before(expected: Expected, step: int) -> float:
     """Return the norm of all ranks' gradients, each distinct element once, where each has those of its own tokens."""
-    parameters, n = _before(expected, step), int(expected.tokens(step).counted_T.sum())
-    layout = expected.workload.layout
+    n, layout = int(expected.tokens(step).counted_T.sum()), expected.workload.layout
     total = 0.0
-    for other in range(layout.world):
-        own = [place for place in expected.places(step) if place[1] == other]
-        group = next(ranks for ranks in layout.groups()["ep_etp"] if other in ranks)
-        near = [place for place in expected.places(step) if place[1] in group]
-        dense = graded(expected.tokens(step, own), parameters, _k(expected), divisor=n).gradients
-        experts = graded(expected.tokens(step, near), parameters, _k(expected), divisor=n).gradients
-        held = {key: g for key, g in experts.items() if key[1] is not None and _holds(expected, other, key)}
-        total += norm_of({k: g for k, g in dense.items() if k[1] is None}) ** 2 / layout.world
+    for rank in range(layout.world):
+        group = next(ranks for ranks in layout.groups()["ep_etp"] if rank in ranks)
+        own, near = ([place for place in expected.places(step) if place[1] in ranks] for ranks in ((rank,), group))
+        dense = expected.graded(step, own, divisor=n).gradients
+        experts = expected.graded(step, near, divisor=n).gradients
+        held = {key: g for key, g in experts.items() if key[1] is not None and _holds(expected, rank, key)}
+        total += norm_of({key: g for key, g in dense.items() if key[1] is None}) ** 2 / layout.world
         total += norm_of(held) ** 2 / (layout.edp * layout.etp)
     return float(total**0.5)
 
@@ -136,11 +131,3 @@ def _holds(expected: Expected, rank: int, key: Key) -> bool:
     ranks = next(group for group in layout.groups()["ep"] if rank in group)
     assert key[1] is not None
     return key[1] // (expected.workload.config.experts // layout.ep) == ranks.index(rank)
-
-
-def _before(expected: Expected, step: int) -> dict[Key, Tensor]:
-    return dict(expected.state_before(step).parameters)
-
-
-def _k(expected: Expected) -> int:
-    return expected.workload.config.top_k

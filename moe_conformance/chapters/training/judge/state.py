@@ -173,13 +173,17 @@ def _cause(
     targets = {key: expected.after(step, what, key, held[key]) for key in wrong}
     kinds = {key[1] is None for key in wrong}
     whose = "" if len(kinds) == 2 else "dense " if kinds == {True} else "expert "
+    undecayed = expected.optimiser.rate * expected.optimiser.decay
+    if what == PARAMETERS and undecayed and expected.workload.config.training.optimiser == "adamw":
+        guesses = {key: targets[key].expected + undecayed * of_key[key] for key in wrong}
+        if all(within(found[key], guesses[key], targets[key].allowed) for key in wrong):
+            return f"these {whose}parameters were not decayed"
     if all(within(found[key], of_key[key], targets[key].allowed) for key in wrong):
         return f"these {whose}parameters were left out of the step, of decay and of moments"
-    joined = [torch.cat([each.flatten() for each in each_of]) for each_of in _changes(what, wrong, found, of_key, targets)]
     names = _names(expected)
-    if (ratio := factor(*joined, names)) is not None:  # type: ignore[arg-type]
-        whole_of = f"the change of all wrong {whose}parameters" if what == PARAMETERS else f"all that is kept of {whose}"
-        return f"{whole_of} is {ratio_words(ratio, names)}".replace("of  is", "is").replace("  ", " ")
+    if (ratio := factor(*_changes(what, wrong, found, of_key, targets), names)) is not None:
+        changed = "the change" if what == PARAMETERS else "all that is kept"
+        return f"{changed} of these {whose}parameters is {ratio_words(ratio, names)}"
     for words, made in of_step(expected, step, rank):
         after = made()
         guesses = {key: shard_of(of_state(after, what, key), held[key]) for key in wrong}
@@ -190,12 +194,14 @@ def _cause(
 
 def _changes(
     what: str, keys: list[Key], found: dict[Key, Tensor], before: dict[Key, Tensor], targets: dict[Key, Target]
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return what the step changed, what it should have, and the allowed errors; of what is kept, all of it."""
-    moves = what == PARAMETERS
-    less = {key: before[key] if moves else torch.zeros_like(before[key]) for key in keys}
-    actual = [found[key] - less[key] for key in keys]
-    return actual, [targets[key].expected - less[key] for key in keys], [targets[key].allowed for key in keys]
+    less = {key: before[key] if what == PARAMETERS else torch.zeros_like(before[key]) for key in keys}
+    return (
+        torch.cat([(found[key] - less[key]).flatten() for key in keys]),
+        torch.cat([(targets[key].expected - less[key]).flatten() for key in keys]),
+        torch.cat([targets[key].allowed.flatten() for key in keys]),
+    )
 
 
 def _larger(target: Target, guess: Tensor) -> Tensor:
