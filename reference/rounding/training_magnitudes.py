@@ -121,7 +121,7 @@ class _Layer:
             _stacked([layer[name, e] for e in self.experts]) for name in ("gate", "up", "down")
         )
         self.gate_GD, self.up_GD = (each.map(lambda a: a.flatten(0, 1)) for each in (gate_EFD, up_EFD))  # G = E F
-        self.chosen_TE = torch.ones(len(x_TD.value), 1, dtype=torch.float64)
+        self.chosen_TE: Tensor = torch.ones(len(x_TD.value), 1, dtype=torch.float64)
         self.weights_TE = exact(self.chosen_TE)
         if self.router is not None:
             self.scores_TE = softmax(r, r.products("td,ed->te", x_TD, self.router))
@@ -135,7 +135,8 @@ class _Layer:
         self.y_TD = r.products("te,etd->td", self.weights_TE, self.out_ETD)
 
     def _by_expert(self, each_TG: Tensor) -> Tensor:
-        return each_TG.unflatten(1, (len(self.experts), -1)).transpose(0, 1)
+        each_ETF: Tensor = each_TG.unflatten(1, (len(self.experts), -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
+        return each_ETF
 
     def backward(self, dy_TD: Measured, sums: int) -> tuple[Measured, dict[Key, Measured]]:
         """Return dL/dx without the residual, and the gradients of the layer's parameters."""

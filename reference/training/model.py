@@ -88,7 +88,7 @@ def graded(tokens: Tokens, parameters: Parameters, top_k: int, *, divisor: float
     Degenerate: no counted token: the loss and all gradients are 0, not NaN. An expert without counted tokens has a
     gradient of zeros.
 
-    Decides: GRAD-14, TRAIN-01, TRAIN-04. Source: arithmetic, the mean of unequal groups is not the mean of their means.
+    Decides: GRAD-14, TRAIN-03, TRAIN-04. Source: arithmetic, the mean of unequal groups is not the mean of their means.
 
     >>> one = torch.ones(1, 1, dtype=torch.float64)
     >>> p = {(f"layer0/{name}", None): 0 * one for name in ("gate", "up", "down")}

@@ -39,7 +39,7 @@ class AdamW:
     def update(self, theta: Tensor, g: Tensor, kept: Kept, t: int) -> tuple[Tensor, Kept]:
         """Return theta and what is kept after step t, from those before it.
 
-        Decides: TRAIN-01, TRAIN-02, TRAIN-03. Source: Loshchilov and Hutter 2019, algorithm 2.
+        Source: Loshchilov and Hutter 2019, algorithm 2.
 
         >>> zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
         >>> before = {"first": zero, "second": zero}
@@ -76,7 +76,7 @@ class SGD:
     def update(self, theta: Tensor, g: Tensor, kept: Kept, t: int) -> tuple[Tensor, Kept]:
         """Return theta and what is kept after a step, from those before it.
 
-        Decides: TRAIN-01, TRAIN-02, TRAIN-03. Source: PyTorch documentation of torch.optim.SGD.
+        Source: PyTorch documentation of torch.optim.SGD.
 
         >>> one = torch.ones(1, dtype=torch.float64)
         >>> theta, kept = SGD(0.5, 0.25, 2.0).update(one, 3 * one, {"momentum": 4 * one}, 2)

@@ -46,10 +46,7 @@ def begun(parameters: Parameters, optimiser: Optimiser) -> State:
 
 
 def by_one_factor(gradients: Mapping[Key, Tensor], largest: float) -> dict[Key, Tensor]:
-    """Clip the gradients of all parameters, dense and of experts, by one factor.
-
-    Decides: GRAD-13. Source: Pascanu et al. 2013 section 3.2.
-    """
+    """Clip the gradients of all parameters, dense and of experts, by one factor."""
     return dict(zip(gradients, clipped({str(key): g for key, g in gradients.items()}, largest).values(), strict=True))
 
 
@@ -69,8 +66,8 @@ def step(
 
     Degenerate: a loss or gradient that is not finite: the step is skipped, and `after` is the state before it.
 
-    Decides: GRAD-12, TRAIN-01, TRAIN-02, TRAIN-03, TRAIN-04, TRAIN-05. Source: Pascanu et al. 2013 section 3.2;
-    Loshchilov and Hutter 2019, algorithm 2; Micikevicius et al. 2018 section 3.2 (skipped steps).
+    Source: Pascanu et al. 2013 section 3.2; Loshchilov and Hutter 2019, algorithm 2; Micikevicius et al. 2018 section
+    3.2 (skipped steps).
     """
     loss, gradients = grade(tokens, state.parameters, top_k)
     whole = norm({str(key): g for key, g in gradients.items()})
@@ -87,7 +84,7 @@ def train(
 ) -> list[Step]:
     """Train some steps, one after the other.
 
-    Decides: TRAIN-01, TRAIN-02, TRAIN-03, TRAIN-04, TRAIN-05. Source: as `step`.
+    Decides: TRAIN-01, TRAIN-02, TRAIN-05. Source: as `step`.
 
     >>> import torch
     >>> from moe_conformance.reference.training.optimisers import SGD

@@ -97,7 +97,8 @@ def _without_assertions(function: Any) -> CodeType:
     """Return the code of a function of a module as `python -O` compiles it."""
     module = sys.modules[function.__module__]
     compiled = compile(inspect.getsource(module), str(module.__file__), "exec", optimize=1)
-    return next(code for code in compiled.co_consts if getattr(code, "co_name", None) == function.__name__)
+    codes = (each for each in compiled.co_consts if isinstance(each, CodeType))
+    return next(code for code in codes if code.co_name == function.__name__)
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -18,9 +18,9 @@ from self_tests.chapters.training import second
 from self_tests.oracles.agreement import assert_close
 
 D, F, E, K, T = 3, 2, 3, 2, 4
-ADAMW = {"rate": 0.125, "betas": (0.75, 0.875), "epsilon": 1e-3, "decay": 0.5}
-PLAIN_SGD = {"rate": 0.25, "momentum": 0.5, "decay": 0.25}
-FIRST: dict[str, Any] = {"adamw": AdamW(**ADAMW), "sgd": SGD(**PLAIN_SGD)}  # type: ignore[arg-type]
+ADAMW: dict[str, Any] = {"rate": 0.125, "betas": (0.75, 0.875), "epsilon": 1e-3, "decay": 0.5}
+PLAIN_SGD: dict[str, Any] = {"rate": 0.25, "momentum": 0.5, "decay": 0.25}
+FIRST: dict[str, Any] = {"adamw": AdamW(**ADAMW), "sgd": SGD(**PLAIN_SGD)}
 SECOND: dict[str, Any] = {"adamw": partial(second.adamw, **ADAMW), "sgd": partial(second.sgd, **PLAIN_SGD)}
 
 

@@ -88,7 +88,11 @@ class Trainer(nn.Module):
     @property
     def parts(self) -> list[Replicated]:
         """What has parameters, layer by layer."""
-        return [part for layer in self.layers for part in (layer.parts if isinstance(layer, Layer) else (layer,))]
+        found: list[Replicated] = []
+        for layer in self.layers:
+            assert isinstance(layer, Layer | SharedExperts)
+            found += layer.parts if isinstance(layer, Layer) else [layer]
+        return found
 
     @property
     def resolved(self) -> Mapping[str, str]:

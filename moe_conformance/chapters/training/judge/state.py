@@ -181,27 +181,40 @@ def _cause(
     if all(within(found[key], of_key[key], targets[key].allowed) for key in wrong):
         return f"these {whose}parameters were left out of the step, of decay and of moments"
     names = _names(expected)
-    if (ratio := factor(*_changes(what, wrong, found, of_key, targets), names)) is not None:
-        changed = "the change" if what == PARAMETERS else "all that is kept"
-        return f"{changed} of these {whose}parameters is {ratio_words(ratio, names)}"
+    ratio = factor(*_changes(expected, step, what, wrong, found, held), names)
+    changed = "the change" if what == PARAMETERS else "what the gradient adds to those"
+    told = "" if ratio is None else f"{changed} of these {whose}parameters is {ratio_words(ratio, names)}"
+    if ratio in names.values():
+        return told
     for words, made in of_step(expected, step, rank):
         after = made()
         guesses = {key: shard_of(of_state(after, what, key), held[key]) for key in wrong}
         if all(within(found[key], guesses[key], _larger(targets[key], guesses[key])) for key in wrong):
             return words
-    return ""
+    return told
 
 
 def _changes(
-    what: str, keys: list[Key], found: dict[Key, Tensor], before: dict[Key, Tensor], targets: dict[Key, Target]
+    expected: Expected, step: int, what: str, keys: list[Key], found: dict[Key, Tensor], held: dict[Key, Shard]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the step changed, what it should have, and the allowed errors; of what is kept, all of it."""
-    less = {key: before[key] if what == PARAMETERS else torch.zeros_like(before[key]) for key in keys}
+    """Return what the step changed, what it should have, and the allowed errors; of what is kept, by the gradient."""
+    targets = {key: expected.after(step, what, key, held[key]) for key in keys}
+    less = {key: shard_of(_without_gradient(expected, step, what, key), held[key]) for key in keys}
     return (
         torch.cat([(found[key] - less[key]).flatten() for key in keys]),
         torch.cat([(targets[key].expected - less[key]).flatten() for key in keys]),
         torch.cat([targets[key].allowed.flatten() for key in keys]),
     )
+
+
+def _without_gradient(expected: Expected, step: int, what: str, key: Key) -> Tensor:
+    """Return a parameter before a step, or what would be kept of it after a gradient of zeros."""
+    before = expected.state_before(step)
+    theta = before.parameters[key]
+    if what == PARAMETERS:
+        return theta
+    _, kept = expected.optimiser.update(theta, torch.zeros_like(theta), before.kept[key], step + 1)
+    return kept[what]
 
 
 def _larger(target: Target, guess: Tensor) -> Tensor:

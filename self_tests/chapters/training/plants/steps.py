@@ -29,7 +29,7 @@ class MeanOfMeans(Trainer):
 
 
 @planted(
-    Expectation("GRAD-14", "train-sgd", "finish", "kept of these expert parameters is 0.500 x", "1/ep"),
+    Expectation("GRAD-14", "train-sgd", "finish", "these expert parameters is 0.500 x", "1/ep"),
     layout=EP2,
 )
 class ExpertsDividedByEp(Trainer):
