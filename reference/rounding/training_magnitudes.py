@@ -135,7 +135,7 @@ class _Layer:
         self.y_TD = r.products("te,etd->td", self.weights_TE, self.out_ETD)
 
     def _by_expert(self, each_TG: Tensor) -> Tensor:
-        each_ETF: Tensor = each_TG.unflatten(1, (len(self.experts), -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
+        each_ETF: Tensor = each_TG.unflatten(1, (len(self.experts), -1)).transpose(0, 1)
         return each_ETF
 
     def backward(self, dy_TD: Measured, sums: int) -> tuple[Measured, dict[Key, Measured]]:

@@ -18,6 +18,7 @@ SOURCES = {
     "megatron": (
         "core/distributed/distributed_data_parallel_config.py",
         "core/model_parallel_config.py",
+        "core/optimizer/optimizer_config.py",
         "core/transformer/transformer_config.py",
         "core/transformer/moe/moe_utils.py",
     ),

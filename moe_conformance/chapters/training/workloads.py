@@ -39,7 +39,7 @@ class Recipe:
     microbatches: int = 2
     not_finite: int | None = None  # the step in which a target of the last rank is infinite
     seed: int = 0
-    layouts: tuple[Layout, ...] = QUICK
+    layouts: tuple[Layout, ...] = QUICK  # in the quick profile; elsewhere other scripts show the same
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -47,9 +47,9 @@ _ADAMW = Training(epsilon=1e-4, decay=0.1, largest_norm=0.5)
 _SGD = Training(optimiser="sgd", rate=0.05, decay=0.1)
 _RECIPES = (
     Recipe("train-adamw", _ADAMW, steps=4),
-    Recipe("train-sgd", _SGD),
-    Recipe("train-sgd-clipped", Training(optimiser="sgd", rate=0.05, largest_norm=0.5)),
-    Recipe("train-sgd-four-microbatches", _SGD, steps=1, microbatches=4),
+    Recipe("train-sgd", _SGD, layouts=(EP2, TP2_EP2)),
+    Recipe("train-sgd-clipped", Training(optimiser="sgd", rate=0.05, largest_norm=0.5), layouts=(EP2, EP2_EDP2)),
+    Recipe("train-sgd-four-microbatches", _SGD, steps=1, microbatches=4, layouts=(SINGLE, EP2)),
     Recipe("train-not-finite", Training(decay=0.1, largest_norm=0.5), steps=3, not_finite=1, layouts=(SINGLE, EP2)),
 )
 NAMES = tuple(recipe.name for recipe in _RECIPES)
