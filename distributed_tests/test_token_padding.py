@@ -53,6 +53,11 @@ def unpadded(workload: Workload) -> bool:
     return not padded(workload) and exchanges(workload.layout) and workload.schedule == "F0 B0"
 
 
+def plain(workload: Workload) -> bool:
+    """Whether token counts are not padded, on one rank or many, in a plain step."""
+    return not padded(workload) and workload.schedule == "F0 B0"
+
+
 def uneven(workload: Workload) -> bool:
     """Whether ranks that exchange tokens have more or fewer of them, and nothing is padded."""
     return not padded(workload) and exchanges(workload.layout) and bool(features(workload, "")["uneven_tokens"])
@@ -87,6 +92,9 @@ class TestExchange:
         "PACK-03", ExchangeStep(), (judge_deliveries, judge_rows, judge_added_rows, judge_counts), when=padded
     )
     """Deliveries and counts are those of the real tokens."""
+
+    test_rows_that_nobody_asked_for_route_nowhere = Row("PACK-03", ExchangeStep(), judge_added_rows, when=plain)
+    """Without padding too, no expert receives rows of zeros but the claimed padding of its own rows."""
 
     test_output_is_cut_back_to_the_own_tokens = Row("PACK-04", ExchangeStep(), (judge_form, judge_outputs), when=padded)
     """Every rank has the outputs of its own tokens, in their places and in the shape of the input."""

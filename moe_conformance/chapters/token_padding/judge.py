@@ -219,8 +219,9 @@ def _alignment_unasked(reading: Reading) -> int:
 def judge_added_rows(reading: Reading) -> Comparisons:
     """Decide whether no expert receives an added token (a row of zeros), except as padding of its rows.
 
-    Padding fills an expert's rows up to the multiple that the backend reports; an expert without rows may have one
-    multiple. If a buffer of places is delivered without counts, rows of zeros are not judged.
+    Padding fills an expert's rows up to the multiple that the backend reports, or to the most of an expert of its rank
+    with `Claims.handed` "batched"; an expert without rows may have one multiple. If a buffer of places is delivered
+    without counts, rows of zeros are not judged.
 
     Raises:
         WrongDelivery: an expert receives an added token.
@@ -228,13 +229,17 @@ def judge_added_rows(reading: Reading) -> Comparisons:
     multiple, excess = reading.claims.multiple, Counter[tuple[int, int]]()
     rows = Counter(_whose(entry) for entry in reading.entries if entry.kind != tags.PADDING)
     zeros = Counter(_whose(entry) for entry in reading.entries if entry.kind == tags.PADDING)
+    most = Counter[tuple[int, int, int]]()  # rows of an expert, by call
+    if reading.claims.handed == "batched":
+        for (m, holder, call, _), number in rows.items():
+            most[m, holder, call] = max(most[m, holder, call], number)
     for whose, number in zeros.items():
         (m, holder, call, expert), routed = whose, rows[whose]
         handed = reading.seen(m, holder).exchange.handed[call]
         in_places = len(handed.shape) == 3 and handed.counts_N is None
-        filling = padded_rows([max(routed, 1)], multiple) - routed if multiple > 1 else 0
-        if number > filling and not in_places:
-            excess[holder, expert] += number - filling
+        filled = max(routed, most[m, holder, call], 1 if multiple > 1 else 0)
+        if number > padded_rows([filled], multiple) - routed and not in_places:
+            excess[holder, expert] += number - (padded_rows([filled], multiple) - routed)
     for (rank, expert), number in excess.items():
         yield Comparison(rank, f"rank {rank} receives {count(number, 'row')} of zeros for expert {expert}")
     filled = f" in addition to the padding to multiples of {multiple}" if multiple > 1 else ""

@@ -86,7 +86,7 @@ class TestHanded:
                 outcome = edit_handed(
                     outcome,
                     rank,
-                    lambda call, n=number: replace(call, rows_RD=call.rows_RD.new_zeros(n, 32)),  # type: ignore[misc]
+                    lambda call, n=number: replace(call, rows_RD=call.rows_RD.new_ones(n, 32)),  # type: ignore[misc]
                 )
             with pytest.raises(Costly) as raised:
                 judge_handed(read(outcome), Tally())
@@ -97,6 +97,17 @@ class TestHanded:
         assert static == delivering(400, 400)
         assert "" == delivering(400, 401)
         assert f"{tokens};{static}" == delivering(20 + 19, 20 + 19)
+
+    def test_no_claim_is_named_where_tokens_were_added(self) -> None:
+        """Rows of zeros that are for experts are no fixed number of places, though all ranks deliver as many."""
+        outcome = broken(workload(tokens=20, top_k=1))
+        for rank in (0, 1):
+            outcome = edit_handed(outcome, rank, lambda call: replace(call, rows_RD=call.rows_RD.new_zeros(400, 32)))
+        with pytest.raises(
+            Costly, match=r"; \d+ rows of zeros are for experts: no claim excuses added tokens"
+        ) as raised:
+            judge_handed(read(outcome), Tally())
+        assert "claims handed" not in raised.value.sentence
 
     def test_what_the_backend_claims_decides(self) -> None:
         """A static number is as large on all ranks, and judged elsewhere."""

@@ -11,7 +11,7 @@ from moe_conformance.chapters.cost.judge.claimed_wires import all_places, all_to
 from moe_conformance.chapters.cost.judge.routing_maps import Map, require_maps
 from moe_conformance.engine.ledger.entry import Entry, group_words
 from moe_conformance.judging.comparisons import Comparison, Comparisons, Note, judge
-from moe_conformance.judging.findings import some
+from moe_conformance.judging.findings import count, some
 from moe_conformance.judging.observed.run import Reading
 from moe_conformance.judging.observed.traffic import (
     by_phase,
@@ -24,6 +24,7 @@ from moe_conformance.judging.verdict import Costly, NotOffered, Tally, WrongForm
 from moe_conformance.reference.cost import calls as cost_calls
 from moe_conformance.reference.cost import rows as cost
 from moe_conformance.reference.cost import wire_bytes
+from moe_conformance.workloads.records import tags
 
 
 @judge(Costly, "run")
@@ -241,7 +242,10 @@ def _by_design(reading: Reading, excess: Sequence[_Handed]) -> str:
         )
         if full and all(delivered.rows <= delivered.allowed for delivered in handed):
             note += f"; a backend that {design} claims handed = {claim!r}"
-    if not _uneven(reading):
+    if zeros := sum(entry.kind == tags.PADDING for entry in reading.entries) if reading.claims.multiple == 1 else 0:
+        return note or f"; {count(zeros, 'row')} of zeros are for experts: no claim excuses added tokens (PACK-03)"
+    routed = {delivered.claimed for delivered in _handed(reading, "routed")}
+    if not _uneven(reading) and len(routed) > 1:  # what is delivered does not follow what is routed
         note += "; a backend that delivers a fixed number of rows claims handed = 'static'"
     return note
 

@@ -198,3 +198,24 @@ class AddsRowsUnasked(AllGatherExchange):
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         return super().combine(rows, handle.handle)[: handle.tokens].reshape(handle.shape)
+
+
+@planted(
+    Expectation(
+        *("PACK-03", "uneven", "dispatch"), *("of zeros for expert 0", "likely cause: padding tokens were routed")
+    ),
+)
+class AddedRowsWeighNothing(AllToAllExchange):
+    """Tokens are filled up to a multiple of 8 that nobody asked for; every expert gets some of them, of weight 0."""
+
+    def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
+        T, K = routing.ids_TK.shape
+        below = (0, 0, 0, -T % 8)
+        added_AK = torch.arange(-T % 8 * K).reshape(-1, K) % routing.experts
+        ids_PK = torch.cat([routing.ids_TK, added_AK.to(routing.ids_TK)])
+        padded = Routing(ids_PK, F.pad(routing.weights_TK, below), routing.experts)
+        delivery, handle = super().dispatch(F.pad(x.reshape(-1, x.shape[-1]), below), padded)
+        return delivery, Untrimmed(handle, T, tuple(x.shape))
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        return super().combine(rows, handle.handle)[: handle.tokens].reshape(handle.shape)
