@@ -81,11 +81,11 @@ class Recorder:
 
 
 def caller() -> str:
-    """Returns `"file:line"` of the innermost frame outside torch and this package, or ""."""
+    """Returns `"file:line"` of the innermost frame outside torch, its dispatch modes and this package, or ""."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not _is_own(file):
+        if not _is_own(file) and frame.f_code.co_name != "__torch_dispatch__":
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

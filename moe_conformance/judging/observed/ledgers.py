@@ -66,11 +66,14 @@ def judge_hazards(outcome: Outcome, tally: Tally, *kinds: str) -> None:
 
 
 def early_read(reading: Reading, findings: Sequence[Finding]) -> str:
-    """Return a note that the wrong values were read before `wait()`, if that is known, else "".
+    """Return a note that the wrong values were read before `wait()`, or without one, if that is known, else "".
 
     It is known if the ledger recorded the read, or if outputs of asynchronous collectives are NaN until the wait
-    ("poisoned") and a finding is of a value that is not finite.
+    ("poisoned") and a finding is of a value that is not finite. A handle without any wait is known of every run.
     """
+    abandoned = [found for rank in reading.ranks for found in rank.hazards if found.kind == "never waited"]
+    if abandoned:
+        return f"; likely cause: {abandoned[0]}"
     touched = [found for rank in reading.ranks for found in rank.hazards if found.kind == "output touched"]
     if touched:
         return f"; likely cause: {touched[0]}"

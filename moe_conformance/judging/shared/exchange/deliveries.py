@@ -9,6 +9,7 @@ from moe_conformance.judging.comparisons import Comparison, Comparisons, Note, S
 from moe_conformance.judging.explain.microbatch_mixup import dispatched_by_another, flight_words
 from moe_conformance.judging.explain.row_identity import likeness
 from moe_conformance.judging.findings import Finding, count
+from moe_conformance.judging.observed.ledgers import early_read
 from moe_conformance.judging.observed.run import Entry, Lost, Match, Reading, tokens_of
 from moe_conformance.judging.verdict import CorruptRow, Tally, WrongDelivery, WrongForm
 from moe_conformance.workloads.records import tags
@@ -46,9 +47,12 @@ def judge_rows(reading: Reading, tally: Tally) -> None:
 
 @judge(CorruptRow, "dispatch")
 def _judge_tags(reading: Reading) -> Comparisons:
-    for entry in (*reading.matching.corrupt, *reading.matching.extra):
-        if entry.kind == tags.CORRUPT or not _exists(reading, entry):
-            yield Finding("row of no token", f"{entry.place} is {_row_words(reading, entry)}", (entry.rank,))
+    unknown = [
+        Finding("row of no token", f"{entry.place} is {_row_words(reading, entry)}", (entry.rank,))
+        for entry in (*reading.matching.corrupt, *reading.matching.extra)
+        if entry.kind == tags.CORRUPT or not _exists(reading, entry)
+    ]
+    yield from (*unknown, Note(early_read(reading, unknown)))
     hidden = reading.outcome.workload.config.hidden
     for entry in (entry for entry in reading.entries if entry.kind == tags.TAG):
         if reading.applied_to(entry) != "input" and entry.scale != 1:
