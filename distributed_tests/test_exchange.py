@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moe_conformance.chapters.exchange.judge import judge_every_bit_of_rows
+from moe_conformance.chapters.exchange.judge.every_bit import judge_every_bit_of_rows
+from moe_conformance.chapters.exchange.judge.rounded_sums import judge_rounded_sums
 from moe_conformance.judging.observed.aliasing import judge_finished, judge_kept_outputs, judge_state
 from moe_conformance.judging.observed.ledgers import judge_agreement
 from moe_conformance.judging.shared.exchange.counts import judge_counts
@@ -72,6 +73,11 @@ class TestCombine:
         "EXCH-05", ExchangeStep(answered="identity of parts"), judge_answered_outputs
     )
     """Expert outputs and weights that use every bit of their dtype are combined unrounded."""
+
+    test_sums_are_rounded_as_claimed = Row(
+        "EXCH-05", ExchangeStep(answered="identity of parts", option="rounding"), judge_rounded_sums
+    )
+    """Where rows have fewer bits than weights, only what the backend claims is rounded before the output."""
 
     test_answers_may_lie_where_rows_were_handed_over = Row(
         "EXCH-05", ExchangeStep(answered="identity"), judge_identity_outputs

@@ -51,6 +51,11 @@ class Claims(ClaimsPart):
     multiple: int = 1
     # Where this exchange applies routing weights (EXCH-05). None: as `Session.weights_at` says.
     weights_at: Literal["input", "expert", "combine"] | None = None
+    # What combine may round to the dtype of rows of bfloat16 or float16 (EXCH-05). combine_weights: rows: routing
+    # weights, before they are multiplied; float32: no weight, also where the experts apply them. combine_sums: rows:
+    # the sum, after each addition; float32: products, or what a rank has added up, and then the output, once each.
+    combine_weights: Literal["rows", "float32"] = "rows"
+    combine_sums: Literal["rows", "float32"] = "rows"
     # How often an expert lies in an ep group (EXPT-04). once: on one of its ranks; replicas: redundant experts, as load
     # balancing makes them (EPLB, EXCH-33): an expert may lie on several, once on each, and a routed pair reaches one of
     # these replicas, which the exchange chooses (EXCH-01). All replicas hold the same values and end with the same

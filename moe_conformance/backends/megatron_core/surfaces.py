@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,9 +57,13 @@ class Exchange:
 
     @property
     def claims(self) -> Claims:
-        """What the all-gather dispatcher sends: all tokens, with dense maps."""
+        """What the all-gather dispatcher sends: all tokens, with dense maps. Weights reach the experts in float32.
+
+        Sums are scatter-adds in the dtype of the rows: torch rounds once on a CPU, and after each addition on a GPU.
+        """
         gathers = isinstance(self._dispatcher, library.token_dispatcher.MoEAllGatherTokenDispatcher)
-        return Claims(wire="all", routing="maps") if gathers else Claims()
+        found = Claims(combine_weights="float32")
+        return replace(found, wire="all", routing="maps") if gathers else found
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         """Run the three steps before the experts; x is (T, D) or [sequence, batch, D]."""

@@ -89,8 +89,11 @@ class Exchange:
 
     @property
     def claims(self) -> Claims:
-        """To what multiple rows are padded."""
-        return Claims(multiple=getattr(self._dispatcher, "pad_multiple", 1))
+        """To what multiple rows are padded; products are computed in float32.
+
+        Sums are scatter-adds in the dtype of the rows: torch rounds once on a CPU, and after each addition on a GPU.
+        """
+        return Claims(multiple=getattr(self._dispatcher, "pad_multiple", 1), combine_weights="float32")
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         """Send rows to their experts."""

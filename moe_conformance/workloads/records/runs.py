@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
 Tokens = Literal["distinct", "not finite", "duplicated"]
-Option = Literal["", "capacity padding", "packing", "receive budget", "equal splits", "round robin", "chunks", "any"]
+Option = Literal[
+    "", "capacity padding", "packing", "receive budget", "equal splits", "round robin", "chunks", "rounding", "any"
+]
 
 
 class Run(Protocol):

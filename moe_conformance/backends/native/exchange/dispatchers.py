@@ -79,8 +79,8 @@ class LocalExchange:
 
     @property
     def claims(self) -> Claims:
-        """One row for each routed pair, weights where the session says."""
-        return Claims()
+        """One row for each routed pair, weights where the session says; products and outputs are rounded, once each."""
+        return Claims(combine_weights="float32", combine_sums="float32")
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         """Return the rows of this rank's experts and the handle; x is (*lead, D) with prod(lead) == T."""
@@ -191,8 +191,8 @@ class AllGatherExchange(LocalExchange):
 
     @property
     def claims(self) -> Claims:
-        """As of every exchange, and that all tokens are sent to all ranks."""
-        return replace(super().claims, wire="all")
+        """That all tokens are sent to all ranks, and that every rank rounds what it has added up."""
+        return replace(super().claims, wire="all", combine_sums="rows")
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         """Gather x, ids and weights, and permute what is this rank's; all ranks have the same K.

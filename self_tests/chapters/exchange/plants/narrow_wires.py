@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange
+from moe_conformance.backends.native.exchange.dispatchers import AllToAllExchange, Permuted
 from moe_conformance.backends.native.fused.low_latency import Filled, LowLatencyExchange
 from moe_conformance.backends.native.fused.surface import ReusableExchange
 from moe_conformance.backends.native.fused.token_exchange import Handle, TokenExchange
@@ -118,6 +118,42 @@ class EightBitsInInference(AllToAllExchange):
 
     def dispatch(self, x: Tensor, routing: Routing) -> tuple[Delivery, Any]:
         return super().dispatch(x if torch.is_grad_enabled() else x.to(torch.float8_e4m3fn).to(x.dtype), routing)
+
+
+@planted(
+    Expectation(
+        *("EXCH-05", "one-product-even-bfloat16", "combine"),
+        *("rounded once", "weights stay float32", "likely cause: weights were rounded to torch.bfloat16 before"),
+    ),
+    Expectation("EXCH-05", "sum-of-eight-even-bfloat16", "combine", "likely cause: weights were rounded"),
+)
+class WeightsInTheDtypeOfRows(AllToAllExchange):
+    """Weights are cast to the dtype of the tokens before they are multiplied, as a library does that claims so."""
+
+    def _weights(self, routing: Routing, pairs: Pairs) -> Tensor:
+        weights_P = super()._weights(routing, pairs)
+        return weights_P.to(self.config.dtype).to(weights_P.dtype)
+
+
+@planted(
+    Expectation(
+        *("EXCH-05", "sum-of-eight-even-bfloat16", "combine"),
+        *("sums are in float32", "likely cause: partial sums were rounded to torch.bfloat16"),
+    )
+)
+class SumsInTheDtypeOfRows(AllToAllExchange):
+    """Rows are added one by one to an output of their dtype, which rounds after each, as atomic additions do."""
+
+    def _unpermute(self, rows_QD: Tensor, permuted: Permuted) -> Tensor:
+        rows_PD = rows_QD if permuted.blocks is None else permuted.blocks.take(rows_QD)
+        rows_PD = self._weigh(rows_PD, permuted.weights_P)
+        pairs = permuted.pairs
+        table_TKD = rows_PD.new_zeros(*pairs.shape, rows_PD.shape[1])
+        table_TKD = table_TKD.index_put((pairs.token_P, pairs.slot_P), rows_PD)
+        y_TD = table_TKD.new_zeros(len(table_TKD), table_TKD.shape[2])
+        for slot_TD in table_TKD.unbind(1):
+            y_TD = y_TD + slot_TD
+        return y_TD.reshape(permuted.shape)
 
 
 # ---- the token exchange --------------------------------------------------------------------------------------------
