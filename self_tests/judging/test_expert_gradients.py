@@ -146,6 +146,15 @@ class TestWrongParameterGradients:
         assert wrong.sentence.startswith("the gradient of gate of expert 0 (part 0 of 2) on rank 0 is ")
         assert "likely cause: it is the gradient of part 1" in wrong.sentence
 
+    def test_parts_added_to_each_other(self) -> None:
+        """Gradients reduced over ranks that hold other shards are recognised."""
+        outcome = clean(Layout(2, etp=2))
+        finals = [rank.grads_final or {} for rank in outcome.ranks]
+        change = lambda rank, key, value: value + present(finals[1 - rank][key].value)  # noqa: E731
+        wrong = caught(judge_expert_gradients, edit_final(outcome, change))
+        assert wrong.sentence.startswith("the gradient of gate of expert 0 (part 0 of 2) on rank 0 is ")
+        assert "likely cause: it is the sum over all 2 parts: it was reduced over ranks" in wrong.sentence
+
     def test_hundreds_of_wrong_gradients_are_not_all_explained(self) -> None:
         """The mistake behind a wrong tensor takes time to find: it is looked for in the first 24 alone."""
         noise = torch.Generator().manual_seed(1)

@@ -285,9 +285,11 @@ class _Explainer:
             added = torch.stack([self._cut(held, right, (name, e)) for e in alike]).sum(0)
             yield f"it is the sum over experts {list(alike)}, which have the same local index on their ranks", added
         dim, index, of = held.shard or (0, 0, 1)
-        for i in range(of):
-            if i != index:
-                yield f"it is the gradient of part {i}", shard_of(right[held.key], (dim, i, of)) / self.oracle.divisor
+        parts = [shard_of(right[held.key], (dim, i, of)) / self.oracle.divisor for i in range(of)]
+        yield from ((f"it is the gradient of part {i}", part) for i, part in enumerate(parts) if i != index)
+        if of > 1:
+            words = f"it is the sum over all {of} parts: it was reduced over ranks that hold other parts"
+            yield words, torch.stack(parts).sum(0)
 
     def _mistakes(self, stage: int) -> Iterable[Run]:
         if stage not in self.mistakes:

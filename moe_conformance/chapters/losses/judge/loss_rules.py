@@ -79,6 +79,7 @@ class Rule:
     one_sequence: bool = False
     constant: Literal["", "scores"] = ""
     step_alone: bool = False
+    z_tokens: int | None = None  # by which every z-loss is divided
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,8 @@ class Steps:
             )
         if self.rule.z == "of scores":
             return lambda logits_TE: z_loss(logits_TE.softmax(1), coefficient=c, padding_T=padding_T)
-        return lambda logits_TE: z_loss(logits_TE, coefficient=c, padding_T=padding_T)
+        stale = self.valid(part) / self.rule.z_tokens if self.rule.z_tokens else 1.0
+        return lambda logits_TE: stale * z_loss(logits_TE, coefficient=c, padding_T=padding_T)
 
     def _of_ranks(self, name: str, part: Part, logits_TE: Tensor) -> Tensor:
         """Return the mean of the losses that ranks compute from their own tokens."""

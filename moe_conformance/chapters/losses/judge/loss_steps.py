@@ -179,3 +179,5 @@ def mistakes(outcome: Outcome) -> Iterator[tuple[str, Rule]]:
     yield "sequences are not kept apart", replace(base, one_sequence=True)
     yield "every rank has counts of its own tokens only", replace(base, ranks_alone=True)
     yield "it was computed from scores instead of logits", replace(base, z="of scores")
+    first = steps_of(outcome)[0].parts(0)[0][0].valid
+    yield "it was divided by the number of tokens of the first microbatch", replace(base, z_tokens=first)

@@ -18,6 +18,7 @@ from moe_conformance.reference.routing.routes import Routed
 from moe_conformance.reference.shared_experts.whole_layer import Drop, LayerGradients, Mix
 
 NO_DROP = "no slot was dropped"
+_MOST_NAMES = 2  # of which a message says "A or B"
 
 
 def candidates_for(expected: LayerExpected, name: str) -> Candidates:
@@ -144,17 +145,25 @@ def _times_of_bias(times: float) -> Mix:
 
 
 def _factors(expected: LayerExpected) -> Iterator[tuple[str, float]]:
+    """Yield the factors by which a shared part may be off, each in words."""
     config, layout = expected.workload.config, expected.workload.layout
     sizes: dict[float, list[str]] = {}
     for name in ("tp", "ep", "etp", "dp", "cp", "edp", "world"):
         if (size := layout.sizes()[name]) > 1:
             sizes.setdefault(float(size), []).append(name)
-    sizes.setdefault(2.0, []).append("two")
+    sizes.setdefault(2.0, [])
     sizes.setdefault(float(config.top_k), []).append("K")
     for times, names in sizes.items():
-        yield f"added {times:g} times ({' or '.join(names)})", times
+        yield f"added {times:g} times{_named(names)}", times
     for times, names in sizes.items():
-        yield f"divided by {times:g} ({' or '.join(names)})", 1 / times
+        yield f"divided by {times:g}{_named(names)}", 1 / times
     if config.routing.scale != 1:
         yield f"multiplied by the routing scale {config.routing.scale:g}", config.routing.scale
         yield f"divided by the routing scale {config.routing.scale:g}", 1 / config.routing.scale
+
+
+def _named(names: Sequence[str]) -> str:
+    """Return the size that a factor is: tp, over which shared experts are added up, or one of two; of more none."""
+    if "tp" in names:
+        return " (tp)"
+    return f" ({' or '.join(names)})" if 0 < len(names) <= _MOST_NAMES else ""

@@ -333,3 +333,19 @@ class ZLossNotSquared(RouterLosses):
 
     def z(self, logits_TE: Tensor, valid_T: Tensor, tokens: Tensor) -> Tensor:
         return self.coefficient("z") * (logits_TE.logsumexp(1) * valid_T).sum() / tokens.clamp_min(1)
+
+
+@planted(
+    Expectation("LOSS-09", "losses-z", "loss", "it was divided by the number of tokens of the first microbatch"),
+    real="NVIDIA/Megatron-LM commit 3fae48f4ad (#5401)",
+    layout=SINGLE,
+)
+class ZLossOfTheFirstCount(RouterLosses):
+    """The number of tokens without a mask is a constant that the first forward makes."""
+
+    made: Tensor | None = None
+
+    def z(self, logits_TE: Tensor, valid_T: Tensor, tokens: Tensor) -> Tensor:
+        if bool(valid_T.all()):
+            self.made = tokens = tokens if self.made is None else self.made
+        return super().z(logits_TE, valid_T, tokens)

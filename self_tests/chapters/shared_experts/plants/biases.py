@@ -29,7 +29,7 @@ class _WithBias(Layer):
         "SHARE-06",
         "shared-bias-even",
         "combine",
-        "likely cause: the bias of the shared expert was added 2 times (tp or",
+        "likely cause: the bias of the shared expert was added 2 times (tp)",
     ),
     real="EleutherAI/gpt-neox issue #962; pytorch/torchtitan commit ec30db9d0 (#4245)",
     layout=TP2_EP2,

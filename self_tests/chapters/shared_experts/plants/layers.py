@@ -234,6 +234,19 @@ class SharedTakenForExperts(_SharedFinisher):
 
 @planted(
     Expectation(
+        *("SHARE-05", "shared-even", "finish", "likely cause: it is the sum over all 2 parts"),
+        "it was reduced over ranks that hold other parts",
+    ),
+    layout=TP2_EP2,
+)
+class SharedReducedOverTp(_SharedFinisher):
+    """Gradients of shared experts, of which every rank of tp holds another part, are summed over tp too."""
+
+    instead = ("dp_cp", "tp")
+
+
+@planted(
+    Expectation(
         *("SHARE-05", "shared-several-gate-uneven", "finish"),
         *("score on rank 0", "likely cause: only the tokens of its own"),
     ),
@@ -306,7 +319,7 @@ class TravelsTwice(AllToAllExchange):
         "SHARE-06",
         "shared-even",
         "combine",
-        "y is wrong; likely cause: the output of the shared experts was added 2 times (tp or",
+        "y is wrong; likely cause: the output of the shared experts was added 2 times (tp)",
     ),
     layout=TP2_EP2,
 )
