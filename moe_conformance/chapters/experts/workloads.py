@@ -43,6 +43,7 @@ OF_BIASES = (
     Recipe("own-biased-output-weights-even", config={**_ALL, "weights_applied": "output"}, profile="full"),
     Recipe("own-biased-padded-even", empty_expert, config={**_ALL, "capacity.padded": True}),
     Recipe("own-biased-gpt-oss-even", config={**_ALL, **_GPT_OSS}),
+    Recipe("own-biased-ungated-gelu-even", config={**_ALL, **_function("gelu", gated=False)}),
 )
 OF_ACTIVATIONS = (
     Recipe("own-geglu-even", config=_function("gelu")),

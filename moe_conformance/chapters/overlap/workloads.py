@@ -15,7 +15,7 @@ import torch
 from moe_conformance.contract import Config
 from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads import layers as shared_experts
-from moe_conformance.workloads.chapter import EP2, EP2_EDP2, EP2_ETP2, Chapter
+from moe_conformance.workloads.chapter import EP2, EP2_EDP2, EP2_ETP2, SINGLE, Chapter
 from moe_conformance.workloads.recipes import EVEN, ONE_WITHOUT, UNEVEN, Recipe, exchange_workload
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.routes import dropped, one_expert
@@ -50,6 +50,7 @@ class StepRecipe:
     profile: Profile = "quick"
 
 
+_FEW = (2, 1)  # of 8 experts most are idle, before and behind busy ones
 _SHARED = {"shared.ffn": (20,)}
 _DEFERRED = {"overlap.deferred_weights": True}
 _HALF = {"dtype": torch.bfloat16}  # the only kind of model that Megatron-Core overlaps
@@ -63,7 +64,9 @@ STEPS = (
     StepRecipe("overlap-poisoned-uneven", _SHARED, asynchrony="poisoned"),
     StepRecipe("overlap-watched-uneven", {**_SHARED, **_DEFERRED}, microbatches=2, asynchrony="watched"),
     StepRecipe("overlap-delayed-uneven", {**_SHARED, **_DEFERRED}, asynchrony="poisoned", late=0.0002),
-    StepRecipe("overlap-deferred-one-microbatch-uneven", {**_SHARED, **_DEFERRED}, microbatches=1),
+    StepRecipe(
+        "overlap-deferred-one-microbatch-uneven", {**_SHARED, **_DEFERRED, "experts": 8}, tokens=_FEW, microbatches=1
+    ),
     StepRecipe("overlap-deferred-uneven", {**_GATED, **_DEFERRED}, microbatches=2),
     StepRecipe("overlap-deferred-rank-without-tokens", {**_SHARED, **_DEFERRED}, tokens=ONE_WITHOUT, microbatches=4),
     StepRecipe("overlap-deferred-even-bfloat16", {**_SHARED, **_DEFERRED, **_HALF}, tokens=EVEN),
@@ -161,6 +164,6 @@ def chunked(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload
 
 
 CHAPTERS = (
-    Chapter((OverlapStep(),), NAMES, steps, quick=(EP2, EP2_EDP2)),
+    Chapter((OverlapStep(),), NAMES, steps, quick=(SINGLE, EP2, EP2_EDP2)),
     Chapter((CHUNKED,), tuple(recipe.name for recipe in CHUNKS), chunked, quick=(EP2, EP2_ETP2)),
 )

@@ -77,7 +77,8 @@ def likened_layouts(profile: Profile) -> tuple[Layout, ...]:
 def beside(profile: Profile) -> dict[Layout, tuple[str, ...]]:
     """Return further layouts of a profile, with the few workloads that run there and need such a layout.
 
-    Padding of packed sequences whose rows are split over context ranks; experts that are sharded and replicated;
+    Padding of packed sequences whose rows are split over context ranks; experts that are sharded and replicated, and
+    that have replicas where dense parameters have none over dp;
     layers, copies, routers, losses and forced biases where two groups, such as tp and ep, or dp and dp x cp, have the
     same ranks on all quick layouts; balance biases and load meters over several pipeline stages.
     """
@@ -85,7 +86,8 @@ def beside(profile: Profile) -> dict[Layout, tuple[str, ...]]:
     some = {
         Layout(4, cp=2, ep=2): ("gaps-uneven", "own-even", "route-softmax", "shared-even", *losses),
         Layout(4, tp=2, cp=2): ("losses-sequence", "losses-global", "losses-uneven", "bias-microbatches"),
-        Layout(4, etp=2): ("own-even",),
+        Layout(4, etp=2): ("own-even", "own-sharded-gradients"),
+        Layout(2, tp=2): ("own-even",),
         Layout(4, pp=2, ep=2): (
             "bias-microbatches",
             "load-idle-stage",

@@ -19,6 +19,7 @@ from moe_conformance.workloads.records.workload import Call, Ref, Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
 _LAYOUTS = (SINGLE, EP2)
+_APART = Layout(2, tp=2)  # two ranks, each an ep group of its own: all of them have to agree nevertheless
 _VERSIONS = "RULE-19"
 _KERNELS = "RULE-24"
 
@@ -155,18 +156,20 @@ def names() -> tuple[str, ...]:
 
 
 def draw(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield the workloads of a variant, on one rank and on two."""
+    """Yield the workloads of a variant, on one rank and on two; on two without ep those of kernels alone."""
     del profile
-    if layout not in _LAYOUTS:
+    if layout not in (*_LAYOUTS, _APART):
         return
     config = Config(variant=variant)
-    for rule in RULES:
+    for rule in RULES if layout in _LAYOUTS else (_KERNELS,):
         alike = [(settings,) * layout.world for settings in examples(rule)]
         if rule == _KERNELS and layout.world > 1:
             kernel = Settings(dispatcher="fused", kernel="present")
             alike.append((kernel, *[replace(kernel, kernel="absent")] * (layout.world - 1)))
         name, calls = workload_of(rule), _calls(alike)
         yield Workload(name, ON_CONFIG_RULES, config, layout, (), calls=calls, shows=frozenset({rule}))
+    if layout not in _LAYOUTS:
+        return
     for name, options in ((SHOWN, _OPTIONS), (UNKNOWN, _UNKNOWN)):
         calls = _calls([(settings,) * layout.world for settings in options])
         yield Workload(name, ON_CONFIG_RULES, config, layout, (), calls=calls, shows=frozenset({name}))
@@ -184,4 +187,4 @@ def _calls(by_rank: Sequence[tuple[Settings, ...]]) -> tuple[Call, ...]:
     return tuple(found)
 
 
-CHAPTERS = (Chapter((ON_CONFIG_RULES,), names(), draw, quick=_LAYOUTS),)
+CHAPTERS = (Chapter((ON_CONFIG_RULES,), names(), draw, quick=(*_LAYOUTS, _APART)),)

@@ -23,12 +23,12 @@ from moe_conformance.chapters.overload.workloads.drawn import (
 )
 from moe_conformance.contract import MeteredPass
 from moe_conformance.contract.topology import Layout
-from moe_conformance.workloads.chapter import EP2, EP2_EDP2, EP2_ETP2, SINGLE, Chapter
+from moe_conformance.workloads.chapter import EP2, EP2_EDP2, EP2_ETP2, SINGLE, TP2_EP2, Chapter
 from moe_conformance.workloads.records.workload import Workload
 from moe_conformance.workloads.selection.profiles import Profile
 
 PP2_EP2 = Layout(4, pp=2, ep=2)
-LAYOUTS = (SINGLE, EP2, EP2_EDP2, EP2_ETP2, PP2_EP2)
+LAYOUTS = (SINGLE, EP2, EP2_EDP2, TP2_EP2, EP2_ETP2, PP2_EP2)
 
 
 def _even(drawn: Drawn) -> Tensor:

@@ -6,9 +6,13 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from moe_conformance.backends.native.config_rules import ConfigRules
 from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.contract import Settings
+from moe_conformance.contract.topology import Layout
 from self_tests.chapters.config_rules.plants.overlap import Changing
 from self_tests.planted_bugs.plant import EP2, SINGLE, Expectation, planted
 
@@ -110,6 +114,18 @@ class OwnKernelAlone(ConfigRules):
     def kernel_present(self, s: Settings) -> None:
         if s.kernel == "absent":
             raise CannotBuild("kernel is absent")
+
+
+@planted(Expectation("RULE-24", "rule-24", "run", "breaks RULE-24 and is built on rank 0"), layout=Layout(2, tp=2))
+class KernelAgreedOverEp(ConfigRules):
+    """The ranks of an ep group agree on a kernel that is absent, and those of the world do not."""
+
+    def kernel_present(self, s: Settings) -> None:
+        if s.kernel is not None:
+            absent = torch.tensor([float(s.kernel == "absent")])
+            dist.all_reduce(absent, group=self.topology.group("ep"))
+            if absent:
+                raise CannotBuild("kernel is absent")
 
 
 @planted(

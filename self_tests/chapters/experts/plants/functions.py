@@ -18,6 +18,21 @@ from self_tests.planted_bugs.plant import EP2_EDP2, EP2_ETP2, Expectation, plant
 
 
 @planted(
+    Expectation("EXPT-06", "own-biased-ungated-gelu-even", "experts", "y of rank 0"),
+    real="vllm-project/vllm PR #57092",
+)
+class FirstUpBiasWithoutGate(ActivatedExperts):
+    """Experts without a gate take the biases of up with stride 0: those of the rank's first expert."""
+
+    def answer(self, rows_RD: Tensor, n: int) -> Tensor:
+        of = self.units
+        if of.gate_NFD is not None or of.bias_up_NF is None:
+            return super().answer(rows_RD, n)
+        hidden_RF = self.hidden(None, F.linear(rows_RD, of.up_NFD[n], of.bias_up_NF[0]))
+        return F.linear(hidden_RF, of.down_NDF[n], None if self.biases is None else self.biases.added(n))
+
+
+@planted(
     Expectation("EXPT-06", "own-biased-even", "experts", "the output bias was added 2 times"),
     real="pytorch/torchtitan commit ec30db9d0 (#4245)",
     layout=EP2_ETP2,

@@ -219,6 +219,18 @@ class DividedByEpForTheReplicas(ExpertFinisher):
 
 
 @planted(
+    Expectation("GRAD-05", "own-even", "finish", "it was not reduced over ranks"),
+    real="radixark/Megatron-LM PR #82",
+    layout=Layout(2, tp=2),
+)
+class NothingToReduceWithoutDenseReplicas(ExpertFinisher):
+    """Where dp * cp = 1 no gradient is summed over dp, those of experts neither, whose replicas are ranks of tp."""
+
+    def _of_expert(self, gradient: Tensor) -> Tensor:
+        return self._over("edp", gradient) if self.topology.group("dp_cp").size() > 1 else gradient
+
+
+@planted(
     Expectation("GRAD-18", "shared-even", "finish", "every expert gradient is 0.500 x the expected value"),
     real="NVIDIA/Megatron-LM PR #7165",
     layout=Layout(4, cp=2, ep=2),

@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_conformance.backends.native.layer.experts import Experts
 from moe_conformance.backends.native.layer.sharded_experts import ShardedGradients, ShardedParameters
 from moe_conformance.contract import Named, Read
+from moe_conformance.contract.topology import Layout
 from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
 
 
@@ -52,6 +53,18 @@ class NotShardedAtAll(ShardedGradients):
 
     def after_reduction(self) -> None:
         Experts.after_reduction(self)
+
+
+@planted(
+    Expectation("GRAD-16", "own-sharded-gradients", "finish", "the gradient of gate of expert 0 (part 2 of 4)"),
+    layout=Layout(4, etp=2),
+    real="NVIDIA-NeMo/Megatron-Bridge PR #1817",
+)
+class PartsByReplicaFirst(ShardedGradients):
+    """Units are cut by shard, then by replica, and their parts are numbered by replica, then by shard."""
+
+    def _own_part(self) -> tuple[int, int]:
+        return self.replica * self.placement.shards + self.placement.shard, self.placement.shards * self.of
 
 
 @planted(Expectation("GRAD-16", "own-sharded-gradients", "finish", "gate of expert 0", "only"), layout=EP2_EDP2)

@@ -17,7 +17,7 @@ from moe_conformance.backends.native.layer.gradients import GradientFinisher, Re
 from moe_conformance.backends.native.layer.overlapped_pass import LayerPass, Pass
 from moe_conformance.backends.native.layer.overlapped_step import OverlappedStep
 from moe_conformance.contract import ExpertFn, Routing
-from self_tests.planted_bugs.plant import EP2_EDP2, Expectation, planted
+from self_tests.planted_bugs.plant import EP2_EDP2, SINGLE, Expectation, planted
 
 # ---- microbatches mixed up -----------------------------------------------------------------------------------------
 
@@ -133,6 +133,34 @@ class RowsOfTheLast(OverlappedStep):
         for queue in self.queues:
             WeightGradients.compute(queue)
         return ys
+
+
+@planted(
+    Expectation("OVLP-06", "overlap-deferred-one-microbatch-uneven", "gradient", "of expert"),
+    real="pytorch/pytorch issue #172439; openxla/tokamax issue #887",
+)
+class StaleProductOfAnIdleExpert(WeightGradients):
+    """The product of an expert without rows is what its buffer holds: that of another expert."""
+
+    def compute(self) -> None:
+        latest: dict[nn.Parameter, Any] = {}
+        for place, product in enumerate(self.pending):
+            if len(product.rows_RD):
+                latest[product.weight.parameter] = product
+            elif product.weight.parameter in latest:
+                self.pending[place] = latest[product.weight.parameter]._replace(weight=product.weight)
+        super().compute()
+
+
+@planted(
+    Expectation("OVLP-07", "overlap-deferred-uneven", "gradient", "of layer 0", "is None; the sequential step has"),
+    layout=SINGLE,
+)
+class ComputedDuringExchangesAlone(LayerPass):
+    """What is put off is computed while rows are on their way, which with ep = 1 they never are."""
+
+    def _combined(self, rows_RD: Tensor, meanwhile: Callable[[], None] | None = None) -> Pass:
+        return super()._combined(rows_RD, meanwhile if self.group.size() > 1 else None)
 
 
 @planted(

@@ -41,6 +41,14 @@ class PaddedMapForBalance(MeteredExchange):
         return super()._forward(replace(each, padding_T=torch.zeros(rows, dtype=torch.bool)))
 
 
+@planted(Expectation("LOAD-01", "load-entries", "run", "rank 0: step 0: avg_overload_factor is"), layout=TP2_EP2)
+class FirstRankOfTpAlone(Meter):
+    """Of the ranks of tp the first alone is counted, whether they hold the same tokens or not."""
+
+    def _tokens(self, forward: MeteredPass) -> int:
+        return super()._tokens(forward) if self.topology.rank == min(self.topology.ranks("tp")) else 0
+
+
 @planted(Expectation("LOAD-03", "load-copies", "run", "max_cum_overload_factor is"), layout=TP2_EP2)
 class CopiesBringTokens(Meter):
     """Of two tp ranks that hold the same tokens both bring them to the balanced count, and one brings the pairs."""

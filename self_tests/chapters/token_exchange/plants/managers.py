@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_conformance.backends.native.exchange import collectives
 from moe_conformance.backends.native.fused.low_latency import Filled, LowLatencyExchange
 from moe_conformance.backends.native.fused.managers import DeepEPManager, Held, HybridEPManager, NCCLEPManager, Packed
-from moe_conformance.backends.native.fused.token_exchange import Handle, TokenExchange
+from moe_conformance.backends.native.fused.token_exchange import Arrived, Handle, TokenExchange
 from moe_conformance.contract import Delivery, Routing
 from self_tests.planted_bugs.plant import EP2_ETP2, SINGLE, Expectation, planted
 
@@ -54,6 +54,22 @@ class SlotBySlot(DeepEPManager):
     def combine(self, rows: Tensor, held: Any) -> Tensor:
         y = super().combine(rows, held[0])
         return y.reshape(-1, held[1], y.shape[1]).sum(1)
+
+
+@planted(
+    Expectation("EXCH-10", "halves-in-flight-uneven", "run", "rank 0 raised in combine:0", "of another microbatch")
+)
+class LatestHandle(DeepEPManager):
+    """The handle of the latest dispatch is kept on the manager, and combine takes that."""
+
+    latest: Handle
+
+    def _hand_over(self, arrived: Arrived) -> tuple[Delivery, Held]:
+        self.latest = arrived.handle
+        return super()._hand_over(arrived)
+
+    def combine(self, rows: Tensor, held: Any) -> Tensor:
+        return super().combine(rows, replace(held, handle=self.latest))
 
 
 # ---- ids and weights -----------------------------------------------------------------------------------------------
