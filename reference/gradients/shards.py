@@ -38,7 +38,7 @@ def whole(shards_by_rank: Sequence[Sequence[Shard]], sizes: Mapping[str, int]) -
         ValueError: holders of an element that differ (two NaN do not), an element that no rank holds, that is
             out of range or twice on one rank, a parameter without a size, shapes that do not fit.
 
-    Decides: GRAD-12, GRAD-16. Source: arithmetic.
+    Decides: GRAD-16. Source: arithmetic.
 
     >>> one = [Shard("a", torch.tensor([0, 2]), torch.tensor([5.0, 7.0]))]
     >>> two = [Shard("a", torch.tensor([2, 1]), torch.tensor([7.0, 6.0])), Shard("b", torch.tensor([0]), torch.ones(1))]
