@@ -77,7 +77,7 @@ class LossOfItsOwnTokens(Trainer):
     Expectation("TRAIN-01", "train-adamw", "finish", "only the tokens of its ep_etp group are in it"),
     layout=EP2_EDP2,
 )
-class ReplicasNotReduced(Trainer):
+class MomentsOfReplicasDiffer(Trainer):
     """Gradients of experts are not summed over their replicas, so that their moments differ."""
 
     def finish(self) -> None:
