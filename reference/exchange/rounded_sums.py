@@ -6,7 +6,6 @@ Sources: behaviour of Megatron-Core (weights in float32 at the experts, sums in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
@@ -24,8 +23,8 @@ class Way(NamedTuple):
     size_TD: Tensor  # float64, the sum of the magnitudes
 
 
-def ways(x_TD: Tensor, owners_TK: Tensor, weights_TK: Tensor, *, weights: bool) -> Iterator[Way]:
-    """Yield what may be added up for each token, with experts that return their rows.
+def ways(x_TD: Tensor, owners_TK: Tensor, weights_TK: Tensor, *, weights: bool) -> tuple[Way, ...]:
+    """List what may be added up for each token, with experts that return their rows.
 
     Args: the tokens, in bfloat16 or float16; of each slot the rank that holds its expert, -1 for an empty slot; the
     routing weights, float32; and whether these may be rounded to the dtype of the tokens.
@@ -42,6 +41,7 @@ def ways(x_TD: Tensor, owners_TK: Tensor, weights_TK: Tensor, *, weights: bool) 
     [(False, 'nowhere', 0.0078125), (False, 'pairs', 0.00390625), (False, 'ranks', 0.0078125)]
     """
     dtype, filled_TK = x_TD.dtype, owners_TK >= 0
+    found: list[Way] = []
     for rounded in (False, True) if weights else (False,):
         w_TK = torch.where(filled_TK, weights_TK, 0)
         w_TK = w_TK.to(dtype).to(weights_TK.dtype) if rounded else w_TK
@@ -50,7 +50,8 @@ def ways(x_TD: Tensor, owners_TK: Tensor, weights_TK: Tensor, *, weights: bool) 
         ranks_TRD = _by_rank(w_TK, owners_TK)[..., None] * x_TD.to(w_TK.dtype)[:, None]
         of: dict[Stored, Tensor] = {"nowhere": exact_TKD, "pairs": pairs_TKD, "ranks": ranks_TRD.to(dtype).double()}
         for products, parts_TPD in of.items():
-            yield Way(rounded, products, parts_TPD.sum(1), parts_TPD.abs().sum(1))
+            found.append(Way(rounded, products, parts_TPD.sum(1), parts_TPD.abs().sum(1)))
+    return tuple(found)
 
 
 def _by_rank(w_TK: Tensor, owners_TK: Tensor) -> Tensor:

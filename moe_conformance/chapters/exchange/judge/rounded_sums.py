@@ -55,7 +55,7 @@ def _run(reading: Reading) -> Iterator[_At]:
                 found = "None" if y is None else f"of the shape {tuple(y.shape)}"
                 raise WrongForm("combine", f"y of rank {rank} is {found}", ranks=(rank,))
             owners_TK = _owners(reading, rank, batch)
-            yield _At(m, rank, y, tuple(ways(batch.x_TD, owners_TK, batch.weights_TK, weights=True)))
+            yield _At(m, rank, y, ways(batch.x_TD, owners_TK, batch.weights_TK, weights=True))
 
 
 def _owners(reading: Reading, rank: int, batch: Batch) -> Tensor:
