@@ -237,9 +237,9 @@ def judge_added_rows(reading: Reading) -> Comparisons:
         (m, holder, call, expert), routed = whose, rows[whose]
         handed = reading.seen(m, holder).exchange.handed[call]
         in_places = len(handed.shape) == 3 and handed.counts_N is None
-        filled = max(routed, most[m, holder, call], 1 if multiple > 1 else 0)
-        if number > padded_rows([filled], multiple) - routed and not in_places:
-            excess[holder, expert] += number - (padded_rows([filled], multiple) - routed)
+        largest = max(routed, most[m, holder, call], 1 if multiple > 1 else 0)
+        if number > padded_rows([largest], multiple) - routed and not in_places:
+            excess[holder, expert] += number - (padded_rows([largest], multiple) - routed)
     for (rank, expert), number in excess.items():
         yield Comparison(rank, f"rank {rank} receives {count(number, 'row')} of zeros for expert {expert}")
     filled = f" in addition to the padding to multiples of {multiple}" if multiple > 1 else ""

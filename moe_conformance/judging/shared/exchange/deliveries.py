@@ -52,7 +52,8 @@ def _judge_tags(reading: Reading) -> Comparisons:
         for entry in (*reading.matching.corrupt, *reading.matching.extra)
         if entry.kind == tags.CORRUPT or not _exists(reading, entry)
     ]
-    yield from (*unknown, Note(early_read(reading, unknown)))
+    yield from unknown
+    yield Note(early_read(reading, unknown))
     hidden = reading.outcome.workload.config.hidden
     for entry in (entry for entry in reading.entries if entry.kind == tags.TAG):
         if reading.applied_to(entry) != "input" and entry.scale != 1:
