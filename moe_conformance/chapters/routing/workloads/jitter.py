@@ -74,12 +74,16 @@ def layers(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]
         yield replace(workload, run=LayerStep(noise=True), parameters=parameters)
 
 
-_FORCED_RANDOM: dict[str, Any] = {"routing.forced": (("random", None),)}
-_NOISY: dict[str, dict[str, Any]] = {"recomputed-jitter": {"jitter": 0.5}, "recomputed-forced-random": _FORCED_RANDOM}
+_ALTERNATING = "recomputed-forced-alternating"  # of two microbatches it would be back where it began
+_NOISY: dict[str, dict[str, Any]] = {
+    "recomputed-jitter": {"jitter": 0.5},
+    "recomputed-forced-random": {"routing.forced": (("random", None),)},
+    _ALTERNATING: {"routing.forced": (("alternating", None),)},
+}
 
 
 def recomputed(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield routers with random routes, by jitter or forcing, with two microbatches in flight."""
+    """Yield routers with random or alternating routes, by jitter or forcing, with microbatches in flight."""
     if layout.world > USUAL_RANKS:
         return
     for name, options in _NOISY.items():
@@ -88,9 +92,10 @@ def recomputed(variant: str, layout: Layout, profile: Profile) -> Iterator[Workl
         def batch(m: int, rank: int, name: str = name, config: Config = config) -> Batch:
             return draw.route_batch(12 + 2 * rank, config, draw.generator(name, layout.name, m, rank), 1.0)
 
-        batches = tuple(tuple(batch(m, rank) for rank in range(layout.world)) for m in range(2))
+        microbatches, schedule = (3, "F0 F1 F2 B0 B1 B2") if name == _ALTERNATING else (2, "F0 F1 B0 B1")
+        batches = tuple(tuple(batch(m, rank) for rank in range(layout.world)) for m in range(microbatches))
         parameters = draw.router_parameters(config, draw.generator(name, "router"), bias=0.0, twins=False)
-        yield Workload(name, RouterStep(noise=True), config, layout, batches, "F0 F1 B0 B1", parameters)
+        yield Workload(name, RouterStep(noise=True), config, layout, batches, schedule, parameters)
 
 
 def recomputed_layers(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:

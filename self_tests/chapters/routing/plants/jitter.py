@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from moe_conformance.backends.native.layer.layer import Layer
 from moe_conformance.backends.native.recomputation import Recomputation
+from moe_conformance.backends.native.router.forcing import ForcedRouter, State
 from moe_conformance.backends.native.router.routing import Router
 from self_tests.planted_bugs.plant import EP2, SINGLE, Expectation, planted
 
@@ -143,3 +144,18 @@ class ForcedDrawnAgain(Recomputation):
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), nullcontext()
+
+
+@planted(
+    Expectation(
+        *("ROUTE-20", "recomputed-forced-alternating", "gradient"),
+        "run with activation recomputation, dx of rank 0",
+    ),
+    layout=EP2,
+)
+class AlternatesInTheBackward(ForcedRouter):
+    """Generators are put back for a recomputed forward, and not the number of forwards by which the hot spot moves."""
+
+    def put(self, state: State) -> None:
+        """Keep the number of forwards."""
+        super().put((*state[:3], self.forwards))
