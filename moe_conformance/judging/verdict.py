@@ -191,7 +191,7 @@ class WrongBias(Mismatch):
 
 
 class WrongParameter(Mismatch):
-    """A parameter of a new model is not finite, or differs between ranks."""
+    """A parameter of a new model is not finite or differs between ranks, or one is wrong after a training step."""
 
 
 class AbsentGradient(Mismatch):

@@ -46,7 +46,7 @@ def legal_norms(claimed_by_rank: Sequence[float], exact: float) -> bool:
     Raises:
         ValueError: no rank; a negative norm.
 
-    Source: arithmetic, sums in float32.
+    Decides: GRAD-12. Source: arithmetic, sums in float32.
 
     >>> legal_norms([5.000004, 5.000004], 5.0), legal_norms([5.000004, 5.0], 5.0), legal_norms([5.00001], 5.0)
     (True, False, False)

@@ -38,6 +38,7 @@ def with_training(config: Config) -> Config:
     extra: list[tuple[str, Any]] = [
         ("num_layers", training.dense_layers + training.layers),
         ("moe_layer_freq", [0] * training.dense_layers + [1] * training.layers),
+        ("perform_initialization", True),  # 0.16 marks parts of tp ranks, for the norm, only where it initialises them
         *PLAIN,
     ]
     return replace(config, extra=(*config.extra, *extra), training=Training())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from typing import Any
@@ -32,6 +32,7 @@ class Expected:
     """The oracle's steps, and their errors."""
 
     workload: Workload
+    graded_so_far: dict[Any, Graded] = field(default_factory=dict)  # many mistakes are made of the same parts
 
     @classmethod
     def of(cls, outcome: Outcome) -> Expected:
@@ -91,8 +92,11 @@ class Expected:
 
     def graded(self, step: int, places: Sequence[Place] | None = None, *, divisor: float | None = None) -> Graded:
         """Return loss and gradients of some places in a step, with the parameters before it."""
-        tokens = self.tokens(step, places)
-        return graded(tokens, self.state_before(step).parameters, self.workload.config.top_k, divisor=divisor)
+        at = step, None if places is None else tuple(places), divisor
+        if at not in self.graded_so_far:
+            tokens, parameters = self.tokens(step, places), self.state_before(step).parameters
+            self.graded_so_far[at] = graded(tokens, parameters, self.workload.config.top_k, divisor=divisor)
+        return self.graded_so_far[at]
 
     def axes(self) -> dict[int, str]:
         """Return the names of all axes by their size, where that is more than one, such as {2: "ep or edp"}."""

@@ -30,9 +30,7 @@ def judge_steps(outcome: Outcome) -> Comparisons:
     """
     expected = Expected.of(outcome)
     yield from _everywhere(outcome, expected)
-    for step in range(len(expected.steps)):
-        for what in (PARAMETERS, *expected.kept):
-            yield from _compared(outcome, expected, step, what)
+    yield from _until_wrong(outcome, expected)
 
 
 @judge(WrongParameter, "finish")
@@ -54,11 +52,7 @@ def judge_idle(outcome: Outcome) -> Comparisons:
     Raises:
         WrongParameter: one of them is not.
     """
-    expected = Expected.of(outcome)
-    for step in range(len(expected.steps)):
-        idle = expected.idle(step)
-        for what in (PARAMETERS, *expected.kept):
-            yield from _compared(outcome, expected, step, what, idle)
+    yield from _until_wrong(outcome, Expected.of(outcome), idle=True)
 
 
 @judge(WrongParameter, "finish")
@@ -85,6 +79,18 @@ def judge_skipped(outcome: Outcome) -> Comparisons:
         else:
             for what in (PARAMETERS, *expected.kept):
                 yield from _compared(outcome, expected, step, what)
+
+
+def _until_wrong(outcome: Outcome, expected: Expected, *, idle: bool = False) -> Iterator[Comparison]:
+    """Compare step by step up to the first that is wrong, from which the next ones follow."""
+    for step in range(len(expected.steps)):
+        only = expected.idle(step) if idle else None
+        found = [
+            each for what in (PARAMETERS, *expected.kept) for each in _compared(outcome, expected, step, what, only)
+        ]
+        yield from found
+        if any(each.findings() for each in found):
+            return
 
 
 def _unchanged(outcome: Outcome, step: int) -> Iterator[Comparison]:

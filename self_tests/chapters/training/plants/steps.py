@@ -74,7 +74,7 @@ class LossOfItsOwnTokens(Trainer):
 
 
 @planted(
-    Expectation("TRAIN-01", "train-adamw", "finish", "only the tokens of its ep_etp group are in it"),
+    Expectation("TRAIN-01", "train-sgd", "finish", "only the tokens of its ep_etp group are in it"),
     layout=EP2_EDP2,
 )
 class MomentsOfReplicasDiffer(Trainer):
@@ -156,7 +156,7 @@ class OverflowOnOneRankAlone(Trainer):
 
 
 @planted(
-    Expectation("TRAIN-05", "train-not-finite", "finish", "skipped step 1 changed first moments"),
+    Expectation("TRAIN-05", "train-not-finite", "finish", "skipped step 1 changed parameters"),
     layout=SINGLE,
 )
 class SkippedStepOfZeros(Trainer):
