@@ -20,7 +20,6 @@ from moe_conformance.plugin.recording import (
     as_of_its_case,
     attach,
     excused,
-    of_whole_case,
     record_of,
     translate,
 )
@@ -117,8 +116,7 @@ class CaseRun:
         ended = repeating.looked_again(
             self.run, self.outcomes, check, trial, ended, case, partial(self._call_again, check, case)
         )
-        of_case = of_whole_case(self.run, item.checks, trial, ended) if ended.of_case else ()
-        record = record_of(self.run, check, trial, ended, of_case)
+        record = record_of(self.run, check, trial, ended, item.checks)
         if record.verdict == "fail" and not ended.of_case:
             when = check.definition.mark.kwargs.get("when")
             ended_with_size = self._factors.with_size(ended, case, when, partial(self._call_again, check))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,24 +19,26 @@ from moe_conformance.workloads.drawn.example import to_json
 from moe_conformance.workloads.records.told import told
 
 
-def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending, of_case: Sequence[str] | None = None) -> Record:
+def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending, checks: Sequence[pytest.Item] = ()) -> Record:
     """Return the record of an item that ended; a waiver changes the verdict of a failure, and of a pass.
 
-    A fault of the whole case is one of all requirements that its checks decide, and a crash one of EXCH-09 too.
+    A fault of the whole case is one of all requirements that its checks decide, and a crash one of EXCH-09 too. It is
+    one fault, which a waiver excuses whatever requirements of the case it is for.
 
     Args:
         run: What is judged.
         item: The check's node.
         trial: Its trial.
         ended: How it ended.
-        of_case: The requirements of the checks of its case; None if it draws.
+        checks: The checks of its case; none if it draws.
     """
     decided = tuple(sorted(trial.tally.decided)) if ended.verdict == "pass" else ()
     requirements = ended.violated or decided or trial.requirements
     waiver = waiver_of(run, item, trial, requirements, ended)
-    if ended.of_case and not _known(waiver, requirements, ended):
+    if ended.of_case and not (waiver is not None and waiver.excuses(ended.faults)):
         beside = EVERY_RANK_FINISHES if ended.crashed else ()
-        requirements = tuple(dict.fromkeys((*requirements, *beside, *(of_case or ()))))
+        of_case = [each for check in checks for each in check_and_requirements(check)[1]]
+        requirements = tuple(dict.fromkeys((*requirements, *beside, *of_case)))
     if advised(run, requirements, ended):
         ended = replace(ended, verdict="not kept", message=f"SHOULD, not kept: {ended.message}")
     elif waiver is not None and ended.verdict in ("fail", "crash", "hang"):
@@ -107,16 +109,6 @@ def as_of_its_case(ended: Ending, reported: Collection[str], elsewhere: bool) ->
     return ended
 
 
-def of_whole_case(run: Run, checks: Iterable[pytest.Item], trial: Trial, ended: Ending) -> tuple[str, ...]:
-    """Return the requirements that a fault of a whole case violates: those of its checks, without waived ones."""
-    found: dict[str, None] = {}
-    for check in checks:
-        _, requirements = check_and_requirements(check)
-        if not _known(waiver_of(run, check, trial, requirements, ended), requirements, ended):
-            found |= dict.fromkeys(requirements)
-    return tuple(found)
-
-
 def _known(waiver: Waiver | None, requirements: tuple[str, ...], ended: Ending) -> bool:
     """Whether a waiver covers the requirements and names how the item ended."""
     return waiver is not None and set(requirements) <= set(waiver.requirements) and waiver.excuses(ended.faults)
@@ -148,8 +140,8 @@ def excused(run: Run, item: pytest.Item, trial: Trial, ended: Ending) -> bool:
 def waiver_of(run: Run, item: pytest.Item, trial: Trial, requirements: tuple[str, ...], ended: Ending) -> Waiver | None:
     """Return the waiver of the item, None without one; of several the one that excuses how it ended.
 
-    Without --strict a SHOULD that is not kept needs none; a crash or a hang always does. A crash is looked for under
-    the check's own requirements, and under that of a run that ends.
+    Without --strict a SHOULD that is not kept needs none; a crash or a hang always does. A fault of the whole case is
+    looked for under all requirements, a crash of a further run under those of the check and that of a run that ends.
     """
     if not run.options.strict and only_should(requirements) and ended.verdict not in ("crash", "hang"):
         return None
@@ -158,9 +150,11 @@ def waiver_of(run: Run, item: pytest.Item, trial: Trial, requirements: tuple[str
     workload = trial.workload.name if trial.workload else None
     place = Item(item.name, requirements, trial.cell.variant, trial.cell.layout.name, workload)
     waiver = run.waivers.match(place, ended.faults)
-    if not ended.crashed or _known(waiver, requirements, ended):
+    if not (ended.crashed or ended.of_case) or _known(waiver, requirements, ended):
         return waiver
-    return run.waivers.match(replace(place, requirements=EVERY_RANK_FINISHES), ended.faults) or waiver
+    others = () if ended.of_case else EVERY_RANK_FINISHES
+    found = run.waivers.match(replace(place, requirements=others), ended.faults)
+    return found if found is not None and found.excuses(ended.faults) else waiver or found
 
 
 def attach(report: pytest.TestReport, record: Record, config: pytest.Config) -> None:

@@ -63,7 +63,7 @@ class TestFullProfile:
         """What is wrong on one layout of four ranks is met with some variant by most workloads."""
         found: dict[str, set[str]] = defaultdict(set)
         for case in plan().cases:
-            if case.cell.layout.world == 4:
+            if case.cell.layout.world == 4 and not case.workload.rotates:
                 found[case.workload.name].add(case.cell.layout.name)
         assert 3 <= sorted(map(len, found.values()))[len(found) // 2]
 

@@ -220,8 +220,9 @@ def judge_added_rows(reading: Reading) -> Comparisons:
     """Decide whether no expert receives an added token (a row of zeros), except as padding of its rows.
 
     Padding fills an expert's rows up to the multiple that the backend reports, or to the most of an expert of its rank
-    with `Claims.handed` "batched"; an expert without rows may have one multiple. If a buffer of places is delivered
-    without counts, rows of zeros are not judged.
+    with `Claims.handed` "batched"; an expert without rows may have one multiple. A rank without any rows may have one
+    row of zeros, so that its experts run forward and backward. If a buffer of places is delivered without counts, rows
+    of zeros are not judged.
 
     Raises:
         WrongDelivery: an expert receives an added token.
@@ -229,6 +230,8 @@ def judge_added_rows(reading: Reading) -> Comparisons:
     multiple, excess = reading.claims.multiple, Counter[tuple[int, int]]()
     rows = Counter(_whose(entry) for entry in reading.entries if entry.kind != tags.PADDING)
     zeros = Counter(_whose(entry) for entry in reading.entries if entry.kind == tags.PADDING)
+    received = Counter((m, holder, call) for m, holder, call, _ in rows.elements())
+    added = Counter((m, holder, call) for m, holder, call, _ in zeros.elements())
     most = Counter[tuple[int, int, int]]()  # rows of an expert, by call
     if reading.claims.handed == "batched":
         for (m, holder, call, _), number in rows.items():
@@ -237,6 +240,8 @@ def judge_added_rows(reading: Reading) -> Comparisons:
         (m, holder, call, expert), routed = whose, rows[whose]
         handed = reading.seen(m, holder).exchange.handed[call]
         in_places = len(handed.shape) == 3 and handed.counts_N is None
+        if not received[m, holder, call] and added[m, holder, call] == 1:
+            continue
         largest = max(routed, most[m, holder, call], 1 if multiple > 1 else 0)
         if number > padded_rows([largest], multiple) - routed and not in_places:
             excess[holder, expert] += number - (padded_rows([largest], multiple) - routed)
