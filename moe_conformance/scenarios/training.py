@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_conformance.contract import Claims, Named, Read, Session, Trained, TrainingRouters
+from moe_conformance.contract import Session, Trained, TrainingRouters
 from moe_conformance.scenarios import parameters
 from moe_conformance.scenarios.outcome import Grad
-from moe_conformance.scenarios.reported import claims_of
+from moe_conformance.scenarios.script_surface import ScriptSurface
 from moe_conformance.workloads.records.training import Mode, RouterBatch
 
 Layers = tuple[Tensor | None, ...]
@@ -43,26 +43,13 @@ class StepSeen:
     shards: tuple[tuple[int, int, int] | None, ...] = ()  # of the entries of `final`: `Named.shard`
 
 
-class TrainedRouters:
+class TrainedRouters(ScriptSurface[TrainingRouters]):
     """The routers of a model, and the trainer that runs their steps."""
 
     def __init__(self, surface: TrainingRouters, session: Session) -> None:
         """Keep the routers and the session."""
-        self.surface, self.session = surface, session
-
-    @property
-    def resolved(self) -> Mapping[str, str]:
-        """What the routers resolved to."""
-        return self.surface.resolved
-
-    @property
-    def claims(self) -> Claims:
-        """What the routers claim."""
-        return claims_of(self.surface)
-
-    def named(self, read: Read) -> Iterator[Named]:
-        """Yield the windows of the routers."""
-        return self.surface.named(read)
+        super().__init__(surface)
+        self.session = session
 
     def step(self, batches: tuple[RouterBatch, ...], scale: float, tokens: int, overlapped: bool) -> StepSeen:
         """Run one step, whose main loss is multiplied by `scale`, and return its record.

@@ -373,6 +373,17 @@ class TestRun:
         assert "crash" == verdicts["test_outputs[raises-ep2-even]"] == verdicts["test_outputs[raises-single-even]"]
         assert "TOY-1 waives another failure here; this is Raised in run" in done.output
 
+    def test_a_crash_of_a_case_is_excused_for_all_of_its_checks(self, tmp_path: Path) -> None:
+        """It is one fault: a check of another requirement needs no waiver of its own, and of another case it does."""
+        text = toy_waiver(1, "raises", "ep2", "EXCH-05", kind="Raised").replace("combine", "run")
+        text = text.replace("every element of y is 2.000 x the expected value", "the toy is broken")
+        done = self.judged(tmp_path, text, "-k", "raises")
+        report = plugin_runs.result(tmp_path)
+        verdicts = plugin_runs.verdicts(report)
+        assert "waived" == verdicts["test_finished[raises-ep2-even]"]  # which decides EXCH-09
+        assert "crash" == verdicts["test_finished[raises-single-even]"]
+        assert 1 == done.status
+
     def test_a_wrong_waiver_fails_the_run(self, tmp_path: Path) -> None:
         """One matches a pass, one is unused, one expired: each is told, and the run fails."""
         waivers = [

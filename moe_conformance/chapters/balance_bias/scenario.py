@@ -5,17 +5,17 @@ E experts; a tuple has an entry for every layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_conformance.contract import BalancingRouters, Claims, Named, Read, Routed, Session, Trained, Unsupported
+from moe_conformance.contract import BalancingRouters, Routed, Session, Trained, Unsupported
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios import parameters
-from moe_conformance.scenarios.reported import claims_of
+from moe_conformance.scenarios.script_surface import ScriptSurface
 from moe_conformance.scenarios.sessions import Opened, build
 from moe_conformance.scenarios.training import backward, in_mode
 from moe_conformance.workloads.records.training import RouterBatch
@@ -73,7 +73,7 @@ class _Entry:
     shared: bool  # it is the bias itself and no copy
 
 
-class BalancedRouters:
+class BalancedRouters(ScriptSurface[BalancingRouters]):
     """The surface of scripts about the balance bias: the routers of a model, and the trainer of their steps."""
 
     def __init__(self, surface: BalancingRouters, session: Session, given: Sequence[Mapping[str, Any]]) -> None:
@@ -85,23 +85,10 @@ class BalancedRouters:
         padded = any(batch.padding_T is not None for call in given for batch in call.get("batches", ()))
         if padded and not surface.takes_mask:
             raise Unsupported("these routers take no padding mask")
-        self.surface, self.session = surface, session
+        super().__init__(surface)
+        self.session = session
         self.windows: tuple[Tensor, ...] | None = None
         self.kept: Mapping[str, Any] = {}
-
-    @property
-    def resolved(self) -> Mapping[str, str]:
-        """What the routers resolved to."""
-        return self.surface.resolved
-
-    @property
-    def claims(self) -> Claims:
-        """What the routers claim."""
-        return claims_of(self.surface)
-
-    def named(self, read: Read) -> Iterator[Named]:
-        """Yield the windows of the routers."""
-        return self.surface.named(read)
 
     def step(self, batches: tuple[RouterBatch, ...], updates: int) -> StepSeen:
         """Run the forwards and backwards of one step, then that many updates."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import get_args
 
 from moe_conformance.chapters.fast_paths.workloads.equal_splits import EXCHANGE
 from moe_conformance.chapters.fast_paths.workloads.round_robin import DEALT, Dealt, dealt_workload, starts_elsewhere
@@ -10,7 +10,7 @@ from moe_conformance.chapters.fast_paths.workloads.weights import changed
 from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.pairs import readers
 from moe_conformance.workloads.pairs.options import Option, Row, Rule, Surface
-from moe_conformance.workloads.pairs.readers import DTYPES, LAYOUTS, SCHEDULED, WIDTHS, experts_for, turns_of
+from moe_conformance.workloads.pairs.readers import DTYPES, LAYOUTS, SCHEDULED, WIDTHS, sizes_of, turns_of
 from moe_conformance.workloads.recipes import Recipe, exchange_workload
 from moe_conformance.workloads.records.changes import Way
 from moe_conformance.workloads.records.routes import anywhere
@@ -51,13 +51,7 @@ _EQUAL_RULES = (Rule({"tokens": ("changing",), "schedule": ("one",)}, "one micro
 
 
 def _equal(name: str, row: Row, layout: Layout) -> Workload:
-    config: dict[str, Any] = {
-        "experts": experts_for(row["experts"], layout.ep),
-        "top_k": int(row["top_k"]),
-        "hidden": WIDTHS[row["hidden"]],
-        "dtype": DTYPES[row["dtype"]],
-        "padding.splits": "equal",
-    }
+    config = {**sizes_of(row, layout.ep), "padding.splits": "equal"}
     recipe = Recipe(
         name,
         anywhere,

@@ -8,7 +8,7 @@ from moe_conformance.chapters.overlap.workloads import OverlapStep, StepRecipe, 
 from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.pairs import readers
 from moe_conformance.workloads.pairs.options import Option, Row, Rule, Surface
-from moe_conformance.workloads.pairs.readers import DTYPES, LAYOUTS, NO, TOKENS, WIDTHS, YES, experts_for
+from moe_conformance.workloads.pairs.readers import LAYOUTS, NO, TOKENS, YES, sizes_of
 from moe_conformance.workloads.records.workload import Workload
 
 _LAYOUTS = {
@@ -53,10 +53,7 @@ _RULES = (
 
 def _make(name: str, row: Row, layout: Layout) -> Workload:
     config: dict[str, Any] = {
-        "experts": experts_for(row["experts"], layout.ep),
-        "top_k": int(row["top_k"]),
-        "hidden": WIDTHS[row["hidden"]],
-        "dtype": DTYPES[row["dtype"]],
+        **sizes_of(row, layout.ep),
         "overlap.deferred_weights": row["deferred"] == YES,
         "overlap.recompute_experts": row["recompute"] == YES,
     }

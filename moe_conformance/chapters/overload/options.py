@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from moe_conformance.contract import MeteredPass
 from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.pairs import readers
 from moe_conformance.workloads.pairs.options import Option, Row, Rule, Surface
-from moe_conformance.workloads.pairs.readers import DTYPES, LAYOUTS, LEADS, NO, TOKENS, WIDTHS, YES, experts_for
+from moe_conformance.workloads.pairs.readers import LAYOUTS, LEADS, NO, TOKENS, YES, sizes_of
 from moe_conformance.workloads.records.workload import Workload
 
 _LAYOUTS = {
@@ -164,12 +162,7 @@ def _one(drawn: Drawn) -> Passes:
 
 
 def _make(name: str, row: Row, layout: Layout) -> Workload:
-    config: dict[str, Any] = {
-        "experts": experts_for(row["experts"], layout.ep),
-        "top_k": int(row["top_k"]),
-        "hidden": WIDTHS[row["hidden"]],
-        "dtype": DTYPES[row["dtype"]],
-    }
+    config = sizes_of(row, layout.ep)
     return workload(name, Recipe((lambda drawn: _step(row, drawn), _one), config, shows=_shows(row)), "default", layout)
 
 

@@ -12,7 +12,7 @@ from moe_conformance.chapters.permute.workloads import Ids, Permute
 from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.pairs import readers
 from moe_conformance.workloads.pairs.options import Option, Row, Rule, Surface
-from moe_conformance.workloads.pairs.readers import DTYPES, NO, WIDTHS, YES, experts_for
+from moe_conformance.workloads.pairs.readers import NO, YES, sizes_of
 from moe_conformance.workloads.records.runs import Script
 from moe_conformance.workloads.records.workload import Workload
 
@@ -78,10 +78,7 @@ _RULES = (
 
 def _make(name: str, row: Row, layout: Layout) -> Workload:
     config: dict[str, Any] = {
-        "experts": experts_for(row["experts"], 1),
-        "top_k": int(row["top_k"]),
-        "hidden": WIDTHS[row["hidden"]],
-        "dtype": DTYPES[row["dtype"]],
+        **sizes_of(row),
         "padding.row_multiple": int(row["multiple"]),
     }
     recipe = Permute(name, _SLOTS[row["slots"]][0], _NUMBERS[row["tokens"]], config, row["strided"] != NO)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_conformance.contract import Claims, Named, Read, Trainer, TrainingBatch
+from moe_conformance.contract import Trainer, TrainingBatch
 from moe_conformance.engine import RankContext
-from moe_conformance.scenarios.reported import claims_of
+from moe_conformance.scenarios.script_surface import ScriptSurface
 from moe_conformance.scenarios.sessions import Opened, build
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
 
@@ -31,26 +31,13 @@ class StepSeen:
     shards: Mapping[ParameterKey, tuple[int, int, int] | None]  # `Named.shard` of every parameter
 
 
-class TrainedModel:
+class TrainedModel(ScriptSurface[Trainer]):
     """A trainer, and the record of its steps."""
 
     def __init__(self, surface: Trainer) -> None:
         """Keep the trainer."""
-        self.surface, self.begun = surface, False
-
-    @property
-    def resolved(self) -> Mapping[str, str]:
-        """What the trainer resolved to."""
-        return self.surface.resolved
-
-    @property
-    def claims(self) -> Claims:
-        """What the trainer claims."""
-        return claims_of(self.surface)
-
-    def named(self, read: Read) -> Iterator[Named]:
-        """Yield the windows of the model."""
-        return self.surface.named(read)
+        super().__init__(surface)
+        self.begun = False
 
     def step(self, batches: tuple[TrainingBatch, ...]) -> StepSeen:
         """Run one step and return its record."""

@@ -12,7 +12,7 @@ from moe_conformance.contract import Config
 from moe_conformance.contract.topology import Layout
 from moe_conformance.workloads.pairs import readers
 from moe_conformance.workloads.pairs.options import Option, Row, Rule, Surface
-from moe_conformance.workloads.pairs.readers import DTYPES, SCHEDULED, WIDTHS, experts_for, turns_of
+from moe_conformance.workloads.pairs.readers import SCHEDULED, sizes_of, turns_of
 from moe_conformance.workloads.recipes import Recipe, exchange_workload
 from moe_conformance.workloads.records.routes import Route, anywhere, dropped, duplicates, empty_expert
 from moe_conformance.workloads.records.runs import ExchangeStep, ExpertsStep
@@ -99,12 +99,7 @@ _RULES = (
 
 
 def _recipe(name: str, row: Row, layout: Layout) -> Recipe:
-    config: dict[str, Any] = {
-        "experts": experts_for(row["experts"], layout.ep),
-        "top_k": int(row["top_k"]),
-        "hidden": WIDTHS[row["hidden"]],
-        "dtype": DTYPES[row["dtype"]],
-    }
+    config = sizes_of(row, layout.ep)
     return Recipe(
         name,
         _SLOTS[row["slots"]][0],

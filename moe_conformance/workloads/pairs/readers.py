@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_conformance.workloads.pairs.options import Option
+from moe_conformance.workloads.pairs.options import Option, Row
 from moe_conformance.workloads.records.features import halves_in_flight, in_flight
 from moe_conformance.workloads.records.schedule import FORWARD_ALONE, executes
 from moe_conformance.workloads.records.training import RouterBatch
@@ -125,6 +126,16 @@ def experts() -> Option:
 def experts_for(value: str, ep: int) -> int:
     """Return E of at least 12 for a value of the option."""
     return {"power of two": 16, "odd per rank": {1: 13, 2: 14, 4: 12}[ep], "other": {1: 12, 2: 12, 4: 24}[ep]}[value]
+
+
+def sizes_of(row: Row, ep: int = 1) -> dict[str, Any]:
+    """Return the fields of a config that the options experts, top_k, hidden and dtype of a row stand for."""
+    return {
+        "experts": experts_for(row["experts"], ep),
+        "top_k": int(row["top_k"]),
+        "hidden": WIDTHS[row["hidden"]],
+        "dtype": DTYPES[row["dtype"]],
+    }
 
 
 def tokens(sizes: Callable[[Workload], Sequence[Sequence[int]]] = lambda workload: workload.tokens) -> Option:

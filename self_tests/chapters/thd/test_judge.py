@@ -60,6 +60,21 @@ class TestAddedRows:
         assert {0, 1} == judged(judge_added_rows, lone(4)).ranks
         assert "1 row of zeros for expert 0" in caught(judge_added_rows, lone(5)).sentence
 
+    def test_a_rank_without_rows_may_have_one(self) -> None:
+        """With it its experts run forward and backward; a second one was added."""
+
+        def handing(zeros: int) -> Outcome:
+            def few(call: Handed) -> Handed:
+                counts_N = torch.zeros_like(call.counts_N)
+                counts_N[0] = zeros
+                return replace(call, rows_RD=call.rows_RD[:zeros], ids_RJ=call.ids_RJ[:zeros], counts_N=counts_N)
+
+            outcome = broken(workload(ids=[[[-1, -1]] * 6] * 2), padding=2)
+            return edit_handed(edit_handed(outcome, 0, few), 1, few)
+
+        assert {0, 1} == judged(judge_added_rows, handing(1)).ranks
+        assert "rank 0 receives 2 rows of zeros for expert 0" in caught(judge_added_rows, handing(2)).sentence
+
     def test_places_without_counts_hide_nothing_that_is_not_there(self) -> None:
         """All places of an expert are handed over then, and those that hold zeros pad."""
 

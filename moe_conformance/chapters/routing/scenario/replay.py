@@ -7,16 +7,16 @@ A tuple has an entry for every layer with a router.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_conformance.contract import Claims, Named, Read, ReplayRouters, Routed, Trained
+from moe_conformance.contract import ReplayRouters, Routed, Trained
 from moe_conformance.engine import RankContext
 from moe_conformance.scenarios.initial import InitialSurface, built_new
-from moe_conformance.scenarios.reported import claims_of
+from moe_conformance.scenarios.script_surface import ScriptSurface
 from moe_conformance.scenarios.sessions import Opened, build
 from moe_conformance.scenarios.training import backward
 from moe_conformance.workloads.records.training import Change, RouterBatch
@@ -50,27 +50,13 @@ class ReplayedStep:
     forwards: tuple[Replayed, ...]  # by microbatch
 
 
-class ReplayedRouters:
+class ReplayedRouters(ScriptSurface[ReplayRouters]):
     """The surface of scripts about router replay: the routers of a model, and copies of their records."""
 
     def __init__(self, surface: ReplayRouters) -> None:
         """Keep the routers."""
-        self.surface = surface
+        super().__init__(surface)
         self.kept: dict[Place, Tensor] = {}
-
-    @property
-    def resolved(self) -> Mapping[str, str]:
-        """What the routers resolved to."""
-        return self.surface.resolved
-
-    @property
-    def claims(self) -> Claims:
-        """What the routers claim."""
-        return claims_of(self.surface)
-
-    def named(self, read: Read) -> Iterator[Named]:
-        """Yield the windows of the routers."""
-        return self.surface.named(read)
 
     @torch.no_grad()
     def record(self, batches: tuple[RouterBatch, ...]) -> Recorded:

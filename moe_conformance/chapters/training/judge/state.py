@@ -73,6 +73,7 @@ def judge_skipped(outcome: Outcome) -> Comparisons:
             words = f"rank {rank} {did} step {step}; expected: to {should} it on every rank, since {why}"
             yield Comparison(rank, words if updated != right else "", pairs=1, kind="updated")
         if odd and claimed == "taken":
+            yield from _taken(outcome, step)
             return  # nothing is left to be judged
         if odd:
             yield from _unchanged(outcome, step)
@@ -91,6 +92,17 @@ def _until_wrong(outcome: Outcome, expected: Expected, *, idle: bool = False) ->
         yield from found
         if any(each.findings() for each in found):
             return
+
+
+def _taken(outcome: Outcome, step: int) -> Iterator[Comparison]:
+    """Look on every rank for parameters that are not finite: a gradient that is not finite leaves such ones."""
+    for rank, after in enumerate(seen(outcome, step, PARAMETERS)):
+        finite = all(bool(value.isfinite().all()) for value in after.values())
+        words = (
+            f"rank {rank}: every parameter is finite after step {step}, whose gradient is not; expected: the step is "
+        )
+        words += "taken, as the backend claims steps_not_finite = 'taken'"
+        yield Comparison(rank, words if finite else "", pairs=1, kind="taken")
 
 
 def _unchanged(outcome: Outcome, step: int) -> Iterator[Comparison]:

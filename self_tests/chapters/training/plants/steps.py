@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from moe_conformance.backends.native.layer.experts import Experts
 from moe_conformance.backends.native.layer.gradients import Replicated
 from moe_conformance.backends.native.training.trainer import Trainer
-from moe_conformance.contract import TrainingBatch
+from moe_conformance.contract import Claims, TrainingBatch
 from self_tests.planted_bugs.plant import EP2, EP2_EDP2, SINGLE, Expectation, planted
 
 # ---- gradients and loss ----------------------------------------------------------------------------------------------
@@ -170,3 +171,23 @@ class SkippedStepOfZeros(Trainer):
             parameter.grad.zero_()
         self.update()
         return False
+
+
+@planted(
+    Expectation("TRAIN-05", "train-not-finite", "finish", "every parameter is finite after step 1"),
+    layout=EP2,
+)
+class TakenInWordsAlone(Trainer):
+    """A trainer that takes steps that are not finite by its claims and reports leaves this one out."""
+
+    @property
+    def claims(self) -> Claims:
+        return replace(super().claims, steps_not_finite="taken")
+
+    def is_finite(self, norm: Tensor) -> bool:
+        self.skips = not super().is_finite(norm)
+        return True
+
+    def update(self) -> None:
+        if not self.skips:
+            super().update()
