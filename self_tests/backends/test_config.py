@@ -27,7 +27,8 @@ class TestSections:
         assert (1.5, 2, "no") == (options["capacity.factor"], options["top_k"], options["padding.tokens"])
         sections = {name.partition(".")[0] for name in options if "." in name}
         routers = {"routing", "losses", "balance", "replay"}
-        assert {"activation", "shared", "capacity", "padding", "receive_buffer", "overlap", *routers} == sections
+        layers = {"activation", "shared", "capacity", "padding", "receive_buffer", "overlap", "training"}
+        assert {*layers, *routers} == sections
 
     def test_equal_options_are_one_config(self) -> None:
         """Configs are values: equal, with one hash, and frozen with their sections."""
