@@ -305,9 +305,12 @@ def main() -> None:
     until = time.monotonic() + given.limit
     torch.set_num_threads(1)  # as in a run
     matrix = Matrix.read()
+    running = {place_of(case) for case in Plan(Native(), "cpu", "quick").cases}
     for rows in (matrix.detected, matrix.missed):
         for gone in rows.keys() - quick_plants().keys():
             del rows[gone]
+        for row in rows.values():
+            row &= running
     for name, places in known().items():
         matrix.detected.setdefault(name, set()).update(places)
         matrix.missed.get(name, set()).difference_update(places)

@@ -209,8 +209,8 @@ def cases_of_adopter(variant: str) -> list[Case]:
 
 class TestOthers:
     def test_planted_bugs_run_what_native_runs(self) -> None:
-        """A backend with native's variants has native's selection, whatever its name."""
-        assert of("native", Native.variants) == of("native-with-a-bug", Native.variants)
+        """A backend with native's variants has native's selection, whatever its name, but no rows of pairs."""
+        assert replace(of("native", Native.variants), own=frozenset()) == of("native-with-a-bug", Native.variants)
 
     def test_an_adopter_runs_what_native_does(self) -> None:
         """The first variant what native's first does, every other what native does with any but its first."""

@@ -177,13 +177,14 @@ def _has_large_token(batch: Batch) -> bool:
     return bool((batch.x_TD.abs() > LARGE / 4).any())
 
 
+_has_large_logits = _microbatches(lambda ranks: any(map(_has_large_token, ranks)))
+
+
 ROUTE = (
     *_SIZES,
     Feature("tied logits", _has_tied_logits),
     Feature("token of zeros", _microbatches(lambda ranks: any(map(_has_blank_token, ranks)))),
-    Feature(  # with softmax scores alone, which a router may refuse
-        "large logits", _microbatches(lambda ranks: any(map(_has_large_token, ranks))), refusable=True
-    ),
+    Feature("large logits", _has_large_logits, refusable=True),  # with softmax scores alone, which a router may refuse
     _config("softmax", lambda config: config.routing.score == "softmax"),
     _config("softmax over the selected", lambda config: config.routing.score == "softmax_topk"),
     _config("sigmoid", lambda config: config.routing.score == "sigmoid"),
@@ -192,6 +193,11 @@ ROUTE = (
     _config("scaled", lambda config: config.routing.scale != 1),
     _config("balancing bias", lambda config: config.routing.balance_bias),
     _config("groups", lambda config: config.routing.groups is not None),
+    Feature(  # scores underflow then, and are no larger than what masks the other groups where that is 0
+        "large logits in groups",
+        lambda workload: workload.config.routing.groups is not None and _has_large_logits(workload),
+        refusable=True,
+    ),
     _config("K = E", lambda config: 1 < config.top_k == config.experts),
     _config("K = 1", lambda config: config.top_k == 1 < config.experts),
 )
