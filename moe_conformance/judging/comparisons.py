@@ -21,7 +21,7 @@ from functools import partial, wraps
 from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
 from moe_conformance.judging.findings import Finding, fail, likeliest
-from moe_conformance.judging.verdict import MOST, Mismatch, NotOffered, Stage, Tally
+from moe_conformance.judging.verdict import MOST, Deviation, Mismatch, NotOffered, Stage, Tally
 
 Subject = TypeVar("Subject")  # what is judged: an outcome, or its reading
 Given = ParamSpec("Given")
@@ -39,6 +39,7 @@ class Comparison:
     # Of a bounded comparison, right or wrong, `Worst.counted`: the largest observed/allowed error. Else 0.
     worst: float = 0.0
     kind: str = ""  # of the finding, if `wrong` is a sentence
+    deviation: Deviation | None = None  # of what a report shows by name, right or wrong
 
     def findings(self) -> Sequence[Finding]:
         """Return the findings that may explain what is wrong; none if all is right."""
@@ -133,14 +134,8 @@ def _count(comparisons: Comparisons, tally: Tally) -> _Found:
                 found.notes.append(compared)
             elif isinstance(compared, Finding):
                 found.faults.append((compared,))
-            elif findings := compared.findings():
-                beyond = min(compared.worst, MOST)
-                found.faults.append(
-                    [replace(each, beyond=beyond) if each.beyond is None else each for each in findings]
-                )
-                tally.beyond = max(tally.beyond, beyond)
-            else:
-                tally.add(elements=compared.elements, pairs=compared.pairs, rank=compared.rank, worst=compared.worst)
+            elif findings := _counted(compared, tally):
+                found.faults.append(findings)
     except NotOffered:
         if not found.faults:
             raise
@@ -149,5 +144,14 @@ def _count(comparisons: Comparisons, tally: Tally) -> _Found:
     return found
 
 
-def _sized(finding: Finding, beyond: float) -> Finding:
-    return replace(finding, beyond=beyond) if finding.beyond is None else finding
+def _counted(compared: Comparison, tally: Tally) -> Sequence[Finding]:
+    """Count a comparison, and return the findings that may explain what is wrong in it."""
+    if compared.deviation is not None:
+        tally.note(compared.deviation)
+    findings = compared.findings()
+    if not findings:
+        tally.add(elements=compared.elements, pairs=compared.pairs, rank=compared.rank, worst=compared.worst)
+        return ()
+    beyond = min(compared.worst, MOST)
+    tally.beyond = max(tally.beyond, beyond)
+    return [replace(each, beyond=beyond) if each.beyond is None else each for each in findings]

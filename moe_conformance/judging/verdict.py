@@ -19,6 +19,20 @@ Stage = Literal["route", "dispatch", "experts", "combine", "gradient", "finish",
 MOST = 1e300  # the largest size of a finding, and of `Tally.beyond`
 
 
+@dataclass(frozen=True)
+class Deviation:
+    """How far one quantity of a run is off, such as its loss, where that is most."""
+
+    quantity: str
+    ratio: float  # observed/allowed error, at most `MOST`
+    at: str = ""  # where that is, such as a parameter
+    factor: str = ""  # by which all elements differ, in words; "" if there is none, and if nothing is wrong
+
+    def plain(self) -> dict[str, float | str]:
+        """Return the fields beside the quantity as plain data."""
+        return {"ratio": self.ratio, "at": self.at, "factor": self.factor}
+
+
 @dataclass
 class Tally:
     """The numbers of compared elements and pairs so far. A check that compared nothing fails (vacuous)."""
@@ -36,6 +50,7 @@ class Tally:
     # Sent by all ranks in forwards: "rows" and "bytes", the smallest possible "least_rows" and "least_bytes", and
     # the most "calls" that a rank made in one forward.
     travelled: dict[str, float] = field(default_factory=dict)
+    deviations: dict[str, Deviation] = field(default_factory=dict)  # by quantity, right or wrong: the largest of each
 
     @property
     def vacuous(self) -> bool:
@@ -49,6 +64,12 @@ class Tally:
         self.worst = max(self.worst, worst)
         if rank is not None and (elements or pairs):
             self.ranks.add(rank)
+
+    def note(self, deviation: Deviation) -> None:
+        """Keep a deviation if it is the largest of its quantity so far."""
+        before = self.deviations.get(deviation.quantity)
+        if before is None or deviation.ratio > before.ratio:
+            self.deviations[deviation.quantity] = deviation
 
     @contextmanager
     def uncounted(self) -> Iterator[Tally]:
@@ -69,6 +90,8 @@ class Tally:
         self.other_bits += other.other_bits
         self.ranks |= other.ranks
         self.decided |= other.decided
+        for deviation in other.deviations.values():
+            self.note(deviation)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ def record_of(run: Run, item: pytest.Item, trial: Trial, ended: Ending, checks: 
         compared={"elements": tally.elements, "pairs": tally.pairs, "ranks": sorted(tally.ranks)},
         bits=(tally.of_two_runs, tally.other_bits),
         travelled=tally.travelled,
+        deviations={name: each.plain() for name, each in tally.deviations.items()},
         worst=min(max(tally.worst, *(fault.size or 0.0 for fault in ended.faults), 0.0), sys.float_info.max),  # no inf
         resolved=dict(outcome.ranks[0].resolved) if outcome else {},
         detail=ended.detail,

@@ -27,6 +27,7 @@ _COLUMNS: Mapping[str, Any] = {
     "traits": 0,
     "resolved": 0,
     "travelled": {},
+    "deviations": {},
 }
 
 # Of the entry as a whole, in addition to check, requirements, verdict and texts; absent if they have their default.
@@ -126,6 +127,7 @@ def _columns(records: Sequence[Record], tables: Mapping[str, _Table]) -> dict[st
         "traits": [tables["traits"].number(record.traits) for record in records],
         "resolved": [tables["resolved"].number(record.resolved) for record in records],
         "travelled": [record.travelled for record in records],
+        "deviations": [record.deviations for record in records],
     }
     found: dict[str, Any] = {"workloads": columns.pop("workloads")}
     for name, values in columns.items():
@@ -175,6 +177,7 @@ def _records(entry: Mapping[str, Any], tables: Mapping[str, Any]) -> Iterator[Re
             traits=tuple(tables["traits"][values["traits"][at]]),
             resolved=tables["resolved"][values["resolved"][at]],
             travelled=values["travelled"][at],
+            deviations=values["deviations"][at],
         )
 
 

@@ -58,6 +58,8 @@ class Record:
     compared: Mapping[str, Any] = field(default_factory=nothing_compared)  # elements, pairs, ranks, see Tally
     travelled: Mapping[str, float] = field(default_factory=dict)  # rows, bytes, calls, see Tally
     worst: float = 0.0  # observed/allowed error
+    # By quantity, such as "loss": "ratio", "at" and "factor", see `verdict.Deviation`.
+    deviations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     bits: tuple[int, int] = (0, 0)  # elements of two runs within rounding, and how many have other bits
     resolved: Mapping[str, str] = field(default_factory=dict)
     detail: str = ""  # a rank's traceback, what Hypothesis drew
@@ -132,6 +134,14 @@ def _of_names(values: object, is_one: Callable[[object], bool]) -> bool:
     return isinstance(values, Mapping) and all(map(_text, values)) and all(map(is_one, values.values()))
 
 
+def _deviations(value: object) -> bool:
+    def is_one(each: object) -> bool:
+        known = isinstance(each, Mapping) and each.keys() == {"ratio", "at", "factor"}
+        return known and _number(each["ratio"]) and _text(each["at"]) and _text(each["factor"])  # type: ignore[index]
+
+    return _of_names(value, is_one)
+
+
 def _compared(value: object) -> bool:
     known = isinstance(value, Mapping) and value.keys() == nothing_compared().keys()
     return known and _whole(value["elements"]) and _whole(value["pairs"]) and _each(value["ranks"], _whole)  # type: ignore[index]
@@ -148,6 +158,7 @@ _IS_OF: Mapping[str, Callable[[object], bool]] = {
     "tuple[int, ...]": lambda value: _each(value, _whole),
     "tuple[int, int]": lambda value: _each(value, _whole) and len(value) == 2,  # type: ignore[arg-type]
     "Mapping[str, Any]": _compared,
+    "Mapping[str, Mapping[str, Any]]": _deviations,
     "Mapping[str, float]": lambda value: _of_names(value, _number),
     "Mapping[str, int]": lambda value: _of_names(value, _whole),
     "Mapping[str, str]": lambda value: _of_names(value, _text),

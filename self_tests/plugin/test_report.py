@@ -245,6 +245,7 @@ class TestFolding:
         record("EXCH-01", "fail", message="combine: y is wrong", kind="WrongOutput", stage="combine", blamed=(1,)),
         record("EXCH-01", "fail", "ep4", message="combine: y is wrong", detail="printed", replay=("moe-conformance",)),
         record("EXCH-01", "pass", "ep4", travelled=MOVED, traits=("in flight",)),
+        record("TRAIN-04", "pass", deviations={"loss": {"ratio": 0.5, "at": "step 1", "factor": ""}}),
         record("EXCH-02", "waived", message="waived by T-01: no", waiver="T-01"),
         Record("a.py::T::test_drawn[alltoall-ep2]", "test_drawn", ("EXCH-01", "EXCH-02"), "pass", variant="alltoall",
                layout="ep2", drawn={"batches": 3}),

@@ -195,8 +195,8 @@ class MegatronSession(Session):
     def trainer(self, config: Config) -> Trainer:
         """Build a model of one stage and its optimiser."""
         sizes = self._topology.sizes
-        if sizes["pp"] > 1 or sizes["cp"] > 1 or config.dtype != torch.float32:
-            raise Unsupported("the adapter trains float32 models of one stage, without context parallelism")
+        if sizes["pp"] > 1 or config.dtype != torch.float32:
+            raise Unsupported("the adapter trains float32 models of one stage")
         built = transformer_config(with_training(config.only(*LAYER, "training")), sizes)
         self._seed()  # the block of layers forks the tracker's generator, whether anything is drawn or not
         return Trainer(built, config, self._topology, self._device)

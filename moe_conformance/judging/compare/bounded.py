@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_conformance.judging.compare import bounds
 from moe_conformance.judging.comparisons import Comparison
 from moe_conformance.judging.findings import Finding, common_ratio
-from moe_conformance.judging.verdict import MOST, Tally
+from moe_conformance.judging.verdict import MOST, Deviation, Tally
 
 
 class Target(NamedTuple):
@@ -96,10 +96,12 @@ def compare(
     return worst
 
 
-def compared(rank: int, worst: Worst, kind: str, wrong: str, elements: int) -> Comparison:
+def compared(
+    rank: int, worst: Worst, kind: str, wrong: str, elements: int, deviation: Deviation | None = None
+) -> Comparison:
     """Return the comparison of a number of elements on a rank, with a finding if the worst is out of its bound."""
     found = () if worst.holds else (Finding(kind, wrong, (rank,), worst.size),)
-    return Comparison(rank, found, elements=elements, worst=worst.counted)
+    return Comparison(rank, found, elements=elements, worst=worst.counted, deviation=deviation)
 
 
 def note_beyond(tally: Tally, actual: Tensor, expected: Tensor, allowed: Tensor) -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_conformance import spec
-from moe_conformance.report import own_word, travelled, unjudged, words
+from moe_conformance.chapters.training.parity import QUANTITIES
+from moe_conformance.report import own_word, parity, travelled, unjudged, words
 from moe_conformance.report.matrix import SIGNS
 from moe_conformance.report.records import FAILING, Record, Verdict, overall
 from moe_conformance.report.result import Report
@@ -72,6 +73,8 @@ class Content:
     variants: tuple[str, ...]
     traffic: tuple[tuple[str, tuple[str, ...]], ...]  # by layout, for each variant
     errors: tuple[Errors, ...]
+    parity: tuple[tuple[str, tuple[str, ...]], ...]  # by layout, for each quantity of a training step
+    quantities: tuple[str, ...]
     reasons: tuple[str, ...]
     not_run: tuple[tuple[str, str], ...]
 
@@ -104,6 +107,8 @@ def content(report: Report) -> Content:
         variants=tuple(dict.fromkeys(worst.variant for worst in travelled.worst(records))),
         traffic=_traffic(records, layouts),
         errors=_errors(records),
+        parity=tuple((name, tuple(cells)) for name, cells in parity.of_records(records)),
+        quantities=QUANTITIES,
         reasons=tuple(unjudged.lines(records, whole=True)),
         not_run=tuple((line["id"], line["not_run"]) for line in report.requirements if line["not_run"]),
     )

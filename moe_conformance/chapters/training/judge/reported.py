@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from moe_conformance.judging.compare.bounds import allowed
 from moe_conformance.judging.comparisons import Comparisons, judge
 from moe_conformance.judging.findings import Finding, ratio_names, ratio_words
 from moe_conformance.judging.observed.script import values
-from moe_conformance.judging.verdict import NotOffered, WrongGradient, WrongLoss
+from moe_conformance.judging.verdict import Deviation, NotOffered, WrongGradient, WrongLoss
 from moe_conformance.reference.gradients.norms import legal_norms
 from moe_conformance.reference.training.model import Key
 from moe_conformance.scenarios.outcome import Outcome
@@ -36,14 +36,19 @@ def judge_loss(outcome: Outcome) -> Comparisons:
         for rank, loss in enumerate(values(outcome, step, "loss")):
             worst = compare(loss.double(), each.loss, error)
             said = f"rank {rank} reports as the loss of step {step} {worst}"
+            times = _factor(loss, each.loss, error, names)
             if not worst.holds:
-                said += _cause_of_loss(expected, step, rank, loss, error, names)
-            yield compared(rank, worst, "loss", said, 1)
+                said += _cause_of_loss(expected, step, rank, loss, error) or (times and f"; it is {times}")
+            yield compared(rank, worst, "loss", said, 1, Deviation("loss", worst.size, f"step {step}", times))
 
 
-def _cause_of_loss(
-    expected: Expected, step: int, rank: int, loss: Tensor, error: Tensor, names: dict[str, float]
-) -> str:
+def _factor(actual: Tensor, expected: Tensor, error: Tensor, names: Mapping[str, float]) -> str:
+    """Return in words the factor by which a number is wrong; "" if it is right, or zero is expected."""
+    ratio = factor(actual.double().reshape(1), expected.reshape(1), error.reshape(1), names)
+    return "" if ratio is None else ratio_words(ratio, names)
+
+
+def _cause_of_loss(expected: Expected, step: int, rank: int, loss: Tensor, error: Tensor) -> str:
     """Return what explains a wrong loss, in words."""
     places = expected.places(step)
     own = [place for place in places if place[1] == rank]
@@ -57,8 +62,7 @@ def _cause_of_loss(
     for words, guess in guesses.items():
         if bool((loss.double() - guess).abs() <= error):
             return f"; likely cause: {words}"
-    ratio = factor(loss.double().reshape(1), expected.steps[step].loss.reshape(1), error.reshape(1), names)
-    return "" if ratio is None else f"; it is {ratio_words(ratio, names)}"
+    return ""
 
 
 @judge(WrongGradient, "finish")
@@ -72,6 +76,7 @@ def judge_norm(outcome: Outcome) -> Comparisons:
     expected = Expected.of(outcome)
     if all(norm is None for step in range(len(expected.steps)) for norm in values(outcome, step, "norm")):
         raise NotOffered("the trainer reports no norm of its gradients")
+    names = ratio_names({**outcome.workload.layout.sizes()})
     for step, each in enumerate(expected.steps):
         norms = values(outcome, step, "norm")
         if lacking := tuple(rank for rank, norm in enumerate(norms) if norm is None):
@@ -88,7 +93,8 @@ def judge_norm(outcome: Outcome) -> Comparisons:
             said = f"rank {rank} reports as the norm of the gradient of step {step} {worst}"
             causes = [] if worst.holds else _causes_of_norm(expected, step, rank, told[rank])
             said += f"; likely cause: {causes[0]}" if causes else ""
-            yield compared(rank, worst, "norm", said, 1)
+            times = _factor(norm, each.norm, error, names)
+            yield compared(rank, worst, "norm", said, 1, Deviation("norm", worst.size, f"step {step}", times))
 
 
 def _causes_of_norm(expected: Expected, step: int, rank: int, norm: float) -> list[str]:

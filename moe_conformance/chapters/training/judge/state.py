@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,9 +15,11 @@ from moe_conformance.judging.comparisons import Comparison, Comparisons, judge
 from moe_conformance.judging.findings import Finding, ratio_names, ratio_words
 from moe_conformance.judging.observed.scopes import Shard, shard_of, whole
 from moe_conformance.judging.observed.script import values
-from moe_conformance.judging.verdict import WrongParameter
+from moe_conformance.judging.verdict import MOST, Deviation, WrongParameter
 from moe_conformance.reference.training.model import Key
 from moe_conformance.scenarios.outcome import Outcome
+
+GRADIENTS = "gradients"  # a quantity, as `quantity` names others
 
 _CALLED = {PARAMETERS: "parameters", "first": "first moments", "second": "second moments", "momentum": "momenta"}
 
@@ -42,7 +45,7 @@ def judge_first_kept(outcome: Outcome) -> Comparisons:
     """
     expected = Expected.of(outcome)
     for what in expected.kept:
-        yield from _compared(outcome, expected, 0, what)
+        yield from _compared(outcome, expected, 0, what, of_gradients=what != "second")
 
 
 @judge(WrongParameter, "finish")
@@ -133,30 +136,48 @@ def _everywhere(outcome: Outcome, expected: Expected) -> Iterator[Comparison]:
         yield Comparison(None, words, pairs=1, kind="everywhere")
 
 
+def quantity(what: str, steps: int) -> str:
+    """Return the name under which a report shows what is there after some steps, such as `moments after 1 step`."""
+    return f"{what if what == PARAMETERS else 'moments'} after {steps} step{'s' if steps > 1 else ''}"
+
+
 def _compared(
-    outcome: Outcome, expected: Expected, step: int, what: str, only: Sequence[Key] | None = None
+    outcome: Outcome,
+    expected: Expected,
+    step: int,
+    what: str,
+    only: Sequence[Key] | None = None,
+    *,
+    of_gradients: bool = False,
 ) -> Iterator[Comparison]:
-    """Compare what ranks have after a step: of each rank all at once."""
+    """Compare what ranks have after a step: of each rank all at once.
+
+    `of_gradients`: a report shows it as that of the gradients, of which what is kept after the first step is a
+    multiple.
+    """
+    name = GRADIENTS if of_gradients else quantity(what, step + 1)
     by_rank, of_ranks = seen(outcome, step, what), shards(outcome, step)
     for rank, (found, held) in enumerate(zip(by_rank, of_ranks, strict=True)):
         keys = [key for key in held if only is None or key in only]
         absent = [key for key in keys if key not in found]
         if absent:
             words = f"rank {rank} keeps no {_CALLED[what]} of {said(absent[0])} after step {step}"
-            cause = "likely cause: it had no gradient, and the optimiser left it out"
-            yield Comparison(rank, f"{words} ({len(absent)} of {len(keys)} parameters); {cause}", kind=f"no {what}")
+            words += f" ({len(absent)} of {len(keys)} parameters)"
+            words += "; likely cause: it had no gradient, and the optimiser left it out"
+            yield Comparison(rank, words, kind=f"no {what}", deviation=Deviation(name, MOST, said(absent[0])))
             continue
         if not keys:
             continue
         targets = {key: expected.after(step, what, key, held[key]) for key in keys}
         worst = {key: compare(found[key].double(), *targets[key]) for key in keys}
         elements = sum(value.numel() for value in (found[key] for key in keys))
-        wrong = {key: each for key, each in worst.items() if not each.holds}
-        if not wrong:
-            largest = max((each.counted for each in worst.values()), default=0.0)
-            yield Comparison(rank, elements=elements, worst=largest)
+        largest = max(keys, key=lambda key: worst[key].size)
+        deviation = Deviation(name, worst[largest].size, said(largest))
+        if worst[largest].holds:
+            yield Comparison(rank, elements=elements, worst=worst[largest].counted, deviation=deviation)
             continue
-        yield _wrong(expected, step, what, rank, {key: found[key].double() for key in keys}, held, wrong)
+        wrong = {key: each for key, each in worst.items() if not each.holds}
+        yield _wrong(expected, step, what, rank, {key: found[key].double() for key in keys}, held, wrong, deviation)
 
 
 def _wrong(
@@ -167,13 +188,18 @@ def _wrong(
     found: dict[Key, Tensor],
     held: dict[Key, Shard],
     wrong: dict[Key, Worst],
+    deviation: Deviation,
 ) -> Comparison:
     key = max(wrong, key=lambda each: wrong[each].size)
     words = f"rank {rank}: of {_CALLED[what]} after step {step} {said(key)} is {wrong[key]}"
     words += f"; {len(wrong)} of {len(found)} are wrong"
-    if cause := _cause(expected, step, what, rank, found, held, list(wrong)):
+    names = _names(expected)
+    ratio = factor(*_changes(expected, step, what, list(wrong), found, held), names)
+    times = "" if ratio is None else ratio_words(ratio, names)
+    if cause := _cause(expected, step, what, rank, found, held, list(wrong), times, named=ratio in names.values()):
         words += f"; likely cause: {cause}"
-    return Comparison(rank, Finding(what, words, (rank,), wrong[key].size), worst=wrong[key].counted)
+    fault = Finding(what, words, (rank,), wrong[key].size)
+    return Comparison(rank, fault, worst=wrong[key].counted, deviation=replace(deviation, factor=times))
 
 
 def _cause(
@@ -184,8 +210,14 @@ def _cause(
     found: dict[Key, Tensor],
     held: dict[Key, Shard],
     wrong: list[Key],
+    times: str,
+    *,
+    named: bool,
 ) -> str:
-    """Return what explains all that is wrong, in words: a factor, no update at all, or a mistake of the step."""
+    """Return what explains all that is wrong, in words: a factor, no update at all, or a mistake of the step.
+
+    `times` is the factor in words, "" if there is none; one that is `named` explains more than a mistake would.
+    """
     before = expected.state_before(step)
     of_key = {key: shard_of(of_state(before, what, key), held[key]) for key in wrong}
     targets = {key: expected.after(step, what, key, held[key]) for key in wrong}
@@ -198,11 +230,9 @@ def _cause(
             return f"these {whose}parameters were not decayed"
     if all(within(found[key], of_key[key], targets[key].allowed) for key in wrong):
         return f"these {whose}parameters were left out of the step, of decay and of moments"
-    names = _names(expected)
-    ratio = factor(*_changes(expected, step, what, wrong, found, held), names)
     changed = "the change" if what == PARAMETERS else "what the gradient adds to those"
-    told = "" if ratio is None else f"{changed} of these {whose}parameters is {ratio_words(ratio, names)}"
-    if ratio in names.values():
+    told = f"{changed} of these {whose}parameters is {times}" if times else ""
+    if named:
         return told
     for words, made in of_step(expected, step, rank):
         after = made()
