@@ -16,6 +16,8 @@ from torch import Tensor
 
 from moe_conformance.contract import Config, Training, TrainingBatch
 from moe_conformance.contract.topology import Layout
+from moe_conformance.goldens import stored_values
+from moe_conformance.goldens.chapters.training import keyed
 from moe_conformance.workloads.chapter import EP2, EP2_EDP2, SINGLE, TP2_EP2, Chapter
 from moe_conformance.workloads.records import draw
 from moe_conformance.workloads.records.runs import Script
@@ -24,6 +26,7 @@ from moe_conformance.workloads.selection.profiles import Profile
 
 ON_TRAINER = Script("trainer")
 
+_CHAPTER = "training"  # of the golden
 _E, _D, _F, _TOKENS = 8, 16, 12, 6
 _FLAG, _SHY = 2.0, 12.0  # x of step s has _FLAG in column s, and the router of expert s has -_SHY / _FLAG there
 QUICK = (SINGLE, EP2, EP2_EDP2, TP2_EP2)
@@ -53,15 +56,21 @@ _RECIPES = (
     Recipe("train-not-finite", Training(decay=0.1, largest_norm=0.5), steps=3, not_finite=1, layouts=(SINGLE, EP2)),
 )
 NAMES = tuple(recipe.name for recipe in _RECIPES)
+GOLDEN = "train-golden"
 
 
 def scripts(variant: str, layout: Layout, profile: Profile) -> Iterator[Workload]:
-    """Yield all scripts on layouts with one pipeline stage, whose dense parameters divide over tp."""
+    """Yield all scripts on layouts with one pipeline stage, whose dense parameters divide over tp.
+
+    The golden is in the full profile only: it shows nothing that others do not, and holds what all of them rest on.
+    """
     if layout.pp > 1 or _F % layout.tp or _E % layout.ep or _F % layout.etp:
         return
     for recipe in _RECIPES:
         if profile == "full" or layout in recipe.layouts:
             yield script(recipe.name, layout).through(variant)
+    if profile == "full" and (stored := golden_script(layout)) is not None:
+        yield stored.through(variant)
 
 
 @lru_cache(maxsize=64)
@@ -112,4 +121,36 @@ def _batches(recipe: Recipe, layout: Layout, step: int, rank: int) -> tuple[Trai
     return tuple(found)
 
 
-CHAPTERS = (Chapter((ON_TRAINER,), NAMES, scripts, quick=QUICK),)
+@lru_cache(maxsize=64)
+def golden_script(layout: Layout) -> Workload | None:
+    """Return the stored trajectory as a script, the same tokens on all layouts; None where they cannot be divided.
+
+    Raises:
+        GoldenError: the golden is missing, or differs from its digest.
+    """
+    stored = stored_values.read(stored_values.folder(), _CHAPTER)
+    own = {name.split("/")[2]: value for name, value in stored.items() if "/in/" in name}
+    (steps, T, D), (E, F, _) = own["x_STD"].shape, own["gate-1"].shape
+    if layout.pp > 1 or T % (2 * layout.world) or E % layout.ep or F % layout.tp or F % layout.etp:
+        return None
+    rate, beta1, beta2, epsilon, decay, largest = (
+        own[name].item() for name in ("rate", "beta1", "beta2", "epsilon", "decay", "largest_norm")
+    )
+    training = Training(rate=rate, betas=(beta1, beta2), epsilon=epsilon, decay=decay, largest_norm=largest)
+    config = Config(experts=E, top_k=int(own["top_k"]), hidden=D, ffn=F, training=training)
+    calls = tuple(
+        Call("step", tuple({"batches": _of_golden(own, step, layout.world, rank)} for rank in range(layout.world)))
+        for step in range(steps)
+    )
+    parameters = {key: value.float() for key, value in keyed(own).items()}
+    return Workload(GOLDEN, ON_TRAINER, config, layout, (), parameters=parameters, calls=calls, golden=_CHAPTER)
+
+
+def _of_golden(own: Mapping[str, Tensor], step: int, world: int, rank: int) -> tuple[TrainingBatch, ...]:
+    """Return two microbatches of a rank."""
+    places = torch.arange(own["x_STD"].shape[1]).chunk(2 * world)[2 * rank : 2 * rank + 2]
+    x_TD, target_TD, counted_T = own["x_STD"][step].float(), own["target_STD"][step].float(), own["counted_ST"][step]
+    return tuple(TrainingBatch(x_TD[at], target_TD[at], counted_T[at].bool()) for at in places)
+
+
+CHAPTERS = (Chapter((ON_TRAINER,), (*NAMES, GOLDEN), scripts, quick=QUICK),)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_conformance.goldens import stored_values
+from moe_conformance.goldens.chapters.training import written
 from moe_conformance.judging.compare import bounds
 from moe_conformance.judging.compare.bounded import Target
 from moe_conformance.judging.observed.cached import once
@@ -73,7 +75,8 @@ class Expected:
         """The steps, on one device."""
         tokens = [self.tokens(step) for step in range(len(self.workload.calls))]
         how: dict[str, Any] = {"top_k": self.workload.config.top_k, "largest_norm": self.largest_norm}
-        return train(self.workload.parameters, tokens, self.optimiser, **how)
+        found = train(self.workload.parameters, tokens, self.optimiser, **how)
+        return _stored(found) if self.workload.golden else found
 
     @cached_property
     def errors(self) -> list[StepErrors]:
@@ -125,6 +128,20 @@ class Expected:
         """Return the parameters of experts whose gradient is exactly zero in a step: no counted token is sent there."""
         zero = [key for key, gradient in self.steps[step].clipped.items() if not bool(gradient.any())]
         return [key for key in zero if key[1] is not None]
+
+
+def _stored(steps: Sequence[Step]) -> list[Step]:
+    """Return the steps with losses, norms and states of the golden in the place of the oracle's."""
+    stored = stored_values.read(stored_values.folder(), "training")
+    own = {name.split("/")[2]: value for name, value in stored.items() if "/out/" in name}
+    found = []
+    for number, step in enumerate(steps):
+        parameters = {key: own[written(key)][number] for key in step.after.parameters}
+        names = {key: {what: f"{written(key)}.{what}" for what in each} for key, each in step.after.kept.items()}
+        kept = {key: {what: own[name][number] for what, name in each.items()} for key, each in names.items()}
+        after = State(parameters, kept, step.after.steps)
+        found.append(replace(step, loss=own["loss_S"][number], norm=own["norm_S"][number], after=after))
+    return found
 
 
 def of_state(state: State, what: str, key: Key) -> Tensor:
