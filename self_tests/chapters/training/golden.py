@@ -32,11 +32,12 @@ def train(
     """Train step by step."""
     model, found = second.Model.of({key: value.numpy() for key, value in parameters.items()}), []
     for each in steps:
-        loss, norm = (torch.tensor(value) for value in model.step(each, update, top_k=top_k, largest=largest_norm))
+        reported = model.step(each, update, top_k=top_k, largest=largest_norm)
+        loss, norm = torch.tensor(reported, dtype=torch.float64)
         moments = {what: tensors(model.kept(what)) for what in ("first", "second")}
         kept = {key: {what: moments[what][key] for what in moments} for key in parameters}
         after = SimpleNamespace(parameters=tensors(model.parameters()), kept=kept)
-        found.append(SimpleNamespace(loss=loss.double(), norm=norm.double(), after=after))
+        found.append(SimpleNamespace(loss=loss, norm=norm, after=after))
     return found
 
 
