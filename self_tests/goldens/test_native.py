@@ -1,7 +1,8 @@
 """Native against the goldens: each golden of a requirement that has a check judges an implementation.
 
-The golden of experts judges every backend, in the workload `own-golden-even` of the quick profile, and that of
-training in `train-golden` of the full one. The others judge native's functions here, in one process: what it computes from the stored inputs is what was stored.
+The golden of experts judges every backend, in the workload `own-golden-even` of the quick profile, and that of training
+in `train-golden` of the full one. The others judge native's functions here, in one process: what it computes from the
+stored inputs is what was stored.
 """
 
 from __future__ import annotations

@@ -22,9 +22,15 @@ QUANTITIES = ("loss", "norm", GRADIENTS, *_OF_STEPS)
 
 Judge = Callable[[Outcome, Tally], None]
 # Of each script its judges, with the quantities that they compare. Gradients are those that the momentum of SGD has
-# after the first step, where nothing is clipped.
+# after the first step, where nothing is clipped; with sharded state those that the first moment of AdamW has.
 _JUDGES: dict[str, tuple[tuple[Judge, tuple[str, ...]], ...]] = {
     "train-adamw": ((judge_loss, ("loss",)), (judge_norm, ("norm",)), (judge_steps, _OF_STEPS)),
+    "train-adamw-sharded": (
+        (judge_loss, ("loss",)),
+        (judge_norm, ("norm",)),
+        (judge_first_kept, (GRADIENTS,)),
+        (judge_steps, _OF_STEPS),
+    ),
     "train-sgd": ((judge_first_kept, (GRADIENTS,)),),
 }
 
@@ -48,6 +54,7 @@ ROWS = (
     Row("cp + ep", Layout(4, cp=2, ep=2)),
     Row("pp + ep", Layout(4, pp=2, ep=2), (), "no such layout in the suite: a trainer has all layers on every rank"),
     Row("etp", EP2_ETP2),
+    Row("sharded", EP2_EDP2, ("train-adamw-sharded",)),
 )
 
 

@@ -29,6 +29,7 @@ class Training:
     momentum: float = 0.9  # of sgd
     decay: float = 0.0  # weight decay, of every parameter alike
     largest_norm: float | None = None  # gradients are clipped by their norm to this one; None: they are not
+    sharded_state: bool = False  # of what the optimiser keeps, each data parallel rank has a part, and updates that
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value that is not allowed."""
@@ -76,7 +77,8 @@ class Trainer(Parametrised, Resolved, Protocol):
         """Return what the optimiser keeps of a parameter, in its shape: "first" and "second" moment, or "momentum".
 
         A "master" copy in a wider dtype as well, if there is one. `parameter` is one that `named` reads; nothing is
-        returned of what is not there before the first step.
+        returned of what is not there before the first step. What is sharded is gathered: all ranks call this for the
+        same parameters in the same order.
         """
 
 

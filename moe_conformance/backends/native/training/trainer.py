@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_conformance.backends.native.groups import CannotBuild
 from moe_conformance.backends.native.layer.gradients import GradientFinisher, Replicated
 from moe_conformance.backends.native.layer.layer import Layer
 from moe_conformance.backends.native.layer.shared_experts import SharedExperts
-from moe_conformance.backends.native.offered import offers
 from moe_conformance.contract import Claims, Config, Named, Read, Topology, Training, TrainingBatch, TrainingReport
 
-if TYPE_CHECKING:
-    from moe_conformance.backends.native.session import NativeSession
-
-_NAMES = {"exp_avg": "first", "exp_avg_sq": "second", "momentum_buffer": "momentum"}  # in torch's optimisers
+STATE = {"exp_avg": "first", "exp_avg_sq": "second", "momentum_buffer": "momentum"}  # in torch's optimisers
 
 
 class GradientNorm:
@@ -95,6 +88,11 @@ class Trainer(nn.Module):
         return found
 
     @property
+    def updated(self) -> Sequence[Replicated]:
+        """What the optimiser updates."""
+        return self.parts
+
+    @property
     def resolved(self) -> Mapping[str, str]:
         """The optimiser and the layers."""
         layers = ", ".join(type(layer).__name__ for layer in self.layers)
@@ -107,7 +105,7 @@ class Trainer(nn.Module):
 
     def optimiser_of(self, options: Training) -> torch.optim.Optimizer:
         """Return torch's optimiser of all parameters."""
-        groups = [self.group_of(part) for part in self.parts]
+        groups = [self.group_of(part) for part in self.updated]
         if options.optimiser == "sgd":
             return torch.optim.SGD(groups, options.rate, options.momentum, weight_decay=options.decay)
         return torch.optim.AdamW(groups, options.rate, options.betas, options.epsilon, options.decay)
@@ -135,20 +133,20 @@ class Trainer(nn.Module):
 
     def step(self, batches: Sequence[TrainingBatch]) -> TrainingReport:
         """Train one step."""
-        self.optimiser.zero_grad()
+        self.zero_grad()
         share = self.backward(batches)
         norm = self.finished_norm()
         updated = self.is_finite(norm)
         if updated:
             if self.options.largest_norm is not None:
-                self.norm.clip(self.parts, norm, self.options.largest_norm)
+                self.norm.clip(self.updated, norm, self.options.largest_norm)
             self.update()
         return TrainingReport(self.reported(share), norm, updated)
 
     def finished_norm(self) -> Tensor:
         """Finish gradients, and return their norm."""
         self.finish()
-        return self.norm(self.parts)
+        return self.norm(self.updated)
 
     def finish(self) -> None:
         """Sum gradients over the ranks that hold the same parameter."""
@@ -199,19 +197,4 @@ class Trainer(nn.Module):
     def kept(self, parameter: Tensor) -> Mapping[str, Tensor]:
         """Return the moments that torch's optimiser has of a parameter."""
         state = self.optimiser.state.get(parameter, {})
-        return {_NAMES[name]: value for name, value in state.items() if name in _NAMES and value is not None}
-
-
-@offers("trainer", maps=None)
-def trainer(session: NativeSession, config: Config) -> Trainer:
-    """Build dense layers, which are shared experts of one expert, MoE layers, and their optimiser."""
-    if session.topology.sizes["pp"] > 1:
-        raise CannotBuild("native trains models of one pipeline stage")
-    plain = replace(config, training=Training())
-    wide = plain.changed({"shared.ffn": (config.ffn,)})
-    dense = [
-        session.use(SharedExperts)(wide, session.topology, session.device) for _ in range(config.training.dense_layers)
-    ]
-    layers = [*dense, *(session.surface("layer", plain) for _ in range(config.training.layers))]
-    norm = session.use(GradientNorm)(session.topology)
-    return session.use(Trainer)(config, session.topology, layers, norm, session.use(GradientFinisher)(session.topology))
+        return {STATE[name]: value for name, value in state.items() if name in STATE and value is not None}

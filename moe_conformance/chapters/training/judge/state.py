@@ -230,6 +230,8 @@ def _cause(
             return f"these {whose}parameters were not decayed"
     if all(within(found[key], of_key[key], targets[key].allowed) for key in wrong):
         return f"these {whose}parameters were left out of the step, of decay and of moments"
+    if what == PARAMETERS and all(_partly(found[key], of_key[key], targets[key]) for key in wrong):
+        return "every element that is wrong is as before the step: its shards of the update were not gathered"
     changed = "the change" if what == PARAMETERS else "what the gradient adds to those"
     told = f"{changed} of these {whose}parameters is {times}" if times else ""
     if named:
@@ -239,7 +241,28 @@ def _cause(
         guesses = {key: shard_of(of_state(after, what, key), held[key]) for key in wrong}
         if all(within(found[key], guesses[key], _larger(targets[key], guesses[key])) for key in wrong):
             return words
-    return told
+    return told or _moved(found, targets, [key for key in wrong if key[1] is not None])
+
+
+def _partly(found: Tensor, before: Tensor, target: Target) -> bool:
+    """Whether all elements that are wrong are as they were before."""
+    right = (found - target.expected).abs() <= target.allowed
+    return bool((right | ((found - before).abs() <= target.allowed)).all())
+
+
+def _moved(found: dict[Key, Tensor], targets: dict[Key, Target], keys: list[Key]) -> str:
+    """Return words if parameters have the expected values in another order; "" if not, or there are none.
+
+    Those of experts, of which every rank of an ep group has its own.
+    """
+    if not keys:
+        return ""
+    values = torch.cat([found[key].flatten() for key in keys]).sort().values
+    expected = torch.cat([targets[key].expected.flatten() for key in keys]).sort().values
+    allowed = max(float(targets[key].allowed.max()) for key in keys)
+    if not bool(((values - expected).abs() <= allowed).all()):
+        return ""
+    return "each element has the value of another one, as if shards had been exchanged"
 
 
 def _changes(
