@@ -23,7 +23,13 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec, get_moe_module_spec_for_backend
     from megatron.core.models.multimodal.context_parallel import get_packed_seq_params, get_padding
-    from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer, optimizer
+    from megatron.core.optimizer import (
+        OptimizerConfig,
+        clip_grads,
+        distrib_optimizer,
+        get_megatron_optimizer,
+        optimizer,
+    )
     from megatron.core.pipeline_parallel import combined_1f1b, schedules
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, mappings, random
     from megatron.core.transformer.identity_op import IdentityOp
@@ -103,5 +109,5 @@ def quiet() -> warnings.catch_warnings[None]:
 
 SHIMS = () if torch.cuda.is_available() else shims.apply(token_dispatcher, moe_utils, moe_logging, mappings, random)
 if SHIMS:
-    SHIMS += shims.apply_to_training(clip_grads, schedules, optimizer, utils)
+    SHIMS += shims.apply_to_training(clip_grads, distrib_optimizer, schedules, optimizer, utils)
 """What stands in for CUDA and NCCL in this process, in words; every surface reports it."""

@@ -74,16 +74,23 @@ def apply(
     return tuple(applied)
 
 
-def apply_to_training(clip_grads: ModuleType, *others: ModuleType) -> tuple[str, ...]:
+def apply_to_training(clip_grads: ModuleType, distrib_optimizer: ModuleType, *others: ModuleType) -> tuple[str, ...]:
     """Make schedules and optimisers run without CUDA; return what was replaced, in words."""
     # They make their sums on the device "cuda", by its name.
-    for module in (clip_grads, *others):
+    for module in (clip_grads, distrib_optimizer, *others):
         on_host = {name: _made_on_host(getattr(torch, name)) for name in ("tensor", "zeros")}
         module.torch = Namespace(module.torch, **on_host)  # type: ignore[attr-defined]
     # It asserts that gradients are of the type torch.cuda.FloatTensor: the same code, compiled without assertions.
     clip = clip_grads.clip_grad_by_total_norm_fp32
     clip.__code__ = _without_assertions(clip)
-    return ("tensors of schedule and optimizer", "clipping without its assertion of the type of a gradient")
+    # It tells the dtypes of parameters apart by the names of types of the GPU's tensors.
+    groups = distrib_optimizer.DistributedOptimizer._build_model_and_main_param_groups.__func__
+    groups.__code__ = _of_host_types(groups.__code__)
+    return (
+        "tensors of schedule and optimizer",
+        "clipping without its assertion of the type of a gradient",
+        "names of tensor types",
+    )
 
 
 def _made_on_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -99,6 +106,17 @@ def _without_assertions(function: Any) -> CodeType:
     compiled = compile(inspect.getsource(module), str(module.__file__), "exec", optimize=1)
     codes = (each for each in compiled.co_consts if isinstance(each, CodeType))
     return next(code for code in codes if code.co_name == function.__name__)
+
+
+def _of_host_types(code: CodeType) -> CodeType:
+    """Return code in which the names of types of tensors are those of the CPU."""
+
+    def on_host(constant: Any) -> Any:
+        if isinstance(constant, tuple):
+            return tuple(map(on_host, constant))
+        return constant.replace("torch.cuda.", "torch.") if isinstance(constant, str) else constant
+
+    return code.replace(co_consts=tuple(map(on_host, code.co_consts)))
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -22,10 +22,9 @@ from torch import Tensor
 from moe_conformance.backends.megatron_core import library
 from moe_conformance.backends.megatron_core.layer import Layer
 from moe_conformance.backends.megatron_core.overlap import PLAIN
+from moe_conformance.backends.megatron_core.sharded_state import STATE, gathered
 from moe_conformance.backends.megatron_core.surfaces import wrapped
 from moe_conformance.contract import Claims, Config, Named, Read, Topology, Training, TrainingBatch, TrainingReport
-
-_NAMES = {"exp_avg": "first", "exp_avg_sq": "second", "momentum_buffer": "momentum"}  # in torch's optimisers
 
 
 def with_training(config: Config) -> Config:
@@ -55,6 +54,7 @@ def optimizer_config(training: Training, dtype: torch.dtype) -> Any:
         adam_eps=training.epsilon,
         sgd_momentum=training.momentum,
         clip_grad=training.largest_norm or 0.0,
+        use_distributed_optimizer=training.sharded_state,
         params_dtype=dtype,
     )
 
@@ -93,9 +93,11 @@ class Trainer:
 
     def __init__(self, built: Any, config: Config, topology: Topology, device: torch.device) -> None:
         """Build the model, wrap it, and get its optimiser; collective."""
-        self._topology, self._built = topology, built
+        self._topology, self._built, self._sharded = topology, built, config.training.sharded_state
         self._gpt = model(built, config.training.dense_layers).to(device)
-        self._chunk = wrapped(self._gpt, built)
+        # Since 0.19 it advises to lay the buffers out before, as only some of its optimisers need.
+        logging.getLogger(library.DistributedDataParallel.__module__).setLevel(logging.ERROR)
+        self._chunk = wrapped(self._gpt, built, use_distributed_optimizer=config.training.sharded_state)
         self._optimizer = library.get_megatron_optimizer(
             optimizer_config(config.training, config.dtype), [self._chunk], use_gloo_process_groups=False
         )
@@ -176,9 +178,11 @@ class Trainer:
         return summed, reported_2[1].int(), reported_2
 
     def kept(self, parameter: Tensor) -> Mapping[str, Tensor]:
-        """Return the moments that the optimiser of a parameter has."""
+        """Return the moments that the optimiser of a parameter has; those that are sharded are gathered."""
+        if self._sharded:
+            return gathered(self._optimizer.chained_optimizers, parameter)
         for each in self._optimizer.chained_optimizers:
             state = each.optimizer.state.get(parameter)
             if state is not None:
-                return {_NAMES[name]: value for name, value in state.items() if name in _NAMES and value is not None}
+                return {STATE[name]: value for name, value in state.items() if name in STATE and value is not None}
         return {}
