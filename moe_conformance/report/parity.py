@@ -82,7 +82,7 @@ def text(table: Table, *, width: int, encoding: str) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
     console.print(lines)
     assert isinstance(console.file, io.StringIO)
-    below = ["largest on each layout:", *(f"  {line}" for line in _largest(table))]
+    below = ["largest on each layout:", *(f"  {line}" for line in _largest(table))] if table.compared else []
     if reasons:
         below += ["without a number:", *(f"  {_quantities(of)} on {reason}" for reason, of in reasons.items())]
     below += [f"failed on {place}" for place in _failures(table)]

@@ -5,7 +5,7 @@ The elements of a part are laid out one parameter after the other and padded, so
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -85,17 +85,19 @@ class ShardedTrainer(Trainer):
     def optimiser_of(self, options: Training) -> torch.optim.Optimizer:
         """Return torch's optimiser of this rank's shards."""
         self.shards = [self.shard_type(part, self.topology) for part in self.parts]
+        self.moments: dict[Tensor, dict[str, Tensor]] = {}  # of the last step, by parameter; empty until they are asked
         return super().optimiser_of(options)
 
     @property
-    def updated(self) -> Sequence[Replicated]:
-        """What the optimiser updates: shards, each element on one rank of a data parallel group."""
+    def optimised(self) -> Sequence[Replicated]:
+        """Shards: each element is on one rank of a data parallel group."""
         return self.shards
 
     def begin(self) -> None:
         """Copy what was written."""
         for shard in self.shards:
             shard.read_parameters()
+        super().begin()
 
     def finish(self) -> None:
         """Sum gradients, and keep the slices."""
@@ -109,17 +111,21 @@ class ShardedTrainer(Trainer):
         Implements: TRAIN-01.
         """
         super().update()
+        self.moments.clear()
         for shard in self.shards:
             shard.write_parameters()
 
     def kept(self, parameter: Tensor) -> Mapping[str, Tensor]:
-        """Gather the moments of a parameter; collective."""
-        return dict(self._gathered(parameter))
+        """Return the moments of a parameter, which are gathered once after each step; collective."""
+        if not self.moments:
+            for shard in self.shards:
+                self._gather(shard)
+        return self.moments.get(parameter, {})
 
-    def _gathered(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-        for shard in self.shards:
-            for place, owner in enumerate(shard.owners):
-                state = self.optimiser.state.get(shard.own, {}) if owner is parameter else {}
-                for name, value in state.items():
-                    if name in STATE and value is not None:
-                        yield STATE[name], shard.gathered(value)[place]
+    def _gather(self, shard: Shard) -> None:
+        state = self.optimiser.state.get(shard.own, {})
+        of_shard = {
+            STATE[name]: shard.gathered(value) for name, value in state.items() if name in STATE and value is not None
+        }
+        for place, owner in enumerate(shard.owners):
+            self.moments[owner] = {name: values[place] for name, values in of_shard.items()}

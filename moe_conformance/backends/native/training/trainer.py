@@ -88,8 +88,8 @@ class Trainer(nn.Module):
         return found
 
     @property
-    def updated(self) -> Sequence[Replicated]:
-        """What the optimiser updates."""
+    def optimised(self) -> Sequence[Replicated]:
+        """What has the optimiser's parameters: what has the model's."""
         return self.parts
 
     @property
@@ -105,7 +105,7 @@ class Trainer(nn.Module):
 
     def optimiser_of(self, options: Training) -> torch.optim.Optimizer:
         """Return torch's optimiser of all parameters."""
-        groups = [self.group_of(part) for part in self.updated]
+        groups = [self.group_of(part) for part in self.optimised]
         if options.optimiser == "sgd":
             return torch.optim.SGD(groups, options.rate, options.momentum, weight_decay=options.decay)
         return torch.optim.AdamW(groups, options.rate, options.betas, options.epsilon, options.decay)
@@ -139,14 +139,14 @@ class Trainer(nn.Module):
         updated = self.is_finite(norm)
         if updated:
             if self.options.largest_norm is not None:
-                self.norm.clip(self.updated, norm, self.options.largest_norm)
+                self.norm.clip(self.optimised, norm, self.options.largest_norm)
             self.update()
         return TrainingReport(self.reported(share), norm, updated)
 
     def finished_norm(self) -> Tensor:
         """Finish gradients, and return their norm."""
         self.finish()
-        return self.norm(self.updated)
+        return self.norm(self.optimised)
 
     def finish(self) -> None:
         """Sum gradients over the ranks that hold the same parameter."""
