@@ -61,26 +61,40 @@ def parity_(form: str, **given: str | None) -> NoReturn:
 
 
 def _compared(engine: Engine, backend: Backend, chosen: Options, row: Row) -> Compared:
-    """Run the scripts of a row, and judge them."""
-    from moe_conformance.chapters.training.parity import Compared
+    """Run the scripts of a row, and judge them; where all are refused, the first other one that is not."""
+    from moe_conformance.chapters.training.parity import Compared, others
+    from moe_conformance.workloads.selection.profiles import too_large
+
+    large = too_large(row.layout, chosen.ranks)
+    found = Compared.nothing(row.why or large or "")
+    if large:
+        return found
+    for name in row.scripts:
+        _run(engine, backend, chosen, row, name, found)
+    for name in others(row):
+        if found.empty:
+            _run(engine, backend, chosen, row, name, found)
+    return found
+
+
+def _run(engine: Engine, backend: Backend, chosen: Options, row: Row, name: str, found: Compared) -> None:
+    """Run a script in the first variant that does not refuse it; a trainer does not depend on the exchange."""
     from moe_conformance.chapters.training.workloads import script
     from moe_conformance.reproducing.examining import refusal_of
     from moe_conformance.scenarios.moe_step import moe_step
     from moe_conformance.workloads.records.features import broken
-    from moe_conformance.workloads.selection.profiles import too_large
 
-    found = Compared.nothing(row.why or too_large(row.layout, chosen.ranks) or "")
-    variant = backend.variants[0]  # a trainer does not depend on the exchange
-    for name in () if too_large(row.layout, chosen.ranks) else row.scripts:
+    reasons = []
+    for variant in backend.variants:
         workload = script(name, row.layout).through(variant)
         limit = broken(backend.limits(variant), workload, "cpu")
         if limit is not None:
-            found.leave_out(name, f"limit on {limit.on}: {limit.reason}")
+            reasons.append(f"limit on {limit.on}: {limit.reason}")
             continue
         outcome = moe_step(engine, chosen.backend, workload, chosen.deadline)
         refusal = refusal_of(outcome)
         if refusal is None:
             found.add(name, outcome)
-        else:
-            found.leave_out(name, refusal[1])
-    return found
+            return
+        reasons.append(refusal[1])
+    found.leave_out(name, "; ".join(dict.fromkeys(reasons)))

@@ -131,7 +131,7 @@ def to_json(table: Table) -> str:
             {
                 "name": row.name,
                 "layout": row.layout.name,
-                "scripts": list(row.scripts),
+                "scripts": compared.ran,
                 "cells": [_json_of(quantity, cell) for quantity, cell in compared.cells.items()],
                 "failures": compared.failures,
             }
@@ -174,7 +174,7 @@ def _largest(table: Table) -> Iterator[str]:
         cells = [cell for cell in compared.cells.values() if isinstance(cell, Deviation)]
         if cells:
             worst = max(cells, key=lambda cell: cell.ratio)
-            yield f"{row.name}: {worst.quantity} {words(worst)}"
+            yield f"{row.name}: {worst.quantity} {words(worst)} ({', '.join(compared.ran)})"
 
 
 def _failures(table: Table) -> list[str]:

@@ -106,6 +106,7 @@ def made() -> parity.Table:
     row = Compared.nothing(EVIL)
     row.cells["loss"] = Deviation("loss", 2.5, EVIL, "2.000 x the expected value: ep")
     row.cells["norm"] = Deviation("norm", 1e300, "step 0")
+    row.ran.append("train-adamw in default")
     row.failures.append(f"finish: {EVIL}")
     return parity.Table("toy", {"torch": "2"}, 4, "moe-conformance parity", [(ROWS[0], row)])
 
@@ -115,7 +116,7 @@ class TestWords:
         """Numbers in the table; below it where the largest is, reasons, failures, and the verdict."""
         shown = parity.text(made(), width=80, encoding="utf-8").splitlines()
         assert any(line.split()[:4] == ["single", "2.5", "inf", "-"] for line in shown)
-        assert "  single: norm inf, step 0" in shown
+        assert "  single: norm inf, step 0 (train-adamw in default)" in shown
         assert "NOT equal to one device: 2 of 7 cells compared" == shown[-1]
 
     def test_no_word_leaves_its_cell_in_markdown(self) -> None:

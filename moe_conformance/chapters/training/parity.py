@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from moe_conformance.chapters.training.judge.expected import PARAMETERS
 from moe_conformance.chapters.training.judge.reported import judge_loss, judge_norm
 from moe_conformance.chapters.training.judge.state import GRADIENTS, judge_first_kept, judge_steps, quantity
+from moe_conformance.chapters.training.workloads import NAMES, script
 from moe_conformance.contract.topology import Layout
 from moe_conformance.judging.verdict import Deviation, Mismatch, NotOffered, RunFailed, Tally
 from moe_conformance.scenarios.outcome import Outcome
@@ -33,6 +34,10 @@ _JUDGES: dict[str, tuple[tuple[Judge, tuple[str, ...]], ...]] = {
     ),
     "train-sgd": ((judge_first_kept, (GRADIENTS,)),),
 }
+
+
+# Of scripts that take the place of those, where a backend refuses them: another dtype, another optimiser.
+_OTHERS = ((judge_loss, ("loss",)), (judge_norm, ("norm",)), (judge_first_kept, (GRADIENTS,)), (judge_steps, _OF_STEPS))
 
 
 @dataclass(frozen=True)
@@ -58,12 +63,26 @@ ROWS = (
 )
 
 
+def others(row: Row) -> list[str]:
+    """Return the scripts that may take the place of a row's: with the same kind of state, and gradients all finite."""
+    sharded = any(script(name, row.layout).config.training.sharded_state for name in row.scripts)
+    found = []
+    for name in NAMES if row.scripts else ():
+        workload = script(name, row.layout)
+        batches = [batch for call in workload.calls for given in call.given for batch in given["batches"]]
+        finite = all(bool(batch.target_TD.isfinite().all()) for batch in batches)
+        if name not in row.scripts and finite and workload.config.training.sharded_state == sharded:
+            found.append(name)
+    return found
+
+
 @dataclass
 class Compared:
     """What was compared on a layout: a deviation for each quantity, or in words why there is none; and failures."""
 
     cells: dict[str, Deviation | str]
     failures: list[str] = field(default_factory=list)
+    ran: list[str] = field(default_factory=list)  # scripts with their variants, such as `train-sgd in alltoall`
 
     @classmethod
     def nothing(cls, why: str) -> Compared:
@@ -75,10 +94,16 @@ class Compared:
         """Whether nothing is beyond its bound, and nothing else failed."""
         return not self.failures and all(isinstance(each, str) or each.ratio <= 1 for each in self.cells.values())
 
-    def add(self, script: str, outcome: Outcome) -> None:
+    @property
+    def empty(self) -> bool:
+        """Whether there is no number, and nothing failed."""
+        return not self.failures and all(isinstance(each, str) for each in self.cells.values())
+
+    def add(self, name: str, outcome: Outcome) -> None:
         """Judge the outcome of a script."""
-        for judge, quantities in _JUDGES[script]:
-            tally, why = Tally(), "nothing was compared"
+        self.ran.append(f"{name} in {outcome.workload.config.variant}")
+        for judge, quantities in _JUDGES.get(name, _OTHERS):
+            tally, why = Tally(), "not in the script that ran"
             try:
                 judge(outcome, tally)
             except NotOffered as reason:
@@ -90,6 +115,7 @@ class Compared:
                     self.failures.append(str(mismatch))
             self.cells |= {each: tally.deviations.get(each, why) for each in quantities}
 
-    def leave_out(self, script: str, why: str) -> None:
+    def leave_out(self, name: str, why: str) -> None:
         """Say why a script did not run."""
-        self.cells |= {each: why for _, quantities in _JUDGES[script] for each in quantities}
+        if name in _JUDGES:
+            self.cells |= {each: why for _, quantities in _JUDGES[name] for each in quantities}
