@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -25,7 +26,13 @@ if TYPE_CHECKING:
 @click.option(
     "--format", "form", type=click.Choice(["text", "markdown", "json"]), default="text", help="(default: text)"
 )
-def parity_(form: str, **given: str | None) -> NoReturn:
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="output file (default: standard output, to which a library may print too)",
+)
+def parity_(form: str, output: Path | None, **given: str | None) -> NoReturn:
     """Say how far loss, norm, gradients, parameters and moments are from those of one device, on every layout.
 
     A number is the largest error over what rounding allows: up to 1 a layout trains as one device does.
@@ -54,9 +61,16 @@ def parity_(form: str, **given: str | None) -> NoReturn:
     table = parity.Table(chosen.backend, versions, chosen.ranks, command, rows)
     if form == "text":
         width, encoding = shutil.get_terminal_size().columns, sys.stdout.encoding or "ascii"
-        click.echo(parity.text(table, width=width, encoding=encoding))
+        shown = parity.text(table, width=width, encoding=encoding)
     else:
-        click.echo(parity.markdown(table) if form == "markdown" else parity.to_json(table))
+        shown = parity.markdown(table) if form == "markdown" else parity.to_json(table)
+    if output is None:
+        click.echo(shown)
+    else:
+        try:
+            output.write_text(f"{shown}\n", encoding="utf-8")
+        except OSError as error:
+            raise CannotRun(f"the table cannot be written: {error}") from error
     sys.exit(int(not table.held))
 
 

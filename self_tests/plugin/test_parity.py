@@ -54,6 +54,13 @@ class TestCommand:
         (stages,) = {cell["why"] for cell in cells_of(document, "pp + ep").values()}
         assert stages.startswith("no such layout in the suite")
 
+    def test_a_file(self, tmp_path: Path) -> None:
+        """Nothing else is in it, whatever a library prints."""
+        path = tmp_path / "parity.md"
+        done = CliRunner().invoke(cli.main, ["parity", "--ranks", "1", "--format", "markdown", "--output", str(path)])
+        assert (0, "") == (done.exit_code, done.stdout)
+        assert path.read_text("utf-8").startswith("## native (torch ")
+
     def test_a_factor_is_shown_with_the_parameter(self) -> None:
         """A bug of ep = 2 shows there alone, and not in what the step begins with; what follows is not compared."""
         status, document = asked("--backend", planted("expert-rate-times-ep"))
@@ -92,6 +99,7 @@ class TestCommand:
             (["--backend", "nobody"], "nobody"),
             (["--library", "/nowhere"], "--library /nowhere is no folder"),
             (["--only", "TRAIN-01"], "No such option"),
+            (["--output", "/"], "is a directory"),
         ],
     )
     def test_what_cannot_run(self, arguments: list[str], said: str) -> None:
