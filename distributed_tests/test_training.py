@@ -28,9 +28,8 @@ def clipped(workload: Workload) -> bool:
 
 
 def unclipped(workload: Workload) -> bool:
-    """Select scripts of an optimiser whose momentum is the gradient of the first step, which is not clipped."""
-    training = workload.config.training
-    return finite(workload) and training.largest_norm is None and training.optimiser == "sgd"
+    """Select scripts whose first moments, or momenta, are the gradient of the first step, which is not clipped."""
+    return finite(workload) and workload.config.training.largest_norm is None
 
 
 def accumulated(workload: Workload) -> bool:

@@ -14,7 +14,7 @@ import torch
 from moe_conformance.backends.torchtitan import TorchTitan
 from moe_conformance.backends.torchtitan.fast_paths import FastPaths
 from moe_conformance.chapters.overload.workloads.conditions import scripts as metered
-from moe_conformance.contract import Config, Session, Unsupported
+from moe_conformance.contract import Config, Session, Training, Unsupported
 from moe_conformance.contract.topology import Layout, Topology
 from moe_conformance.engine import Engine
 from moe_conformance.reference.exchange import layer
@@ -36,6 +36,7 @@ from self_tests.backends.dense import (
     seen,
     worst,
 )
+from self_tests.backends.trained import assert_trained_alike, trained
 
 pytest.importorskip("torchtitan")
 
@@ -328,6 +329,26 @@ class TestLayer:
         assert "Shard" in outcome.ranks[0].resolved["shards"]
 
 
+class TestTrainer:
+    @pytest.mark.parametrize("layout", [EP2, EP2_EDP2], ids=lambda layout: layout.name)
+    def test_it_trains_a_step(self, engine: Engine, layout: Layout) -> None:
+        """Loss, norm and moments in bfloat16, with experts and all else on meshes of their own."""
+        outcome = trained(engine, NAME, "alltoall", layout, "train-clipped-bfloat16")
+        assert_trained_alike(outcome, allowed=0.03)
+        resolved = outcome.ranks[0].resolved
+        assert ("AdamW", "torch.float32") == (resolved["optimizer"], resolved["parameters"])
+        assert "('efsdp', 'ep')" in resolved["experts"]
+        assert "('fsdp',)" in resolved["router"]
+
+    def test_an_optimizer_that_it_does_not_have_is_refused_by_it(self) -> None:
+        """Its container has no SGD."""
+        from moe_conformance.backends.torchtitan.trainer import optimizers
+
+        with pytest.raises(Unsupported, match="Optimizer SGD not added") as refusal:
+            optimizers(Training(optimiser="sgd"), torch.nn.Linear(1, 1))
+        assert "library" == refusal.value.by
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("layout", "surface", "fields", "reason"),
@@ -338,6 +359,8 @@ class TestRefusals:
             (EP2, "exchange", {"variant": "alltoall", "weights_applied": "input"}, "after the experts only"),
             (EP2, "exchange", {"variant": "alltoall", "routing.scale": 2.0}, "does not map routing.scale=2.0"),
             (Layout(2, etp=2), "exchange", {"variant": "alltoall"}, "etp = 2"),
+            (TP2_EP2, "trainer", {"variant": "alltoall"}, "adapted for dp and ep alone"),
+            (EP2, "trainer", {"variant": "alltoall", "hidden": 36}, "multiple of 8 bfloat16, not 36"),
             (EP2, "experts", {"hidden": 36}, "multiple of 8 bfloat16, not 36"),
             (EP2_EDP2, "experts", {"dtype": torch.float64}, "in float32 what FSDP2 shards"),
             (Layout(4, tp=2), "layer", {"variant": "alltoall"}, "tp = 2 with ep = 1"),

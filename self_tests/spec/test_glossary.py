@@ -23,6 +23,7 @@ SOURCES = {
         "core/transformer/moe/moe_utils.py",
     ),
     "torchtitan": (
+        "components/optimizer/optimizer.py",
         "config/configs.py",
         "models/common/feed_forward.py",
         "models/common/linear.py",

@@ -174,8 +174,6 @@ class Layer:
         return apply
 
     def _shard(self, device: torch.device) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
         topology = self._topology
         if topology.sizes["tp"] > 1:
             over_tp = meshes(topology, device)
@@ -193,10 +191,8 @@ class Layer:
             ep_degree=topology.sizes["ep"],
             edp_mesh=experts,
         )
-        if device.type == "cpu":  # gloo has no premultiplied sum, which FSDP2 takes even for a factor of one
-            for module in self._decoder.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_force_sum_reduction_for_comms(True)
+        if device.type == "cpu":
+            sum_by_gloo(self._decoder)
 
     @property
     def resolved(self) -> Mapping[str, str]:
@@ -235,6 +231,15 @@ class Layer:
             yield from whole_window("shared_score", shared.gate.weight, read)
 
 
+def sum_by_gloo(model: nn.Module) -> None:
+    """Have FSDP2 sum gradients plainly: gloo has no premultiplied sum, which it takes even for a factor of one."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
 def expert_windows(module: Any, first: int, read: Read, names: Mapping[str, str] = CANONICAL) -> Iterator[Named]:
     """Yield the windows on this rank's N experts from the first on: of these FSDP2 keeps some, or a part of each."""
     for name, canonical in names.items():
@@ -246,9 +251,11 @@ def expert_windows(module: Any, first: int, read: Read, names: Mapping[str, str]
 
 def _place(parameter: DTensor, first: int) -> tuple[int, tuple[int, int, int] | None]:
     """Return the first expert in this rank's shard, and which part of an expert it is."""
-    mesh = parameter.device_mesh
-    axis = (mesh.mesh_dim_names or ()).index("efsdp") if mesh.ndim > 1 else 0
+    mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names or ()
+    axis = names.index("efsdp") if mesh.ndim > 1 else 0
     index, of = mesh.get_local_rank(axis), mesh.size(axis)
-    if of == 1 or parameter.placements[axis].is_shard(0):
-        return first + index * -(-parameter.shape[0] // of), None
+    # What ep has cut before is strided, which says of itself that it is no shard.
+    if of == 1 or getattr(parameter.placements[axis], "dim", None) == 0:
+        held = parameter.shape[0] // (mesh.size(names.index("ep")) if "ep" in names else 1)
+        return first + index * -(-held // of), None
     return first, (0, index, of)

@@ -31,6 +31,7 @@ from moe_conformance.contract import (
     Session,
     TokenPadding,
     Topology,
+    Trainer,
     TrainingRouters,
     Unsupported,
 )
@@ -117,6 +118,14 @@ class TitanSession(Session):
         layer = Layer(config, self._topology, self._device, range(first, first + held), dispatcher)
         self._made += layer.made
         return layer
+
+    def trainer(self, config: Config) -> Trainer:
+        """Build a model of dense and MoE blocks, its FSDP2, and its optimizers."""
+        from moe_conformance.backends.torchtitan.trainer import Trainer, require_trained
+
+        config.only("variant", "experts", "top_k", "hidden", "ffn", "dtype", "training")
+        require_trained(config, self._topology)
+        return Trainer(config, self._topology, self._device)
 
     def load_meter(self, config: Config) -> LoadMeter:
         """Build MoE modules, which count their load, with a dispatcher on this rank's ep group."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_conformance.backends.native.layer.gradients import Replicated
-from moe_conformance.backends.native.training.trainer import STATE, Trainer
+from moe_conformance.backends.native.training.trainer import Trainer
 from moe_conformance.contract import Topology, Training
 
 _UNIT = 64  # elements of a slice are a multiple of this
@@ -123,9 +123,6 @@ class ShardedTrainer(Trainer):
         return self.moments.get(parameter, {})
 
     def _gather(self, shard: Shard) -> None:
-        state = self.optimiser.state.get(shard.own, {})
-        of_shard = {
-            STATE[name]: shard.gathered(value) for name, value in state.items() if name in STATE and value is not None
-        }
+        of_shard = {name: shard.gathered(value) for name, value in super().kept(shard.own).items()}
         for place, owner in enumerate(shard.owners):
             self.moments[owner] = {name: values[place] for name, values in of_shard.items()}

@@ -76,6 +76,7 @@ class Trainer(nn.Module):
         self.config, self.options, self.topology = config, config.training, topology
         self.layers = nn.ModuleList(layers)
         self.norm, self.finisher = norm, finisher
+        self.masters = dict[Tensor, Tensor]()  # in float32, of parameters of half precision
         self.optimiser = self.optimiser_of(self.options)
 
     @property
@@ -112,7 +113,16 @@ class Trainer(nn.Module):
 
     def group_of(self, part: Replicated) -> dict[str, object]:
         """Return the optimiser's parameter group of a part, whose options are those of all."""
-        return {"params": list(part.parameters())}
+        return {"params": [self.updated(parameter) for parameter in part.parameters()]}
+
+    def updated(self, parameter: Tensor) -> Tensor:
+        """Return what the optimiser updates: a parameter, or its master copy."""
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        if parameter.dtype == wide:
+            return parameter
+        if parameter not in self.masters:
+            self.masters[parameter] = parameter.detach().to(wide)
+        return self.masters[parameter]
 
     def named(self, read: Read) -> Iterator[Named]:
         """Yield the windows of all layers under the names of their layers."""
@@ -123,7 +133,9 @@ class Trainer(nn.Module):
                 yield Named(f"layer{number}/{name}", expert, each.view, each.shard)
 
     def begin(self) -> None:
-        """Nothing to do: the optimiser keeps no copies of parameters."""
+        """Copy what was written."""
+        for parameter, master in self.masters.items():
+            master.copy_(parameter.detach())
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return the output of the last layer."""
@@ -164,7 +176,12 @@ class Trainer(nn.Module):
 
         Implements: TRAIN-01, TRAIN-02.
         """
+        for parameter, master in self.masters.items():
+            master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
         self.optimiser.step()
+        with torch.no_grad():
+            for parameter, master in self.masters.items():
+                parameter.copy_(master)
 
     def backward(self, batches: Sequence[TrainingBatch]) -> Tensor:
         """Run all microbatches, each divided by the counted tokens of the step; return this rank's share of the loss.
@@ -195,6 +212,7 @@ class Trainer(nn.Module):
         return [counted.clamp_min(1)] * len(batches)
 
     def kept(self, parameter: Tensor) -> Mapping[str, Tensor]:
-        """Return the moments that torch's optimiser has of a parameter."""
-        state = self.optimiser.state.get(parameter, {})
-        return {STATE[name]: value for name, value in state.items() if name in STATE and value is not None}
+        """Return the moments that torch's optimiser has of a parameter, and its master copy."""
+        state = self.optimiser.state.get(self.updated(parameter), {})
+        found = {STATE[name]: value for name, value in state.items() if name in STATE and value is not None}
+        return found | ({"master": self.masters[parameter]} if parameter in self.masters else {})
