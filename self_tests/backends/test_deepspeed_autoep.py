@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from moe_conformance.backends.deepspeed import DeepSpeed
+from moe_conformance.chapters.training.workloads import script
 from moe_conformance.contract.topology import Layout
 from moe_conformance.engine import Engine
 from moe_conformance.workloads import layers, recipes
 from moe_conformance.workloads.records.workload import Workload
 from self_tests.backends.asking import finished, prepared, refusals
 from self_tests.backends.dense import assert_equal_to_the_bit, assert_layer_alike, oracle, seen, worst
+from self_tests.backends.trained import assert_trained_alike, trained
 
 pytest.importorskip("deepspeed")
 
@@ -100,3 +103,24 @@ class TestRefusals:
         for who, why in refusals(engine, NAME, "autoep", layout, surface, fields):
             assert "adapter" == who
             assert reason in why
+
+
+class TestTrainer:
+    def test_it_trains_in_float32(self, engine: Engine) -> None:
+        """Four microbatches of one rank, clipped or not, are a step of ZeRO 0, which reports no norm."""
+        outcome = trained(engine, NAME, "autoep", SINGLE, "train-adamw")
+        assert_trained_alike(outcome, allowed=1e-3)
+        resolved = outcome.ranks[0].resolved
+        assert ("AdamW of AdamW", "0", "dense-params, ep_size_1") == tuple(
+            resolved[name] for name in ("optimizer", "ZeRO", "groups")
+        )
+
+    @pytest.mark.parametrize(("stage", "sharding"), [("1", "own"), ("2", "gradients")])
+    def test_it_trains_in_bfloat16(self, engine: Engine, stage: str, sharding: str) -> None:
+        """ZeRO shares states among the replicas of a parameter, and its norm is that of the whole model."""
+        workload = script("train-clipped-bfloat16", EP2_EDP2).through("autoep")
+        workload = replace(workload, config=workload.config.changed({"sharding": sharding}))
+        outcome = finished(engine, NAME, workload)
+        assert_trained_alike(outcome, allowed=0.03)
+        resolved = outcome.ranks[0].resolved
+        assert ("DeepSpeedZeroOptimizer of AdamW", stage) == (resolved["optimizer"], resolved["ZeRO"])

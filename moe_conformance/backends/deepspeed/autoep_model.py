@@ -14,7 +14,7 @@ from moe_conformance.backends.weights_seen import WeightsSeen
 from moe_conformance.contract import Claims, Config, Delivery, Named, Read
 
 
-def _windows(experts: Any, held: range, read: Read) -> Iterator[Named]:
+def grouped_windows(experts: Any, held: range, read: Read) -> Iterator[Named]:
     """Yield the three matrices of every expert of this rank."""
     for name, parameter in (("gate", experts.w1), ("up", experts.w3), ("down", experts.w2)):
         for expert, view in zip(held, read(parameter), strict=True):
@@ -48,7 +48,7 @@ class AutoEPExperts:
 
     def named(self, read: Read) -> Iterator[Named]:
         """Yield the three matrices of every expert."""
-        return _windows(self.module, self._held, read)
+        return grouped_windows(self.module, self._held, read)
 
 
 class AutoEPLayer:
@@ -94,7 +94,7 @@ class AutoEPLayer:
             yield Named("gate_bias", None, read(layer.router.gate.bias))
         if self._config.routing.balance_bias:
             yield Named("balance_bias", None, read(layer.router.e_score_correction_bias))
-        yield from _windows(layer.experts, self._held, read)
+        yield from grouped_windows(layer.experts, self._held, read)
         if layer.shared_experts is not None:
             shared = layer.shared_experts
             gate_up_FD = (shared.gate.weight, shared.up.weight)

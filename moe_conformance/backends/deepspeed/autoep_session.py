@@ -59,6 +59,12 @@ class AutoEPParts:
         layer = autoep_layer(config, self._placement, self._device, **self._settings)
         return AutoEPLayer(self._engine(layer, config), config, self._placement.held(config.experts))
 
+    def built(self, config: Config) -> nn.Module:
+        """Build a layer without an engine."""
+        self._require_own_tokens()
+        layer: nn.Module = autoep_layer(config, self._placement, self._device, **self._settings)
+        return layer
+
     def _require_own_tokens(self) -> None:
         tp = self._placement.topology.sizes["tp"]
         if tp > 1:

@@ -35,6 +35,10 @@ class _Unit:
     def get_model_parallel_world_size(self) -> int:
         return self._topology.sizes["tp"] * self._topology.sizes["pp"]
 
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        assert self._topology.sizes["pp"] == 1  # the suite has no group of tp and pp
+        return self._topology.group("tp")
+
     def get_model_parallel_rank(self) -> int:
         stage = self._topology.ranks("pp").index(self._topology.rank)
         return stage * self._topology.sizes["tp"] + self.get_tensor_model_parallel_rank()

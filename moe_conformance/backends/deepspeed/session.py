@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -19,8 +20,9 @@ from moe_conformance.backends.deepspeed.experts import Expert, Experts, engine_o
 from moe_conformance.backends.deepspeed.layer import Layer
 from moe_conformance.backends.deepspeed.placement import Placement, build
 from moe_conformance.backends.deepspeed.router import ChoiceRouter, Gate, gate_options
+from moe_conformance.backends.deepspeed.trainer import Trainer
 from moe_conformance.backends.deepspeed.training import TrainingRouters, coefficient_of
-from moe_conformance.contract import Config, Parametrised, Session, TokenPadding, Topology, Unsupported
+from moe_conformance.contract import Config, Parametrised, Session, TokenPadding, Topology, Training, Unsupported
 
 _SHAPE = ("variant", "experts", "top_k", "hidden", "ffn", "dtype")
 _GATE = (*_SHAPE, "routing", "router_dtype", "jitter", "gate_bias")
@@ -108,6 +110,20 @@ class DeepSpeedSession(Session):
         _require_float32(config)
         engine = self.engine(self._layer(config, **gate_options(config)), config)
         return Layer(engine, config, self.placement)
+
+    def trainer(self, config: Config) -> Trainer:
+        """Build a model of dense and MoE layers in an engine with its optimizer."""
+        config.only(*_SHAPE, "training", "sharding")
+        if self._topology.sizes["tp"] * self._topology.sizes["pp"] > 1:
+            raise Unsupported("training steps of DeepSpeed are adapted without tensor ranks and pipeline stages")
+        if config.sharding == "parameters" or config.dtype not in _REDUCED:
+            raise Unsupported("training steps of DeepSpeed are adapted in float32 and bfloat16, with ZeRO 0, 1 and 2")
+        plain = replace(config, training=Training(), sharding="own")
+        if config.variant == autoep_session.NAME:
+            layers = [self._autoep.built(plain) for _ in range(config.training.layers)]
+        else:
+            layers = [self._layer(plain, **gate_options(plain)) for _ in range(config.training.layers)]
+        return Trainer(config, layers, self.placement, self._device)
 
     def training_routers(self, config: Config) -> TrainingRouters:
         """Build the layers of a model and return their gates."""

@@ -34,6 +34,8 @@ def _clips(expected: Expected) -> Iterator[tuple[str, Callable[[Mapping[Key, Ten
     if expected.largest_norm == float("inf"):
         return
     yield "dense and expert gradients were clipped by norms of their own", _by_own_norms
+    if expected.workload.layout.ep > 1:
+        yield "gradients were clipped by the mean of the ranks' norms", partial(_by_mean_norm, expected)
     yield "gradients were not clipped", lambda gradients, _: dict(gradients)
     yield "gradients were clipped twice", _twice
     for size, names in expected.axes().items():
@@ -44,6 +46,14 @@ def _by_own_norms(gradients: Mapping[Key, Tensor], largest: float) -> dict[Key, 
     dense = {key: g for key, g in gradients.items() if key[1] is None}
     own = {key: g for key, g in gradients.items() if key[1] is not None}
     return by_one_factor(dense, largest) | by_one_factor(own, largest)
+
+
+def _by_mean_norm(expected: Expected, gradients: Mapping[Key, Tensor], largest: float) -> dict[Key, Tensor]:
+    """Clip by the mean of what ranks have as the norm of dense parameters and of the experts that they hold."""
+    ep, held = expected.workload.layout.ep, expected.workload.config.experts // expected.workload.layout.ep
+    parts = [{key: g for key, g in gradients.items() if key[1] is None or key[1] // held == i} for i in range(ep)]
+    factor = clip_factor(sum(map(norm_of, parts)) / ep, largest)
+    return {key: factor * g for key, g in gradients.items()}
 
 
 def _twice(gradients: Mapping[Key, Tensor], largest: float) -> dict[Key, Tensor]:

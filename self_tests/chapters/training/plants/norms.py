@@ -39,6 +39,20 @@ class NormOfItsOwnExperts(GradientNorm):
 
 
 @planted(
+    Expectation("GRAD-13", "train-sgd-clipped", "finish", "clipped by the mean of the ranks' norms"),
+    Expectation("GRAD-12", "train-adamw", "finish", "as the norm of the gradient of step 0"),
+    real="DeepSpeed 0.19.8, docs/findings/deepspeed.md, DS-41",
+    layout=EP2,
+)
+class MeanOfNorms(GradientNorm):
+    """Ranks add up the squares of what they hold, and take the mean of their norms."""
+
+    def __call__(self, parts: Sequence[Replicated]) -> Tensor:
+        own = torch.stack([self.squares(part) for part in parts]).sum().sqrt()
+        return self.over_ranks(own) / self.topology.group("world").size()
+
+
+@planted(
     Expectation("GRAD-12", "train-adamw", "finish", "it was taken before gradients were summed over ranks"),
     layout=EP2_EDP2,
 )
