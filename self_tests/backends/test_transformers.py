@@ -37,6 +37,7 @@ from self_tests.backends.dense import (
     seen,
     worst,
 )
+from self_tests.backends.trained import assert_trained_alike, trained
 
 try:
     Transformers().versions()  # importing the library here would take seconds: only the ranks need it
@@ -310,6 +311,24 @@ class TestLosses:
             assert (None if layout.dp == 1 else (0, rank.rank // layout.tp, layout.dp)) == step["shards"][0]
 
 
+class TestTrainer:
+    @pytest.mark.parametrize(
+        ("layout", "name", "places"),
+        [
+            (Layout(1), "train-adamw", ("not sharded", "not sharded")),
+            (EP2_EDP2, "train-sgd-clipped", ("('efsdp', 'ep')", "('fsdp',)")),
+        ],
+        ids=lambda given: given.name if isinstance(given, Layout) else None,
+    )
+    def test_it_trains(self, engine: Engine, layout: Layout, name: str, places: tuple[str, str]) -> None:
+        """Some steps of one device and of four ranks, whose norm is put together of those of two meshes."""
+        outcome = trained(engine, NAME, "alltoall", layout, name)
+        assert_trained_alike(outcome, allowed=1e-3)
+        resolved = outcome.ranks[0].resolved
+        assert resolved["experts"].endswith(places[0])
+        assert resolved["router"].endswith(places[1])
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("layout", "surface", "fields", "reason"),
@@ -331,6 +350,8 @@ class TestRefusals:
                 {"routing.score": "sqrtsoftplus"},
                 "no router is adapted to score='sqrtsoftplus', normalise=False",
             ),
+            (TP2_EP2, "trainer", {"variant": "alltoall"}, "adapted for dp and ep alone"),
+            (Layout(1), "trainer", {"variant": "allreduce"}, "installs no implementation"),
             (EP2, "router", {"routing.groups": (4, 2), "routing.group_score": "topk_sum"}, "group_score='topk_sum'"),
             (EP2, "router", {"routing.score": "sigmoid", "experts": 1, "top_k": 1}, "two experts in a group: 1 in all"),
         ],

@@ -33,6 +33,7 @@ SOURCES = {
     "transformers": (
         "configuration_utils.py",
         "distributed/configuration_utils.py",
+        "training_args.py",
         *(
             f"models/{model}/configuration_{model}.py"
             for model in ("deepseek_v2", "deepseek_v3", "deepseek_v4", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")

@@ -21,7 +21,7 @@ from moe_conformance.backends.transformers.packing import Packing
 from moe_conformance.backends.transformers.placement import Placement
 from moe_conformance.backends.transformers.router import ModelRouter, model_of, require_dtype
 from moe_conformance.backends.transformers.training import TrainingRouters, require_trained
-from moe_conformance.contract import Config, Limit, Parametrised, Session, Topology, Unsupported
+from moe_conformance.contract import Config, Limit, Parametrised, Session, Topology, Trainer, Unsupported
 
 _INSTALL = "pip install --no-deps transformers, and huggingface_hub tokenizers regex pyyaml requests tqdm"
 
@@ -65,6 +65,7 @@ class Transformers:
         "transformers.models.gpt_oss.modeling_gpt_oss",
         "transformers.models.qwen2_moe.modeling_qwen2_moe",
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
+        "transformers.trainer",
     )
     library: ClassVar[Library] = Library("transformers", "transformers", ">=5.23,<6", _INSTALL, _declared)
     environment: ClassVar[Mapping[str, str]] = {"HF_HUB_OFFLINE": "1"}  # nothing is ever asked of a server
@@ -150,6 +151,17 @@ class _Session(Session):
         placed = sizes["tp"] == sizes["etp"] == 1 and not config.experts % shards
         placement = Placement(config, self._topology, self._device) if placed else None
         return ModelRouter(config, model_of(config), self._device, placement)
+
+    def trainer(self, config: Config) -> Trainer:
+        """Build a model of layers of Qwen3-MoE, and its optimizer."""
+        from moe_conformance.backends.transformers import trainer
+
+        config.only(*_SHAPE, "training")
+        if self._topology.sizes["ep"] == 1 and _implementations(config.variant)[0] == "all_reduce":
+            raise Unsupported("with ep = 1 the library installs no implementation; see the variant alltoall")
+        placement = Placement(config, self._topology, self._device)
+        trainer.require_trained(config, placement)
+        return trainer.Trainer(config, placement, _implementations(config.variant))
 
     def training_routers(self, config: Config) -> TrainingRouters:
         """Build the routers of a model, and shard them by FSDP2."""

@@ -5,6 +5,7 @@ So the factors by which gradients are divided, and the meshes that parameters ar
 
 from __future__ import annotations
 
+import re
 from itertools import chain
 from typing import Any, Literal
 
@@ -37,9 +38,9 @@ def model_with(module: nn.Module, path: str, config: Any) -> Any:
 def plan_of(model: Any, kind: Literal["ep", "fsdp"]) -> dict[str, str]:
     """Return the rules of the config's own plan that name a module or a parameter of the model, by their full names."""
     plan = getattr(model.config, f"base_model_{kind}_plan")
-    there = {name for name, _ in chain(model.named_modules(), model.named_parameters())}
-    rules = {name.replace("*", "0"): style for name, style in plan.items()}
-    return {name: style for name, style in rules.items() if name in there}
+    there = [name for name, _ in chain(model.named_modules(), model.named_parameters())]
+    rules = {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in plan.items()}
+    return {name: style for rule, style in rules.items() for name in there if rule.fullmatch(name)}
 
 
 def shard(model: Any, placement: Placement) -> None:
