@@ -175,19 +175,18 @@ def _pool(recipe: Recipe) -> Tensor:
     x_TD = torch.randn(512, _D, generator=draw.generator(recipe.name, "pool", recipe.seed)).to(config.dtype)
     x_TD[:, : recipe.steps] = 0.0
     x_TD[:, 0] = _FLAG
-    return x_TD[_clear(x_TD, _parameters(recipe, config), config.top_k)]
+    return _clear(x_TD, _parameters(recipe, config), config.top_k)
 
 
 def _clear(x_TD: Tensor, parameters: Parameters, top_k: int) -> Tensor:
-    """Return which tokens are not nearly tied in any MoE layer, bool (T,)."""
-    clear_T = torch.ones(len(x_TD), dtype=torch.bool)
+    """Return those tokens that are not nearly tied in any MoE layer."""
     for number, layer in enumerate(layers_of(parameters)):
         if ("router", None) in layer:
             before = {key: value for key, value in parameters.items() if int(key[0][5 : key[0].index("/")]) < number}
             logits_TE = outputs(x_TD, before, top_k) @ layer["router", None].double().T
             best_T = logits_TE.topk(top_k + 1).values
-            clear_T &= best_T[:, -2] - best_T[:, -1] > _CLEAR
-    return clear_T
+            x_TD = x_TD[best_T[:, -2] - best_T[:, -1] > _CLEAR]
+    return x_TD
 
 
 CHAPTERS = (Chapter((ON_TRAINER,), (*NAMES, GOLDEN), scripts, variants="every", quick=QUICK),)
