@@ -16,6 +16,6 @@ def given(module: nn.Module, x: Tensor) -> Tensor:
 
     The library names the dimensions of a tensor in the name of the parameter. Rows without a batch are a batch of one.
     """
-    if "x_TD" in signature(module.forward).parameters:
+    if "x_TD" in signature(type(module).forward).parameters:  # that of the module may be wrapped
         return x.flatten(0, -2)
     return x if x.dim() == 3 else x[None]
