@@ -41,12 +41,12 @@ class Model(nn.Module):
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Return the DeepSpeed JSON: ZeRO 0 in float32, and in bfloat16, as its documents pair them, ZeRO 1.
+    """Return the DeepSpeed JSON: ZeRO 1 for sharded state and, as its documents pair them, in bfloat16; else ZeRO 0.
 
     `torch_adam` has it use torch's AdamW: its own are compiled for GPUs, or for offloading.
     """
     training, narrow = config.training, config.dtype == torch.bfloat16
-    stage = 2 if config.sharding == "gradients" else int(narrow)
+    stage = 2 if config.sharding == "gradients" else int(narrow or training.sharded_state)
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

@@ -197,6 +197,8 @@ class MegatronSession(Session):
         sizes = self._topology.sizes
         if sizes["pp"] > 1 or config.dtype != torch.float32:
             raise Unsupported("the adapter trains float32 models of one stage")
+        if config.variant != "alltoall":
+            raise Unsupported("data parallel ranks have differently many tokens, which the all-gather does not take")
         built = transformer_config(with_training(config.only(*LAYER, "training")), sizes)
         self._seed()  # the block of layers forks the tracker's generator, whether anything is drawn or not
         return Trainer(built, config, self._topology, self._device)

@@ -26,7 +26,17 @@ from moe_conformance.backends.transformers.experts import expert_windows
 from moe_conformance.backends.transformers.model import plan_of, reduction_of, shard
 from moe_conformance.backends.transformers.placement import Placement
 from moe_conformance.backends.transformers.router import model_config
-from moe_conformance.contract import Claims, Config, Named, Read, Training, TrainingBatch, TrainingReport, Unsupported
+from moe_conformance.contract import (
+    Claims,
+    Config,
+    Named,
+    Read,
+    Training,
+    TrainingBatch,
+    TrainingReport,
+    Unsupported,
+    refusals,
+)
 
 _NAMES = {"exp_avg": "first", "exp_avg_sq": "second", "momentum_buffer": "momentum"}  # in torch's optimisers
 _IGNORED = -100  # a label that does not count
@@ -79,7 +89,8 @@ def placed(config: Config, placement: Placement, implementations: tuple[str, str
     sizes = placement.topology.sizes
     if sizes["ep"] > 1:
         ep_mesh = placement.expert_mesh["ep"]
-        apply_expert_parallelism(model, ep_mesh, placement.tp_mesh, plan_of(model, "ep"), ep_implementation)
+        with refusals(ValueError, match="needs every rank of the expert group to hold the same batch"):
+            apply_expert_parallelism(model, ep_mesh, placement.tp_mesh, plan_of(model, "ep"), ep_implementation)
     shard(model, placement)
     model._tp_size = sizes["tp"]
     model.config.distributed_config = placement.distributed_config
