@@ -49,10 +49,7 @@ def _by_own_norms(gradients: Mapping[Key, Tensor], largest: float) -> dict[Key, 
 
 
 def _by_mean_norm(expected: Expected, gradients: Mapping[Key, Tensor], largest: float) -> dict[Key, Tensor]:
-    """Clip by the mean of what ranks have as the norm of dense parameters and of the experts that they hold."""
-    ep, held = expected.workload.layout.ep, expected.workload.config.experts // expected.workload.layout.ep
-    parts = [{key: g for key, g in gradients.items() if key[1] is None or key[1] // held == i} for i in range(ep)]
-    factor = clip_factor(sum(map(norm_of, parts)) / ep, largest)
+    factor = clip_factor(mean_of_norms(expected, gradients), largest)
     return {key: factor * g for key, g in gradients.items()}
 
 
@@ -64,6 +61,13 @@ def _twice(gradients: Mapping[Key, Tensor], largest: float) -> dict[Key, Tensor]
 def _expert_norm_times(size: int, gradients: Mapping[Key, Tensor], largest: float) -> dict[Key, Tensor]:
     factor = clip_factor(norm_of(gradients, expert_times=size), largest)
     return {key: factor * g for key, g in gradients.items()}
+
+
+def mean_of_norms(expected: Expected, gradients: Mapping[Key, Tensor]) -> float:
+    """Return the mean of what ranks have as the norm of dense parameters and of the experts that they hold."""
+    ep, held = expected.workload.layout.ep, expected.workload.config.experts // expected.workload.layout.ep
+    parts = [{key: g for key, g in gradients.items() if key[1] is None or key[1] // held == i} for i in range(ep)]
+    return sum(map(norm_of, parts)) / ep
 
 
 def norm_of(gradients: Mapping[Key, Tensor], *, expert_times: float = 1.0, dense_times: float = 1.0) -> float:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_conformance.chapters.training.judge.expected import Expected
-from moe_conformance.chapters.training.judge.mistakes import norm_of
+from moe_conformance.chapters.training.judge.mistakes import mean_of_norms, norm_of
 from moe_conformance.judging.compare.bounded import compare, compared, factor
 from moe_conformance.judging.compare.bounds import allowed
 from moe_conformance.judging.comparisons import Comparisons, judge
@@ -110,6 +110,8 @@ def _other_norms(expected: Expected, step: int, rank: int) -> Iterator[tuple[str
     yield "it is the norm of dense gradients alone", norm_of(whole, expert_times=0)
     yield "it is the norm of expert gradients alone", norm_of(whole, dense_times=0)
     yield "of experts, only those of this rank are in it", norm_of(held)
+    if expected.workload.layout.ep > 1:
+        yield "it is the mean of the ranks' norms", mean_of_norms(expected, whole)
     for size, names in expected.axes().items():
         yield f"experts are counted {size} times in it: {names}", norm_of(whole, expert_times=size)
         yield f"experts are counted {size} times too little in it: {names}", norm_of(whole, expert_times=1 / size)
