@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 FOLDER = Path(__file__).parent / "chapters"
+CHECKS = "moe_conformance.distributed_tests"  # the package of the checks
 _PACKAGE = "moe_conformance.chapters"
 
 

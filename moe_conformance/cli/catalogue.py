@@ -9,10 +9,10 @@ from inspect import cleandoc, isfunction
 from moe_conformance import spec
 from moe_conformance.backends import registry
 from moe_conformance.cli import explaining
-from moe_conformance.discovery import modules
+from moe_conformance.discovery import CHECKS, modules
 from moe_conformance.plugin.options import Unusable
 from moe_conformance.plugin.run import open_backend
-from moe_conformance.spec.checks import PACKAGE, checks
+from moe_conformance.spec.checks import checks
 from moe_conformance.spec.places import Places, checked
 from moe_conformance.workloads.pairs import measure
 from moe_conformance.workloads.plan import Plan
@@ -80,7 +80,7 @@ def check_lines() -> Iterator[str]:
     """Yield a line per check."""
     for check in checks():
         name = check.name.replace(".", "::")
-        yield f"{PACKAGE}.{check.file}::{name}  {', '.join(check.requirements)}  ({check.run})"
+        yield f"{CHECKS}.{check.file}::{name}  {', '.join(check.requirements)}  ({check.run})"
 
 
 def surface_lines() -> Iterator[str]:

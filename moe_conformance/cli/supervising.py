@@ -40,6 +40,8 @@ def supervised(run: Callable[[], int]) -> int:
         _end_with(parent)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         status = run()
+        sys.stdout.flush()  # before what an adapter does as the process ends
+        sys.stderr.flush()
         os.write(tell, str(status).encode())
         return status
     os.close(tell)

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from moe_conformance.spec.checks import PACKAGE
+from moe_conformance.discovery import CHECKS
 
 # In a checkout the folder that a link in the package points to, where a wheel is installed the folder itself.
 FOLDER = (Path(__file__).parent.parent / "distributed_tests").resolve()
@@ -26,7 +26,7 @@ def holds(path: Path) -> bool:
 def are_named(config: pytest.Config) -> bool:
     """Whether the command line names the checks, by a path or by the name of their package."""
     paths = [(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args]
-    by_package = config.option.pyargs and any(argument.startswith(PACKAGE) for argument in config.args)
+    by_package = config.option.pyargs and any(argument.startswith(CHECKS) for argument in config.args)
     return by_package or any(holds(path) for path in paths)
 
 
@@ -41,6 +41,6 @@ class CheckModule(pytest.Module):
         """
         below = self.path.resolve().relative_to(FOLDER).with_suffix("")
         try:
-            return importlib.import_module(".".join((PACKAGE, *below.parts)))
+            return importlib.import_module(".".join((CHECKS, *below.parts)))
         except pytest.skip.Exception as skipped:
             raise self.CollectError(f"{self.path.name} skips itself: {skipped}; its checks would be missing") from None

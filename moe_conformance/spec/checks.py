@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from moe_conformance.discovery import CHECKS
 from moe_conformance.spec.row import ARGUMENTS
 
 if TYPE_CHECKING:
     from moe_conformance.workloads.records.runs import RunSpec
     from moe_conformance.workloads.records.workload import Workload
-
-PACKAGE = "moe_conformance.distributed_tests"
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Check:
 @cache
 def checks() -> tuple[Check, ...]:
     """Return all checks, in the order of their files."""
-    found = (each.name for each in pkgutil.iter_modules(importlib.import_module(PACKAGE).__path__))
+    found = (each.name for each in pkgutil.iter_modules(importlib.import_module(CHECKS).__path__))
     return tuple(check for file in sorted(found) if file.startswith("test_") for check in of_file(file))
 
 
@@ -78,7 +77,7 @@ def of_file(file: str) -> tuple[Check, ...]:
     Raises:
         ImportError: there is no such file, or it cannot be imported.
     """
-    module = importlib.import_module(f"{PACKAGE}.{file}")
+    module = importlib.import_module(f"{CHECKS}.{file}")
     return tuple(
         Check(file, name, function, tuple(mark.args), mark.kwargs["run"], mark.kwargs["when"])
         for name, function in _functions(vars(module))

@@ -43,7 +43,7 @@ UNUSABLE = {
     "unknown plant": ({"plant": "no-such-bug"}, "unknown plant 'no-such-bug'; known: .*swapped-sources"),
     "plant in a real backend": ({"plant": "unweighted", "backend": "torchtitan"}, "planted in native"),
     "folder that cannot be written": ({"report": "/proc/report"}, "/proc/report cannot be written"),
-    "waivers that are not there": ({"waivers": "nowhere.toml"}, "waivers nowhere.toml cannot be read"),
+    "waivers that are not there": ({"waivers": "nowhere.toml"}, "waivers nowhere.toml cannot be used: it cannot"),
 }
 
 
