@@ -28,7 +28,7 @@ from moe_conformance.workloads import layers as shared_experts
 from moe_conformance.workloads import recipes, routers
 from moe_conformance.workloads.records import features
 from moe_conformance.workloads.records.workload import ParameterKey, Workload
-from self_tests.backends.asking import prepared
+from self_tests.backends.asking import finished, prepared
 from self_tests.backends.dense import (
     assert_equal_to_the_bit,
     assert_layer_alike,
@@ -54,20 +54,13 @@ EDP2 = Layout(2)
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """Ranks that have imported transformers already."""
-    with prepared(Transformers) as engine:
-        yield engine
+    with prepared(Transformers) as started:
+        yield started
 
 
 def pinned(variant: str, layout: Layout, name: str) -> Workload:
     """The pinned workload of that name."""
     return next(w for w in recipes.corpus(variant, layout, "full") if w.name == name)
-
-
-def run(engine: Engine, workload: Workload) -> Outcome:
-    """Run a workload, which every rank must finish."""
-    outcome = moe_step(engine, NAME, workload)
-    assert ["ok"] * workload.layout.world == [rank.status for rank in outcome.ranks], [r.error for r in outcome.ranks]
-    return outcome
 
 
 def session(layout: Layout) -> Session:
@@ -147,14 +140,14 @@ class TestExchange:
     )
     def test_the_all_to_all_computes_the_layer(self, engine: Engine, layout: Layout, name: str) -> None:
         """Output and gradients of the suite's expert equal the dense formulation to the bit."""
-        self.check(run(engine, pinned("alltoall", layout, name)))
+        self.check(finished(engine, NAME, pinned("alltoall", layout, name)))
 
     @pytest.mark.parametrize(
         "name", ["uneven", "rank-without-tokens", "idle-rank-even", "dropped-even", "even-bfloat16"]
     )
     def test_the_all_reduce_computes_the_layer(self, engine: Engine, name: str) -> None:
         """With masked experts elsewhere, empty slots included."""
-        self.check(run(engine, pinned("allreduce", TP2_EP2, name)))
+        self.check(finished(engine, NAME, pinned("allreduce", TP2_EP2, name)))
 
     def check(self, outcome: Outcome) -> None:
         """Compare to the bit."""
@@ -171,13 +164,13 @@ class TestExchange:
     )
     def test_it_says_what_it_built(self, engine: Engine, variant: str, layout: Layout, told: tuple[str, str]) -> None:
         """The class of the implementation, and where that applies the weights."""
-        rank = run(engine, pinned(variant, layout, "even")).ranks[0]
+        rank = finished(engine, NAME, pinned(variant, layout, "even")).ranks[0]
         assert told == (rank.resolved["implementation"], rank.weights_at)
         assert ("tokens" in rank.resolved) == (layout.tp > 1)
 
     def test_it_says_after_every_forward_where_it_weighed(self, engine: Engine) -> None:
         """AutoEP reduces in inference, where experts weigh, and exchanges in training, where combine does."""
-        ranks = run(engine, pinned("auto", TP2_EP2, "inference-even")).ranks
+        ranks = finished(engine, NAME, pinned("auto", TP2_EP2, "inference-even")).ranks
         for rank in ranks:
             assert ["expert", "combine", "expert"] == [seen.exchange.weights_at for seen in rank.microbatches]
         handed = [[call for rank in ranks for call in rank.microbatches[m].exchange.handed] for m in range(3)]
@@ -200,7 +193,7 @@ class TestExperts:
         self, engine: Engine, layout: Layout, variant: str, name: str, allowed: float
     ) -> None:
         """Every element of every expert is held once per replica set, with the gradient over dp * cp."""
-        self.check(run(engine, pinned(variant, layout, name)), allowed)
+        self.check(finished(engine, NAME, pinned(variant, layout, name)), allowed)
 
     def test_the_library_divides_them(self, engine: Engine) -> None:
         """A library that divides by the two replicas of an expert, and not by the four batches, is not mended."""
@@ -211,7 +204,7 @@ class TestExperts:
     @pytest.mark.parametrize("variant", ["allreduce", "allreduce_batched_mm", "allreduce_grouped_mm"])
     def test_masked_tokens_add_nothing(self, engine: Engine, variant: str) -> None:
         """Tokens whose experts are elsewhere leave no trace in outputs and gradients."""
-        self.check(run(engine, pinned(variant, TP2_EP2, "own-dropped-even")), 1e-6)
+        self.check(finished(engine, NAME, pinned(variant, TP2_EP2, "own-dropped-even")), 1e-6)
 
     def check(self, outcome: Outcome, allowed: float) -> None:
         """Compare outputs, and gradients against the largest of them."""
@@ -250,14 +243,14 @@ class TestRouter:
     def test_it_chooses_and_weighs_as_the_oracle(self, engine: Engine, name: str, model: str) -> None:
         """The router of the model that has the rule: the same experts, the same weights."""
         workload = next(w for w in routers.routing_corpus("alltoall", Layout(2)) if w.name == name)
-        outcome = run(engine, workload)
+        outcome = finished(engine, NAME, workload)
         assert model == model_of(workload.config)
         assert_routed_alike(outcome, 1e-6)
 
     def test_its_gradient_is_reduced_over_the_batches(self, engine: Engine) -> None:
         """FSDP2 shards it over the ranks with other tokens, and each has its part of the mean gradient."""
         workload = next(w for w in routers.routing_corpus("alltoall", EP2) if w.name == "route-softmax")
-        outcome = run(engine, workload)
+        outcome = finished(engine, NAME, workload)
         for rank in outcome.ranks:
             assert "apply_fully_sharded_data_parallelism" == rank.resolved["reduction"]
             assert rank.grads_final is not None
@@ -268,7 +261,7 @@ class TestRouter:
     def test_it_says_in_what_it_was_seen_to_compute(self, engine: Engine, score: Any, told: torch.dtype) -> None:
         """Qwen's router casts scores of float32 back to its tokens' float64, GPT-OSS's computes in float64."""
         workload = next(w for w in routers.routing_corpus("alltoall", Layout(2)) if w.name == "route-float64")
-        outcome = run(engine, replace(workload, config=workload.config.changed({"routing.score": score})))
+        outcome = finished(engine, NAME, replace(workload, config=workload.config.changed({"routing.score": score})))
         assert [told, told] == [rank.claims.dtype for rank in outcome.ranks]
 
 
@@ -288,7 +281,9 @@ class TestLayer:
     )
     def test_it_computes_the_block(self, engine: Engine, layout: Layout, name: str, block: str) -> None:
         """The block of the model: its output is the oracle's, and so is every part of a mean of gradients."""
-        outcome = run(engine, next(w for w in shared_experts.layers("alltoall", layout, "full") if w.name == name))
+        outcome = finished(
+            engine, NAME, next(w for w in shared_experts.layers("alltoall", layout, "full") if w.name == name)
+        )
         assert {block} == {rank.resolved["layer"] for rank in outcome.ranks}
         assert_layer_alike(outcome, divisor=layout.world, allowed=1e-5)
 
@@ -298,7 +293,7 @@ class TestLosses:
     def test_the_loss_is_that_of_the_shared_batch(self, engine: Engine, layout: Layout) -> None:
         """It is returned, E times the sum of slots per token and mean score, and FSDP2 holds parts of its gradient."""
         workload = next(w for w in losses.scripts("alltoall", layout, "full") if w.name == "losses-auxiliary")
-        outcome = run(engine, workload)
+        outcome = finished(engine, NAME, workload)
         for rank in outcome.ranks:
             step = rank.answers[0].values
             assert step["report"] is None
@@ -325,8 +320,7 @@ class TestTrainer:
         outcome = trained(engine, NAME, "alltoall", layout, name)
         assert_trained_alike(outcome, allowed=1e-3)
         resolved = outcome.ranks[0].resolved
-        assert resolved["experts"].endswith(places[0])
-        assert resolved["router"].endswith(places[1])
+        assert (True, True) == (resolved["experts"].endswith(places[0]), resolved["router"].endswith(places[1]))
 
 
 class TestRefusals:

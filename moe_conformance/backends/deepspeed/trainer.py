@@ -1,8 +1,8 @@
 """A training step of DeepSpeed: its engine's forward, backward and step around a model. T tokens, D hidden.
 
-The loop is that of the library's documents. A microbatch's loss is the caller's there as here: the engine has the mean
-of gradients over data parallel ranks, so that the sum over tokens is divided by those of the step and multiplied by
-the ranks, and `scale_wrt_gas=False` keeps it from being divided by microbatches.
+The loop is that of the library's documents, in which the caller computes the loss of a microbatch. The engine averages
+gradients over data parallel ranks. So the sum over counted tokens is divided by those of the whole step and multiplied
+by the number of ranks; with `scale_wrt_gas=False` the engine does not divide it by the number of microbatches.
 """
 
 from __future__ import annotations

@@ -43,9 +43,9 @@ def judge_loss(outcome: Outcome) -> Comparisons:
 
 
 def _factor(actual: Tensor, expected: Tensor, error: Tensor, names: Mapping[str, float]) -> str:
-    """Return in words the factor by which a number is wrong; "" if it is right, or zero is expected."""
+    """Return in words the factor by which a number is wrong; "" if no size of the run has that value."""
     ratio = factor(actual.double().reshape(1), expected.reshape(1), error.reshape(1), names)
-    return "" if ratio is None else ratio_words(ratio, names)
+    return ratio_words(ratio, names) if ratio is not None and ratio in names.values() else ""
 
 
 def _cause_of_loss(expected: Expected, step: int, rank: int, loss: Tensor, error: Tensor) -> str:
@@ -99,7 +99,11 @@ def judge_norm(outcome: Outcome) -> Comparisons:
 
 def _causes_of_norm(expected: Expected, step: int, rank: int, norm: float) -> list[str]:
     """Return what explains a wrong norm, in words."""
-    return [words for words, other in _other_norms(expected, step, rank) if abs(norm - other) <= _NEAR * other]
+    found = [words for words, other in _other_norms(expected, step, rank) if abs(norm - other) <= _NEAR * other]
+    sharded = expected.workload.config.training.sharded_state
+    if not found and sharded and norm > float(expected.steps[step].norm):
+        found.append("it has more in it than the gradients, such as the padding of shards")
+    return found
 
 
 def _other_norms(expected: Expected, step: int, rank: int) -> Iterator[tuple[str, float]]:

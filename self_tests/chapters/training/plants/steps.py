@@ -178,7 +178,7 @@ class SkippedStepOfZeros(Trainer):
     layout=EP2,
 )
 class TakenInWordsAlone(Trainer):
-    """A trainer that takes steps that are not finite by its claims and reports leaves this one out."""
+    """The trainer claims and reports that it takes steps that are not finite, and leaves them out."""
 
     @property
     def claims(self) -> Claims:
