@@ -135,6 +135,7 @@ class MeshSession(SmallSession):
     def finish_experts(self, experts: nn.Module) -> None:
         self._sum(experts, "edp")
 
+    @torch.no_grad()  # also where the backward keeps a graph of itself
     def _sum(self, module: nn.Module, *groups: str) -> None:
         for parameter in module.parameters():
             if not parameter.requires_grad:

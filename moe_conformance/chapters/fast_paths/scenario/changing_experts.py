@@ -60,8 +60,7 @@ class ChangingExperts:
         ways = {call.given[rank]["way"] for call in workload.calls if call.method == "change"}
         if self._module() is None and ways & {*OF_THE_MODULE}:
             raise Unsupported("the experts show no `module` that holds their parameters")
-        sharded = any(not isinstance(parameter, nn.Parameter) for parameter in self._parameters())
-        if sharded and ways - {*OF_SHARDS}:
+        if ways - {*OF_SHARDS} and not self._shows_parameters():
             raise Unsupported("the windows show parts of parameters, and not the parameters themselves")
 
     @property
@@ -136,6 +135,15 @@ class ChangingExperts:
         module = self._module()
         assert module is not None  # or it would not have been built
         return module
+
+    def _shows_parameters(self) -> bool:
+        """Whether the windows are on the parameters themselves.
+
+        The local tensor of a DTensor is another object each time, and for `isinstance` a Parameter all the same.
+        """
+        first, second = self._parameters(), self._parameters()
+        same = len(first) == len(second) and all(one is other for one, other in zip(first, second, strict=True))
+        return same and all(isinstance(parameter, nn.Parameter) for parameter in first)
 
     def _parameters(self) -> list[Tensor]:
         read: list[Tensor] = []
